@@ -1,0 +1,79 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both need Python 3.11 or newer and nothing else:
+# they create .venv in this folder, install what they need into it, and run.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+JOBS ?= 2
+# The first interpreter that runs and is new enough; override with `make PYTHON=/path/to/python demo`.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$python; break; fi; \
+	done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEMO_READY := $(VENV)/.ready-demo
+DEV_READY := $(VENV)/.ready-dev
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help demo test test-full lint format types layers bench wheel clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(DEMO_READY)  ## plan a long-tailed batch on 64 GPUs and compare the planners
+	@$(BIN)/seqloom demo
+
+test: lint layers types  ## style, layers, types, then every test that takes seconds
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-full: lint layers types  ## the longer set: slow tests, more examples; logged to build/test-full.log
+	@mkdir -p build
+	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu" --hypothesis-profile=full --timeout=1800 \
+		--durations=20 2>&1 | tee build/test-full.log
+
+lint: $(DEV_READY)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV_READY)  ## ruff: repair what can be repaired
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV_READY)  ## pyrefly
+	$(BIN)/pyrefly check --output-format=min-text
+
+layers: $(DEV_READY)  ## import-linter: the layers of the design
+	$(BIN)/lint-imports --no-logo
+
+bench: $(DEV_READY)  ## every benchmarks/bench_*.py in turn; logged to build/bench.log
+	@mkdir -p build
+	@set -e -o pipefail; for script in benchmarks/bench_*.py; do \
+		echo "== $$script"; $(BIN)/python $$script; done 2>&1 | tee build/bench.log
+
+wheel: $(DEV_READY)  ## build the wheel into dist/
+	$(PIP) wheel -q --no-deps -w dist .
+
+clean:  ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up. Two stamps in one environment: dev contains all that demo needs, so it sets both.
+define need_python
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "Seqloom needs Python 3.11 or newer; found $(or $(PYTHON),none) ($$($(or $(PYTHON),python3) --version 2>&1 || true))." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; fi
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then "$(PYTHON)" -m venv $(VENV); fi
+endef
+
+$(DEMO_READY): $(INPUTS)
+	$(need_python)
+	$(PIP) install -q -c constraints.txt -e ".[exact]"
+	@touch $@
+
+$(DEV_READY): $(INPUTS)
+	$(need_python)
+	$(PIP) install -q -c constraints.txt -e ".[dev]"
+	@touch $(DEMO_READY) $@
