@@ -1,0 +1,211 @@
+"""Clusters: nodes, what sits in them, and what joins them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqloom.describe.files import build, is_file_name, read_mapping
+from seqloom.describe.registry import Presets
+from seqloom.errors import SeqloomError
+
+_SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x(.+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU (or one CPU process): memory, and what its data sheet promises."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
+
+    name: str
+    memory_gib: float
+    """Memory that the device reports, GiB."""
+    peak_tflops: float
+    """Dense bf16 peak, TFLOP/s."""
+    hbm_gb_s: float
+    """Memory bandwidth, GB/s."""
+
+    def __post_init__(self) -> None:
+        """Check that every figure is positive."""
+        _positive(f"device {self.name}", self, "memory_gib", "peak_tflops", "hbm_gb_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins two devices: data-sheet bandwidth in one direction, and latency."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    name: str
+    gb_s: float
+    """GB/s in one direction: of one GPU for the link inside a node, of one NIC for the network."""
+    latency_us: float
+    """Time of a message without bytes, microseconds."""
+
+    def __post_init__(self) -> None:
+        """Check the figures."""
+        _positive(f"link {self.name}", self, "gb_s")
+        if not self.latency_us >= 0:
+            raise SeqloomError(f"link {self.name}: latency_us = {self.latency_us}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal nodes of equal GPUs. Ranks are numbered node by node.
+
+    ``8x8xH100`` is 8 nodes of 8 H100, with the links and NICs usual for that device.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    device: Device
+    intra: Link
+    """Inside a node, per GPU."""
+    nic: Link
+    """Between nodes, per NIC."""
+    nics_per_node: int
+    nic_of_gpu: tuple[int, ...]
+    """For each GPU of a node, the NIC that is near it: int[gpus_per_node]."""
+
+    def __post_init__(self) -> None:
+        """Check sizes and the affinity of GPUs to NICs."""
+        for size in ("nodes", "gpus_per_node", "nics_per_node"):
+            if not isinstance(getattr(self, size), int):
+                raise SeqloomError(
+                    f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number"
+                )
+        _positive(f"cluster {self.name}", self, "nodes", "gpus_per_node", "nics_per_node")
+        if len(self.nic_of_gpu) != self.gpus_per_node:
+            raise SeqloomError(
+                f"cluster {self.name}: nic_of_gpu has {len(self.nic_of_gpu)} entries for "
+                f"{self.gpus_per_node} GPUs of a node; give one NIC for each"
+            )
+        wrong = [nic for nic in self.nic_of_gpu if not 0 <= nic < self.nics_per_node]
+        if wrong:
+            raise SeqloomError(
+                f"cluster {self.name}: nic_of_gpu names NIC {wrong[0]} but a node has {self.nics_per_node}; "
+                f"use 0 to {self.nics_per_node - 1}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """A cluster by spelling (``8x8xH100``, ``8xH100``), by preset name, or from a .json or .toml file."""
+        if is_file_name(text):
+            path = Path(text)
+            content = read_mapping(path)
+            try:
+                content = {"name": path.stem} | completed(content)
+            except SeqloomError as error:
+                raise SeqloomError(f"{path}: {error}") from None
+            return build(cls, content, str(path))
+        match = _SPELLING.fullmatch(text.strip())
+        if match is None:
+            spelled = "spell it as nodes x GPUs x device, 8x8xH100, or give a .json or .toml file"
+            return CLUSTERS.named(text, otherwise=spelled)
+        nodes, gpus, device = int(match[1] or 1), int(match[2]), match[3]
+        return cls.of(nodes, gpus, device)
+
+    @classmethod
+    def of(cls, nodes: int, gpus_per_node: int, device: str) -> Cluster:
+        """``nodes`` nodes of ``gpus_per_node`` devices with the links usual for that device."""
+        name = DEVICES.named(device).device.name
+        spelling = f"{gpus_per_node}x{name}" if nodes == 1 else f"{nodes}x{gpus_per_node}x{name}"
+        return _built(spelling, {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": name})
+
+    @property
+    def spelling(self) -> str:
+        """``nodes x GPUs x device``; :meth:`parse` reads it back as this cluster with the usual links."""
+        inside = f"{self.gpus_per_node}x{self.device.name}"
+        return inside if self.nodes == 1 else f"{self.nodes}x{inside}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.gpus_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node that holds ``rank``."""
+        self._check_rank(rank)
+        return rank // self.gpus_per_node
+
+    def nic_of(self, rank: int) -> int:
+        """The NIC near ``rank``, numbered within its node."""
+        self._check_rank(rank)
+        return self.nic_of_gpu[rank % self.gpus_per_node]
+
+    @property
+    def node_gb_s(self) -> float:
+        """What all NICs of a node carry together in one direction, GB/s."""
+        return self.nic.gb_s * self.nics_per_node
+
+    @property
+    def gpus_per_nic(self) -> int:
+        """The most GPUs that share one NIC."""
+        return max(self.nic_of_gpu.count(nic) for nic in range(self.nics_per_node))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.ranks:
+            raise SeqloomError(f"rank {rank} is not in cluster {self.name}; ranks are 0 to {self.ranks - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePreset:
+    """A device and what usually joins it to others."""
+
+    device: Device
+    intra: Link
+    nic: Link
+    gpus_per_nic: int
+
+
+def completed(content: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what the device's preset knows when ``device`` is a name; other keys stay as they are.
+
+    A description in this short form, in a file or among the presets, needs ``nodes``, ``gpus_per_node`` and
+    ``device``.
+    """
+    device, gpus = content.get("device"), content.get("gpus_per_node")
+    if not isinstance(gpus, int):
+        return content  # the type check that follows says so
+    if isinstance(device, str):
+        usual = DEVICES.named(device)
+        nics = -(-gpus // usual.gpus_per_nic)
+        links = {"intra": usual.intra, "nic": usual.nic, "nics_per_node": nics}
+        content = links | content | {"device": usual.device}
+    nics = content.get("nics_per_node")
+    if "nic_of_gpu" not in content and isinstance(nics, int):
+        content = content | {"nic_of_gpu": tuple(gpu * nics // gpus for gpu in range(gpus))}
+    return content
+
+
+def _built(name: str, entry: dict[str, Any]) -> Cluster:
+    return Cluster(name=name, **completed(entry))
+
+
+def _device(name: str, entry: dict[str, Any]) -> DevicePreset:
+    return DevicePreset(
+        device=Device(name=name, **entry["device"]),
+        intra=Link(**entry["intra"]),
+        nic=Link(**entry["nic"]),
+        gpus_per_nic=entry["gpus_per_nic"],
+    )
+
+
+def _positive(what: str, value: object, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not number > 0:
+            raise SeqloomError(f"{what}: {name} = {number}; it must be positive")
+
+
+DEVICES: Presets[DevicePreset] = Presets("device", "devices.json", _device)
+"""Every known device, by name."""
+
+CLUSTERS: Presets[Cluster] = Presets("cluster", "clusters.json", _built)
+"""Every preset cluster, by name."""

@@ -1,0 +1,241 @@
+"""Model specs from the ``config.json`` of a Hugging Face model. Reads a mapping; fetches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from seqloom.describe.model import ModelSpec
+from seqloom.errors import SeqloomError
+
+Config = Mapping[str, Any]
+
+WAY_OUT = "describe the model in a .json or .toml file with the fields of ModelSpec instead"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a ``model_type`` implies and its config does not say."""
+
+    gated: bool = True
+    tied: bool = False
+    """Default of ``tie_word_embeddings``."""
+    learned_positions: bool = False
+    window: str = "none"
+    """Which layers a ``sliding_window`` applies to when ``layer_types`` is absent: none, all, upper (from
+    ``max_window_layers`` up, if ``use_sliding_window``), alternate (every ``sliding_window_pattern``-th is
+    full)."""
+    defaults: Config = field(default_factory=dict)
+    """Values of keys that published configs leave out."""
+
+
+_GEMMA3: Config = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 262_208,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+
+_QWEN: Config = {"sliding_window": 4096, "max_window_layers": 28}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(window="all", defaults={"sliding_window": 4096}),
+    "ministral": Family(window="all"),
+    "mixtral": Family(window="all"),
+    "qwen2": Family(window="upper", defaults=_QWEN),
+    "qwen2_moe": Family(window="upper", defaults=_QWEN),
+    "qwen3": Family(window="upper", defaults=_QWEN),
+    "qwen3_moe": Family(window="upper", defaults=_QWEN),
+    "gemma": Family(tied=True),
+    "gemma2": Family(
+        tied=True, window="alternate", defaults={"sliding_window": 4096, "sliding_window_pattern": 2}
+    ),
+    "gemma3": Family(tied=True, window="alternate", defaults=_GEMMA3),
+    "gemma3_text": Family(tied=True, window="alternate", defaults=_GEMMA3),
+    "phi3": Family(window="all"),
+    "granite": Family(),
+    "smollm3": Family(tied=True),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(window="alternate", defaults={"sliding_window": 4096, "sliding_window_pattern": 4}),
+    "olmoe": Family(),
+    "starcoder2": Family(gated=False, tied=True, window="all"),
+    "deepseek": Family(),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "glm4_moe": Family(),
+    "gpt2": Family(gated=False, tied=True, learned_positions=True),
+    "gpt_neox": Family(gated=False),
+}
+"""Supported values of ``model_type``."""
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size", "n_inner"),
+    "vocabulary": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+}
+"""Our field -> the keys that configs use for it."""
+
+_REFUSED: Mapping[str, str] = {
+    "kv_lora_rank": "latent attention (MLA), whose keys and values are not per head,",
+    "ssm_cfg": "state-space layers",
+    "state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "linear_num_value_heads": "linear-attention layers",
+    "attention_chunk_size": "chunked attention",
+    "hybrid_override_pattern": "hybrid layers",
+}
+"""A key with a value -> what the model has that a ModelSpec cannot say."""
+
+
+def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
+    """Describe the model of a Hugging Face config.
+
+    Of a multimodal config (``text_config``) the language model is described.
+
+    Args:
+        config: content of ``config.json``.
+        name: name of the spec; ``_name_or_path`` or the model type unless given.
+
+    Raises:
+        SeqloomError: a model type or a layer that is not supported, or a key that is missing.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        inherited = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
+        config = inherited | dict(text)
+    family = _family(config)
+    merged = {**family.defaults, **config}  # an explicit null overrides a default
+    config = {key: value for key, value in merged.items() if value is not None}
+    _refuse(config)
+    layers, hidden, heads = (_number(config, key, least=1) for key in ("layers", "hidden", "heads"))
+    if "head_dim" not in config and hidden % heads:
+        raise SeqloomError(
+            f"hidden size {hidden} is not a multiple of {heads} heads; add head_dim to the config"
+        )
+    return ModelSpec(
+        name=name or str(config.get("_name_or_path") or config["model_type"]),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_number(config, "kv_heads", heads),
+        head_dim=_number(config, "head_dim", hidden // heads),
+        ffn=_number(config, "ffn", 4 * hidden if config["model_type"] == "gpt2" else None),
+        gated=family.gated,
+        vocabulary=_number(config, "vocabulary"),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        windows=_windows(config, family, layers),
+        learned_positions=family.learned_positions,
+        **_experts(config, layers),
+    )
+
+
+def _family(config: Config) -> Family:
+    kind = config.get("model_type")
+    if kind is None:
+        raise SeqloomError(f"no 'model_type': this is not a Hugging Face config; {WAY_OUT}")
+    if kind not in FAMILIES:
+        _refuse(config)
+        raise SeqloomError(
+            f"model_type {kind!r} is not supported ({', '.join(FAMILIES)} are); if its layers are those of "
+            f"one of these, name that one in a copy of the config, otherwise {WAY_OUT}"
+        )
+    return FAMILIES[kind]
+
+
+def _refuse(config: Config) -> None:
+    """Raise for what a ModelSpec cannot describe: a wrong cost is worse than none."""
+    kind = config.get("model_type")
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise SeqloomError(
+                f"model_type {kind!r} with {key} = {config[key]!r}: {what} is not supported; {WAY_OUT}"
+            )
+    if config.get("is_encoder_decoder"):
+        raise SeqloomError(f"model_type {kind!r} is an encoder-decoder, which is not supported; {WAY_OUT}")
+
+
+def _number(config: Config, name: str, default: int | None = None, *, least: int = 0) -> int:
+    """The whole number that the config gives for our field ``name``, or for a key of its own."""
+    keys = _NAMES.get(name, (name,))
+    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    value = config.get(key, default)
+    if value is None:
+        raise SeqloomError(f"key {key!r} is missing; add it to the config")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SeqloomError(f"{key} = {value!r}; it must be a whole number from {least} up")
+    return value
+
+
+def _windows(config: Config, family: Family, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, from ``layer_types`` or from the rule of the family."""
+    window = _number(config, "sliding_window", least=1) if config.get("sliding_window") is not None else None
+    types = config.get("layer_types")
+    if types is not None:
+        return tuple(_window_of(str(kind), window) for kind in types)
+    if window is None or family.window == "none":
+        return (None,) * layers
+    if family.window == "all":
+        return (window,) * layers
+    if family.window == "upper":
+        first = _number(config, "max_window_layers") if config.get("use_sliding_window") else layers
+        return tuple(window if layer >= first else None for layer in range(layers))
+    pattern = _number(config, "sliding_window_pattern", least=1)
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+
+
+def _window_of(kind: str, window: int | None) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind != "sliding_attention":
+        raise SeqloomError(
+            f"layer_types holds {kind!r}; only full and sliding attention are supported; {WAY_OUT}"
+        )
+    if window is None:
+        raise SeqloomError(
+            "layer_types has sliding_attention but sliding_window is missing; add it to the config"
+        )
+    return window
+
+
+def _experts(config: Config, layers: int) -> dict[str, Any]:
+    """Fields of the experts; none for a dense model."""
+    experts = _number(config, "experts", 0)
+    sparse = _sparse_layers(config, layers) if experts else ()
+    if not sparse:
+        return {}
+    width = _number(config, "expert_ffn")
+    shared = _number(
+        config, "shared_expert_intermediate_size", width * _number(config, "n_shared_experts", 0)
+    )
+    return {
+        "experts": experts,
+        "active_experts": _number(config, "active_experts"),
+        "expert_ffn": width,
+        "shared_ffn": shared,
+        "moe_layers": sparse,
+    }
+
+
+def _sparse_layers(config: Config, layers: int) -> tuple[int, ...]:
+    """Layers with experts, by the rules of Qwen (every so many) and of DeepSeek (from some layer up)."""
+    step = _number(config, "decoder_sparse_step", 1, least=1)
+    frequency = _number(config, "moe_layer_freq", 1, least=1)
+    first = _number(config, "first_k_dense_replace", 0)
+    dense = set(config.get("mlp_only_layers", ()))
+    return tuple(
+        layer
+        for layer in range(layers)
+        if (layer + 1) % step == 0 and layer >= first and layer % frequency == 0 and layer not in dense
+    )

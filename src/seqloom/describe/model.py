@@ -1,0 +1,188 @@
+"""Model specs: the shapes of a decoder-only transformer that time, memory and legal plans depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from seqloom.describe.files import build, is_file_name, read_mapping
+from seqloom.describe.registry import Presets
+from seqloom.errors import SeqloomError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only transformer. Widths are in elements, windows in tokens.
+
+    A layer is attention (``heads`` query heads, ``kv_heads`` key/value heads of ``head_dim``) and a
+    feed-forward: a dense one of width ``ffn`` or, in ``moe_layers``, a router over ``experts`` of width
+    ``expert_ffn``, of which a token takes ``active_experts``, beside one of width ``shared_ffn`` for all.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    """Three matrices in a feed-forward (gate, up, down) instead of two."""
+    vocabulary: int
+    tied: bool
+    """Input embedding and output projection are one matrix."""
+    windows: tuple[int | None, ...] = ()
+    """For each layer, how many tokens a query sees, itself included; None: all before it. () is all None."""
+    experts: int = 0
+    active_experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    moe_layers: tuple[int, ...] = ()
+    """Indices of the layers with experts, ascending. () is all layers when there are experts."""
+    learned_positions: bool = False
+    """A position table that grows with the context, and biases everywhere: GPT-2 style."""
+
+    def __post_init__(self) -> None:
+        """Fill in the per-layer columns and check that the shapes belong together."""
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * max(self.layers, 0))
+        if self.experts and not self.moe_layers:
+            object.__setattr__(self, "moe_layers", tuple(range(self.layers)))
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary"):
+            self._require(getattr(self, name) >= 1, name, "must be at least 1")
+        dense = len(self.moe_layers) < self.layers
+        self._require(self.ffn >= (1 if dense else 0), "ffn", "must be at least 1 where a layer is dense")
+        self._require(
+            self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads"
+        )
+        self._require(
+            len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers"
+        )
+        self._require(
+            all(w is None or w >= 1 for w in self.windows), "windows", "holds None or at least 1 token"
+        )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not self.experts:
+            for name in ("active_experts", "expert_ffn", "shared_ffn", "moe_layers"):
+                self._require(not getattr(self, name), name, "needs experts: set `experts`, or leave it out")
+            return
+        self._require(
+            1 <= self.active_experts <= self.experts, "active_experts", f"must be 1 to {self.experts}"
+        )
+        self._require(self.expert_ffn >= 1, "expert_ffn", "must be at least 1")
+        self._require(self.shared_ffn >= 0, "shared_ffn", "must be 0 or more")
+        legal = sorted(set(self.moe_layers)) == list(self.moe_layers) and self.moe_layers[0] >= 0
+        self._require(
+            legal and self.moe_layers[-1] < self.layers, "moe_layers", f"rises within 0 to {self.layers - 1}"
+        )
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise SeqloomError(f"model {self.name}: {name} = {getattr(self, name)!r}; it {rule}")
+
+    @classmethod
+    def load(cls, name: str) -> ModelSpec:
+        """A model by preset name or from a file.
+
+        A file is a Hugging Face ``config.json`` (or the folder that holds one), or a .json or .toml with the
+        fields of this class. Nothing is fetched from a network.
+        """
+        path = Path(name)
+        if path.is_dir() and name not in MODELS:
+            path = path / "config.json"
+        if not is_file_name(str(path)):
+            return MODELS.named(name, otherwise="give the path of a Hugging Face config.json")
+        content = read_mapping(path)
+        if "layers" in content and "model_type" not in content:
+            return build(cls, {"name": path.stem} | content, str(path))
+        from seqloom.describe.huggingface import model_from_config
+
+        default = path.absolute().parent.name if path.name == "config.json" else path.stem
+        try:
+            return model_from_config(content, name=default)
+        except SeqloomError as error:
+            raise SeqloomError(f"{path}: {error}") from None
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's four attention projections."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    def layer_parameters(self, layer: int) -> int:
+        """Parameters of layer ``layer``, all experts included."""
+        return self._layer(layer in self.moe_layers, self.experts)
+
+    def layer_active_parameters(self, layer: int) -> int:
+        """Parameters of layer ``layer`` that one token meets."""
+        return self._layer(layer in self.moe_layers, self.active_experts)
+
+    def _layer(self, sparse: bool, experts: int) -> int:
+        matrices = 3 if self.gated else 2
+        if sparse:
+            router = self.hidden * self.experts
+            feed_forward = matrices * self.hidden * (experts * self.expert_ffn + self.shared_ffn) + router
+        else:
+            feed_forward = matrices * self.hidden * self.ffn
+        return self.attention_parameters + feed_forward + self._vectors
+
+    def _all_layers(self, experts: int) -> int:
+        sparse = len(self.moe_layers)
+        return sparse * self._layer(True, experts) + (self.layers - sparse) * self._layer(False, experts)
+
+    @property
+    def _vectors(self) -> int:
+        """Norms of a layer, and biases in the GPT-2 style; elsewhere biases are below 0.1 % and left out."""
+        if not self.learned_positions:
+            return 2 * self.hidden
+        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        return 4 * self.hidden + qkv + self.hidden + self.ffn + self.hidden
+
+    @property
+    def parameters_per_layer(self) -> int:
+        """Parameters of the largest layer, all experts included: what a gathered layer holds."""
+        return max(self.layer_parameters(layer) for layer in range(self.layers))
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the output projection, vocabulary x hidden."""
+        return self.vocabulary * self.hidden
+
+    def parameters(self, context: int = 0) -> int:
+        """All parameters; a learned position table counts for ``context`` tokens."""
+        return self._all_layers(self.experts) + self._outside(context)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters without the experts that a token does not take (position table not counted)."""
+        return self._all_layers(self.active_experts) + self._outside(0)
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that one token is multiplied with: 2 FLOPs each forward, 4 backward.
+
+        Layers with their active experts and the output projection; no embedding look-up, norms or biases.
+        """
+        return self._all_layers(self.active_experts) - self.layers * self._vectors + self.head_parameters
+
+    def _outside(self, context: int) -> int:
+        """Embedding, head, final norm and position table."""
+        matrices = 1 if self.tied else 2
+        final_norm = (2 if self.learned_positions else 1) * self.hidden
+        positions = context * self.hidden if self.learned_positions else 0
+        return matrices * self.vocabulary * self.hidden + final_norm + positions
+
+
+def _built(name: str, entry: dict[str, Any]) -> ModelSpec:
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+    }
+    return ModelSpec(name=name, **fields)
+
+
+MODELS: Presets[ModelSpec] = Presets("model", "models.json", _built)
+"""Every preset model, by name."""

@@ -1,0 +1,78 @@
+"""Presets: named values that lie as JSON beside the code and are read the first time one is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from seqloom.errors import SeqloomError, unknown
+
+T = TypeVar("T")
+
+
+class Presets(Mapping[str, T], Generic[T]):
+    """A read-only mapping of names to values built from ``presets/<file>``.
+
+    Nothing is read before the first access, so that importing the package stays free of work. Names are
+    found whatever their case. An unknown name raises :class:`~seqloom.errors.SeqloomError` from
+    :meth:`named` (and ``KeyError`` from indexing, as any mapping does).
+    """
+
+    def __init__(self, kind: str, file: str, build: Callable[[str, dict[str, Any]], T]) -> None:
+        """Remember where the data lie and how one entry becomes a value.
+
+        Args:
+            kind: what the presets are, for error messages, for example ``"cluster"``.
+            file: name of the JSON file in the package's ``presets`` folder.
+            build: turns a name and its entry of the file into the value.
+        """
+        self._kind = kind
+        self._file = file
+        self._build = build
+        self._entries: dict[str, dict[str, Any]] | None = None
+        self._values: dict[str, T] = {}
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if self._entries is None:
+            from importlib.resources import files  # not at the top: it imports a good deal
+
+            text = (files("seqloom.describe") / "presets" / self._file).read_text(encoding="utf-8")
+            self._entries = json.loads(text)
+        return self._entries
+
+    def spelled(self, name: str) -> str | None:
+        """The registered spelling of ``name``, found whatever its case; None when there is none."""
+        entries = self._read()
+        if name in entries:
+            return name
+        return next((entry for entry in entries if entry.lower() == name.lower()), None)
+
+    def named(self, name: str, *, otherwise: str = "") -> T:
+        """The preset ``name``; when it does not exist the nearest names, and ``otherwise``, are offered."""
+        if self.spelled(name) is None:
+            longer = [entry for entry in self._read() if entry.lower().startswith(name.lower())]
+            error = unknown(self._kind, name, longer or self._read())
+            raise SeqloomError(f"{error} (or {otherwise})") if otherwise else error
+        return self[name]
+
+    def __getitem__(self, name: str) -> T:
+        """The preset ``name``, built once."""
+        key = self.spelled(name)
+        if key is None:
+            raise KeyError(name)
+        if key not in self._values:
+            self._values[key] = self._build(key, self._read()[key])
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in the order of the file."""
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        """Number of presets."""
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        """The kind and the names."""
+        return f"Presets({self._kind}: {', '.join(self)})"
