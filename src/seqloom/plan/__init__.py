@@ -1,0 +1,38 @@
+"""The plan: what every other part of Seqloom reads."""
+
+from __future__ import annotations
+
+from seqloom.plan.action import Action, ActionKind
+from seqloom.plan.error import PlanError
+from seqloom.plan.family import GroupFamily
+from seqloom.plan.group import Group
+from seqloom.plan.layout import Layout, Span
+from seqloom.plan.limits import Limits, Reduce, Sharding
+from seqloom.plan.move import Move, move_between
+from seqloom.plan.pipeline import Pipeline
+from seqloom.plan.plan import Plan
+from seqloom.plan.round import Checkpoint, Round, Work
+from seqloom.plan.stage import Stage
+from seqloom.plan.validate import RULES
+
+__all__ = [
+    "RULES",
+    "Action",
+    "ActionKind",
+    "Checkpoint",
+    "Group",
+    "GroupFamily",
+    "Layout",
+    "Limits",
+    "Move",
+    "Pipeline",
+    "Plan",
+    "PlanError",
+    "Reduce",
+    "Round",
+    "Sharding",
+    "Span",
+    "Stage",
+    "Work",
+    "move_between",
+]

@@ -1,0 +1,283 @@
+"""Rules about documents, limits, stages and groups: everything that can be said without looking at tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seqloom.plan.error import broken
+from seqloom.plan.limits import Reduce, Sharding
+from seqloom.plan.round import Checkpoint, Work
+from seqloom.plan.stage import Stage
+
+if TYPE_CHECKING:
+    from seqloom.plan.plan import Plan
+
+MOST_RANKS = 2**20
+"""More ranks than this are a slip of the pen; refused before anything is listed per rank."""
+
+
+def each_work(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, Work]]:
+    """Yield ((pipeline, round, stage), Stage, Work) of the whole plan."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for r, current in enumerate(pipeline.rounds):
+            for s, share in enumerate(current.work):
+                yield (p, r, s), pipeline.stages[s], share
+
+
+def place(where: tuple[int, int, int]) -> str:
+    """Name a place for a message."""
+    return f"pipeline {where[0]} round {where[1]} stage {where[2]}"
+
+
+def whole_numbers(values: object) -> bool:
+    """Say whether all values are integers (of Python or numpy, but not truth values)."""
+    kinds = set(map(type, values))  # type: ignore[call-overload]
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds)
+
+
+def documents(plan: Plan) -> None:
+    """A step has documents, and every one has a positive whole number of tokens."""
+    if not plan.documents:
+        raise broken("documents", "no documents", "a step needs at least one", "plan a non-empty batch")
+    if whole_numbers(plan.documents) and min(plan.documents) > 0:
+        return
+    for number, length in enumerate(plan.documents):
+        if not whole_numbers([length]) or length < 1:
+            value = f"document {number} has length {length!r}"
+            raise broken(
+                "documents", value, "lengths are whole numbers of at least 1 token", "drop this document"
+            )
+
+
+def limits(plan: Plan) -> None:
+    """The limits make sense by themselves."""
+    own = plan.limits
+    numbers = {name: getattr(own, name) for name in ("ranks", "node_size", "heads", "granule")}
+    for name, value in {**numbers, "communicators": own.communicators}.items():
+        least = 0 if name == "communicators" else 1
+        if not whole_numbers([value]) or value < least:
+            raise broken(
+                "limits",
+                f"{name} is {value!r}",
+                f"a whole number of at least {least}",
+                f"use {least} or more",
+            )
+    if own.ranks > MOST_RANKS:
+        value = f"{own.ranks} ranks"
+        raise broken("limits", value, f"a plan has at most {MOST_RANKS} ranks", f"use {MOST_RANKS} or fewer")
+    if own.ranks % own.node_size:
+        nearest = max(1, round(own.ranks / own.node_size)) * own.node_size
+        value = f"{own.ranks} ranks in nodes of {own.node_size}"
+        raise broken("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
+    names = [checkpoint for checkpoint, _ in own.capacity]
+    if not names or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
+        raise broken(
+            "limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint)
+        )
+    for checkpoint, tokens in own.capacity:
+        if not whole_numbers([tokens]) or tokens < 1:
+            value = f"capacity of checkpoint {checkpoint} is {tokens!r} tokens"
+            raise broken("limits", value, "at least 1 token per rank and round", "raise the memory budget")
+    for kind, chosen in ((Sharding, plan.sharding), (Reduce, plan.reduce)):
+        if chosen not in list(kind):
+            raise broken(
+                "limits",
+                f"{kind.__name__.lower()} is {chosen!r}",
+                "it is one of a fixed list",
+                _options(kind),
+            )
+
+
+def _options(kind: type[Checkpoint] | type[Sharding] | type[Reduce]) -> str:
+    return f"choose among {', '.join(kind)}"
+
+
+def stage_ranks(plan: Plan) -> None:
+    """Pipelines have stages, stages have ranks of the world, and no rank is in two stages."""
+    world = plan.limits.ranks
+    owner: dict[int, tuple[int, int]] = {}
+    if not plan.pipelines:
+        raise broken("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
+    for p, pipeline in enumerate(plan.pipelines):
+        if not pipeline.stages:
+            raise broken(
+                "stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single"
+            )
+        for s, stage in enumerate(pipeline.stages):
+            here = f"pipeline {p} stage {s}"
+            if not stage.ranks:
+                raise broken(
+                    "stage-ranks", f"{here} has no ranks", "a stage has at least one", "leave the stage out"
+                )
+            for rank in stage.ranks:
+                if not whole_numbers([rank]) or not 0 <= rank < world:
+                    value = f"{here} uses rank {rank!r}"
+                    raise broken(
+                        "stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}"
+                    )
+                if rank in owner:
+                    value = (
+                        f"rank {rank} is in {here} and in pipeline {owner[rank][0]} stage {owner[rank][1]}"
+                    )
+                    raise broken(
+                        "stage-ranks", value, "a rank is in one stage only", "remove it from one of them"
+                    )
+                owner[rank] = (p, s)
+
+
+def layers(plan: Plan) -> None:
+    """The stages of a pipeline run all layers, one range after the other; all pipelines run equally many."""
+    totals = []
+    for p, pipeline in enumerate(plan.pipelines):
+        expected = 0
+        for s, stage in enumerate(pipeline.stages):
+            first, stop = stage.layers
+            if first != expected or stop <= first:
+                value = f"pipeline {p} stage {s} has layers [{first}:{stop})"
+                must = "layers of the stages follow each other from 0, at least one each"
+                raise broken("layers", value, must, f"use [{expected}:{max(stop, expected + 1)})")
+            expected = stop
+        totals.append(expected)
+    if len(set(totals)) > 1:
+        value = f"pipelines have {', '.join(map(str, totals))} layers"
+        raise broken("layers", value, "all pipelines run the same model", f"use {max(totals)} layers in each")
+
+
+def islands(plan: Plan) -> None:
+    """Ranks that share parameter shards run the same layers and rounds: an island lies inside one stage.
+
+    Inside a stage nothing can go wrong: ranks without tokens take part in the rounds of their island with
+    none. The rule fails when an island (the world under full sharding, a node under hybrid) reaches over two
+    stages, or holds both ranks of a stage and ranks of none.
+    """
+    if plan.sharding == Sharding.NONE:
+        return
+    home = {
+        rank: (p, s)
+        for p, line in enumerate(plan.pipelines)
+        for s, stage in enumerate(line.stages)
+        for rank in stage.ranks
+    }
+    for island in plan.islands:
+        homes = {home.get(rank) for rank in island}
+        if len(homes) > 1:
+            split = next(rank for rank in island if home.get(rank) != home.get(island[0]))
+            value = f"ranks {island[0]} and {split} share shards ({plan.sharding} sharding) but not a stage"
+            must = "an island takes part in the same rounds, so it lies inside one stage"
+            nearest = (
+                "hybrid sharding with stages of whole nodes, or none"
+                if plan.sharding == Sharding.FULL
+                else "none"
+            )
+            raise broken("islands", value, must, f"use stages of whole islands, or {nearest} as sharding")
+
+
+def work(plan: Plan) -> None:
+    """Every round has work for every stage, and every group has documents."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for r, current in enumerate(pipeline.rounds):
+            if len(current.work) != len(pipeline.stages):
+                value = (
+                    f"pipeline {p} round {r} has {len(current.work)} Work for {len(pipeline.stages)} stages"
+                )
+                raise broken("work", value, "a round has one Work per stage", f"give {len(pipeline.stages)}")
+    for where, _, share in each_work(plan):
+        if not share.groups or not all(group.spans for group in share.groups):
+            what = "no groups" if not share.groups else "a group without documents"
+            raise broken(
+                "work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out"
+            )
+
+
+def group_ranks(plan: Plan) -> None:
+    """A group's ranks are distinct ranks of its stage."""
+    sets = [[frozenset(stage.ranks) for stage in pipeline.stages] for pipeline in plan.pipelines]
+    for where, stage, share in each_work(plan):
+        allowed = sets[where[0]][where[2]]
+        for g, group in enumerate(share.groups):
+            used = set(group.ranks)
+            if used <= allowed and len(used) == len(group.ranks) and used and whole_numbers(used):
+                continue
+            foreign = sorted(used - allowed)
+            what = (
+                f"rank {foreign[0]}, which is not in the stage" if foreign else f"ranks {list(group.ranks)}"
+            )
+            must = "the ranks of a group are distinct ranks of its stage"
+            way_out = f"use ranks among {stage.ranks[0]} to {stage.ranks[-1]}, each once"
+            raise broken("group-ranks", f"{place(where)} group {g} has {what}", must, way_out)
+
+
+def group_shape(plan: Plan) -> None:
+    """The ranks of a group form ulysses x ring."""
+    for where, _, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            degree = len(group.ranks)
+            if (
+                group.ulysses * group.ring == degree
+                and group.ulysses >= 1
+                and whole_numbers((group.ulysses, group.ring))
+            ):
+                continue
+            divisors = [size for size in range(1, degree + 1) if degree % size == 0]
+            nearest = min(divisors, key=lambda size: (abs(size - group.ulysses), size))
+            value = (
+                f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
+            )
+            way_out = f"use ulysses {nearest} x ring {degree // nearest}"
+            raise broken("group-shape", value, "ulysses x ring is the number of ranks", way_out)
+
+
+def heads(plan: Plan) -> None:
+    """Every Ulysses rank has at least one query head."""
+    most = plan.limits.heads
+    for where, _, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            if group.ulysses > most:
+                nearest = max(size for size in range(1, most + 1) if len(group.ranks) % size == 0)
+                value = f"{place(where)} group {g} has ulysses {group.ulysses} for {most} heads"
+                way_out = f"use ulysses {nearest} x ring {len(group.ranks) // nearest}"
+                raise broken("heads", value, "every Ulysses rank needs a query head", way_out)
+
+
+def family(plan: Plan) -> None:
+    """The Ulysses blocks of every group are members of the group family."""
+    known = plan.limits.family
+    for where, _, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            size = group.ulysses
+            if size == 1:
+                continue
+            for block in group.blocks():
+                if known.contains(block[0], size) and block == tuple(range(block[0], block[0] + size)):
+                    continue
+                nearest = known.nearest(min(block), size)
+                value = f"{place(where)} group {g} has the Ulysses block {list(block)}"
+                must = "Ulysses blocks are aligned contiguous blocks of the group family"
+                way_out = f"use ranks {nearest.start} to {nearest.stop - 1} in order"
+                raise broken("family", value, must, way_out)
+
+
+def tensor(plan: Plan) -> None:
+    """The tensor degree divides a stage's ranks, and is an inner part of every group's Ulysses axis."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            count, degree = len(stage.ranks), stage.tensor
+            if degree < 1 or count % degree:
+                nearest = max(
+                    (size for size in range(1, count + 1) if count % size == 0 and size <= degree), default=1
+                )
+                value = f"pipeline {p} stage {s} has tensor degree {degree} on {count} ranks"
+                raise broken(
+                    "tensor", value, "the tensor degree divides the ranks of the stage", f"use {nearest}"
+                )
+    for where, stage, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            if group.ulysses % stage.tensor:
+                value = f"{place(where)} group {g} has ulysses {group.ulysses}, tensor degree {stage.tensor}"
+                must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
+                raise broken(
+                    "tensor", value, must, f"use ulysses {-(-group.ulysses // stage.tensor) * stage.tensor}"
+                )

@@ -1,0 +1,131 @@
+"""A group: ranks that share the tokens and the heads of some spans, by Ulysses (heads) and ring (positions).
+
+Ulysses is the inner axis. With ulysses 4 and ring 2 on ranks 0-7:
+
+    ring 0:  ranks 0 1 2 3      each row exchanges heads for tokens among its four ranks,
+    ring 1:  ranks 4 5 6 7      each column passes keys and values around
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from seqloom.plan.error import PlanError
+from seqloom.plan.layout import Layout, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks in order, `ulysses` x `ring`, and the spans they work on.
+
+    Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`.
+    """
+
+    ranks: tuple[int, ...]
+    ulysses: int
+    ring: int
+    spans: tuple[Span, ...]
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all spans."""
+        return sum(stop - start for _, start, stop in self.spans)
+
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of every ring index: the Ulysses communicators of the group."""
+        return tuple(self.ranks[k : k + self.ulysses] for k in range(0, len(self.ranks), self.ulysses))
+
+    def token_layout(self) -> Layout:
+        """Return who holds which tokens outside attention, one axis.
+
+        Without a ring the spans are packed one after the other and every rank gets an equal run of tokens
+        (the first ranks one more). With a ring the spans are first dealt to the ring indices in zigzag, see
+        `ring_spans`.
+        """
+        parts = [_deal(self.ring_spans(k), block) for k, block in enumerate(self.blocks())]
+        return Layout.union(parts)
+
+    def head_layout(self, heads: int, kv_heads: int | None = None) -> Layout:
+        """Return who holds which tokens x heads in attention, after the Ulysses exchange, two axes.
+
+        Every rank holds all tokens of its ring index, and an equal run of the query heads (the first ranks
+        one more).
+
+        Args:
+            heads: query heads of the model.
+            kv_heads: if given, return the key and value heads instead: those that the rank's query heads
+                read. A key/value head is replicated only on ranks whose query heads share it.
+        """
+        if not 1 <= self.ulysses <= heads:
+            raise PlanError(
+                f"ulysses {self.ulysses} with {heads} heads: every rank needs a head; use ulysses {heads}"
+            )
+        if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+            raise PlanError(f"{kv_heads} kv heads for {heads} heads: kv heads must divide the heads")
+        boxes = []
+        for k, block in enumerate(self.blocks()):
+            spans = self.ring_spans(k)
+            for rank, (low, high) in zip(block, even_ranges(heads, self.ulysses), strict=True):
+                if kv_heads is not None:
+                    shared = heads // kv_heads
+                    low, high = low // shared, -(-high // shared)
+                boxes += [(rank, document, start, stop, low, high) for document, start, stop in spans]
+        return Layout.of(boxes) if boxes else Layout.empty(axes=2)
+
+    def ring_spans(self, index: int) -> list[Span]:
+        """Return the spans of one ring index: of every span, chunks `index` and `2 * ring - 1 - index`.
+
+        A causal mask makes late chunks expensive and early ones cheap; pairing them levels the work. ring 2:
+
+            chunk     0 1 2 3
+            ring 0    x     x
+            ring 1      x x
+        """
+        if self.ring == 1:
+            return list(self.spans)
+        chosen = []
+        for document, start, stop in self.spans:
+            chunks = even_ranges(stop - start, 2 * self.ring)
+            for low, high in (chunks[index], chunks[2 * self.ring - 1 - index]):
+                if high > low:
+                    chosen.append(Span(document, start + low, start + high))
+        return chosen
+
+    def tokens_per_rank(self) -> int:
+        """Return the tokens on the fullest rank."""
+        if self.ring == 1:
+            return -(-self.tokens // self.degree)
+        shares = (sum(span.tokens for span in self.ring_spans(k)) for k in range(self.ring))
+        return max(-(-share // self.ulysses) for share in shares)
+
+
+def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
+    """Cut `0 .. total - 1` into `parts` runs of equal length, the first ones one longer."""
+    base, extra = divmod(total, parts)
+    cuts = [k * base + min(k, extra) for k in range(parts + 1)]
+    return list(pairwise(cuts))
+
+
+def _deal(spans: Sequence[Span], ranks: Sequence[int]) -> Layout:
+    """Pack `spans` one after the other and give each rank an equal run of the tokens."""
+    if not spans:
+        return Layout.empty()
+    item, start, stop = np.array(spans, dtype=np.int64).T
+    ends = np.cumsum(stop - start)
+    offset = ends - (stop - start)
+    cuts = np.array([low for low, _ in even_ranges(int(ends[-1]), len(ranks))], dtype=np.int64)
+    edges = np.unique(np.concatenate([offset, cuts, ends[-1:]]))
+    low, high = edges[:-1], edges[1:]
+    span = np.searchsorted(ends, low, side="right")
+    holder = np.asarray(ranks, dtype=np.int64)[np.searchsorted(cuts, low, side="right") - 1]
+    shift = start[span] - offset[span]
+    return Layout(holder, item[span], low + shift, high + shift)

@@ -1,0 +1,60 @@
+"""What a plan must respect, carried by the plan so that it can be checked anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from seqloom.plan.family import GroupFamily
+from seqloom.plan.round import Checkpoint
+
+
+class Sharding(StrEnum):
+    """How far parameters are sharded: over all ranks, over the ranks of a node, or not at all."""
+
+    FULL = "full"
+    HYBRID = "hybrid"
+    NONE = "none"
+
+
+class Reduce(StrEnum):
+    """When gradients are reduced inside the shard group: after every round, or once per step."""
+
+    ROUND = "round"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Numbers of the cluster, the model and the memory budget that bound a plan.
+
+    Attributes:
+        ranks: ranks of the world.
+        node_size: ranks per node.
+        heads: query heads of the model; a Ulysses rank needs at least one.
+        capacity: (checkpoint, tokens per rank in one round) for every checkpoint that the plan may use.
+        granule: every document occupies a multiple of this many tokens.
+        communicators: Ulysses communicators per rank that the group family may use.
+    """
+
+    ranks: int
+    node_size: int
+    heads: int
+    capacity: tuple[tuple[Checkpoint, int], ...]
+    granule: int = 1
+    communicators: int = 16
+
+    @property
+    def family(self) -> GroupFamily:
+        """The blocks that may become Ulysses communicators."""
+        return GroupFamily.cached(self.ranks, self.node_size, self.communicators)
+
+    def padded(self, tokens: int) -> int:
+        """Return `tokens` rounded up to the granule."""
+        return -(-tokens // self.granule) * self.granule
+
+    def islands(self, sharding: Sharding) -> tuple[range, ...]:
+        """Return the blocks of ranks that share parameter shards, and so take part in the same rounds."""
+        sizes = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size, Sharding.NONE: 1}
+        size = sizes[sharding]
+        return tuple(range(start, start + size) for start in range(0, self.ranks, size))

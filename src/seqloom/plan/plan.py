@@ -1,0 +1,128 @@
+"""The plan of one optimiser step: an immutable value without tensors, decided once and read by everyone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from seqloom.plan.error import PlanError
+from seqloom.plan.limits import Limits, Reduce, Sharding
+from seqloom.plan.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """Pipelines side by side, over the documents of one step.
+
+    Equality and hash are those of the content: who made the plan does not matter.
+
+    Attributes:
+        limits: what the plan must respect.
+        sharding: how far parameters are sharded.
+        reduce: when gradients are reduced.
+        documents: length of every document in tokens; a document's id is its index.
+        pipelines: pipelines on disjoint ranks.
+        planner: name of the planner.
+    """
+
+    limits: Limits
+    sharding: Sharding
+    reduce: Reduce
+    documents: tuple[int, ...]
+    pipelines: tuple[Pipeline, ...]
+    planner: str = field(default="", compare=False)
+    _hash: str | None = field(default=None, init=False, compare=False)
+
+    @property
+    def hash(self) -> str:
+        """Hex sha256 of the canonical JSON without the planner's name; the same in every process."""
+        from seqloom.plan.encode import content_hash
+
+        known = self._hash or content_hash(self)
+        object.__setattr__(self, "_hash", known)
+        return known
+
+    @property
+    def islands(self) -> tuple[range, ...]:
+        """Blocks of ranks that share parameter shards, and so take part in the same rounds."""
+        return self.limits.islands(self.sharding)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the longest pipeline."""
+        return max((len(pipeline.rounds) for pipeline in self.pipelines), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return sum(self.documents)
+
+    def validate(self) -> None:
+        """Raise `PlanError` with the value, the rule and the nearest legal choice if a rule is broken."""
+        from seqloom.plan.validate import validate
+
+        validate(self)
+
+    def to_json(self) -> str:
+        """Return the plan as one line of JSON."""
+        from seqloom.plan.encode import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote; does not validate."""
+        from seqloom.plan.encode import from_json
+
+        return from_json(text)
+
+    def to_text(self) -> str:
+        """Return the plan in its readable form, one line per group and per row of actions."""
+        from seqloom.plan.text import to_text
+
+        return to_text(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read what `to_text` wrote; does not validate."""
+        from seqloom.plan.text import from_text
+
+        return from_text(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a .json or .txt file."""
+        form = _form_of(path)
+        Path(path).write_text(self.to_json() + "\n" if form == ".json" else self.to_text(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read and validate a plan file."""
+        form = _form_of(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read {str(path)!r}: {error}; give a plan file", rule="format") from error
+        plan = cls.from_json(text) if form == ".json" else cls.from_text(text)
+        plan.validate()
+        return plan
+
+    def __hash__(self) -> int:
+        """Hash the content."""
+        return int(self.hash[:15], 16)
+
+    def __repr__(self) -> str:
+        """Summarise in one line."""
+        rounds = sum(len(pipeline.rounds) for pipeline in self.pipelines)
+        groups = sum(len(current.groups) for pipeline in self.pipelines for current in pipeline.rounds)
+        name = self.planner or "unnamed"
+        return (
+            f"Plan({name}: {len(self.documents)} documents, {self.limits.ranks} ranks, {rounds} rounds, "
+            f"{groups} groups, hash {self.hash[:8]})"
+        )
+
+
+def _form_of(path: str | Path) -> str:
+    suffix = Path(path).suffix
+    if suffix not in (".json", ".txt"):
+        raise PlanError(f"{str(path)!r} ends in {suffix!r}; a plan file ends in .json or .txt", rule="format")
+    return suffix

@@ -1,0 +1,65 @@
+"""A round: the groups that work side by side in one forward and backward, for every stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from seqloom.plan.group import Group
+from seqloom.plan.layout import Layout, Span
+
+
+class Checkpoint(StrEnum):
+    """What is kept of a round's activations until its backward.
+
+    none: everything. selective: inputs of layers, attention outputs and log-sum-exp. full: inputs of layers
+    only. profile: whatever the profile's constants were measured with.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+    PROFILE = "profile"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One stage's share of a round.
+
+    A rank may be in several groups. The layouts say who holds which tokens in attention and in linear layers;
+    None means that every rank holds what its groups give it (`Group.token_layout`).
+    """
+
+    groups: tuple[Group, ...]
+    checkpoint: Checkpoint
+    attention: Layout | None = None
+    linear: Layout | None = None
+
+    def spans(self) -> Iterator[Span]:
+        """Return the spans of all groups, in order."""
+        for group in self.groups:
+            yield from group.spans
+
+    def attention_layout(self) -> Layout:
+        """Return who holds which tokens when attention starts."""
+        return self._derived() if self.attention is None else self.attention
+
+    def linear_layout(self) -> Layout:
+        """Return who holds which tokens in linear layers."""
+        return self.attention_layout() if self.linear is None else self.linear
+
+    def _derived(self) -> Layout:
+        return Layout.union(group.token_layout() for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One micro-batch: a `Work` for every stage, all on the same spans."""
+
+    work: tuple[Work, ...]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of all stages."""
+        return tuple(group for work in self.work for group in work.groups)

@@ -1,0 +1,19 @@
+"""A stage: ranks, a range of layers and a tensor-parallel degree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Ranks that run layers `layers[0] .. layers[1] - 1`.
+
+    With a tensor degree t above 1 the weights are split over t neighbouring ranks. Tokens and heads are then
+    split over these ranks exactly as over Ulysses ranks, so tensor ranks are the innermost part of a group's
+    Ulysses axis: every group of the stage has a `ulysses` that is a multiple of t.
+    """
+
+    ranks: tuple[int, ...]
+    layers: tuple[int, int]
+    tensor: int = 1

@@ -1,0 +1,1 @@
+"""What tests of Seqloom, and of code that builds on it, can share."""
