@@ -1,0 +1,58 @@
+"""What a token leaves in a layer, in elements: values kept for backward, values elementwise work touches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from seqloom.describe import ModelSpec
+
+
+class LayerValues(NamedTuple):
+    """One token in one layer."""
+
+    kept: int  # values that backward reads when nothing is recomputed
+    touched: int  # values that elementwise work reads or writes in a forward
+
+
+def layer_values(model: ModelSpec) -> tuple[LayerValues, ...]:
+    """One entry per layer."""
+    sparse = frozenset(model.moe_layers)
+    by_kind = {False: _layer(model, _dense(model)), True: _layer(model, _experts(model))}
+    return tuple(by_kind[layer in sparse] for layer in range(model.layers))
+
+
+def query_width(model: ModelSpec) -> int:
+    """Values per token of all query heads together."""
+    return model.heads * model.head_dim
+
+
+def kv_width(model: ModelSpec) -> int:
+    """Values per token of all key heads together; the values' are as many."""
+    return model.kv_heads * model.head_dim
+
+
+def _layer(model: ModelSpec, feed_forward: LayerValues) -> LayerValues:
+    """Attention and feed-forward with their norms and residuals.
+
+    Kept: both halves' input and its norm; q, k, v and the attention output. Touched: a norm reads and
+    writes, a residual reads two and writes one, rotary reads and writes q and k.
+    """
+    query, kv = query_width(model), kv_width(model)
+    return LayerValues(
+        kept=4 * model.hidden + 2 * query + 2 * kv + feed_forward.kept,
+        touched=10 * model.hidden + 2 * (query + kv) + feed_forward.touched,
+    )
+
+
+def _dense(model: ModelSpec) -> LayerValues:
+    matrices = 3 if model.gated else 2
+    return LayerValues(kept=matrices * model.ffn, touched=matrices * model.ffn)
+
+
+def _experts(model: ModelSpec) -> LayerValues:
+    """A token passes its active experts and the shared one, through a copy in the experts' order and back."""
+    width = model.active_experts * model.expert_ffn + model.shared_ffn
+    copies = 2 * model.active_experts * model.hidden
+    matrices = 3 if model.gated else 2
+    return LayerValues(kept=matrices * width + copies, touched=matrices * width + 2 * copies)

@@ -1,0 +1,133 @@
+"""The analytic model: kernels and links of a profile, composed for any model and cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from seqloom.cost.communication import Communication
+from seqloom.cost.compute import Compute
+from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, Memory
+from seqloom.cost.shapes import candidate_shapes
+from seqloom.cost.values import Shape, Variant
+from seqloom.plan import Checkpoint, Reduce
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from seqloom.cost.profile import AnalyticProfile
+    from seqloom.cost.reach import Reach
+    from seqloom.describe import Cluster, ModelSpec
+    from seqloom.plan import GroupFamily
+
+GIB = 1024**3
+DEFAULT_CONTEXT = 384 * 1024  # sizes a learned position table when no longest sequence is given
+DEVICE_SHARE = 0.9  # of the device's memory, when no budget is given
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticEngine:
+    """Time and memory under an analytic profile."""
+
+    profile: AnalyticProfile
+    model: ModelSpec
+    compute: Compute
+    links: Communication
+    memory: Memory
+    shard_ranks: int
+    budget_bytes: int
+    shapes: tuple[Shape, ...]
+    granule: int = 1
+
+    @classmethod
+    def build(
+        cls,
+        profile: AnalyticProfile,
+        cluster: Cluster,
+        model: ModelSpec,
+        shard_ranks: int,
+        family: GroupFamily,
+        budget_gib: float | None,
+        max_length: int | None,
+    ) -> AnalyticEngine:
+        """Compose the pieces and list all candidate shapes."""
+        parameters = model.parameters(max_length or DEFAULT_CONTEXT)
+        budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
+        return cls(
+            profile,
+            model,
+            Compute.build(profile, cluster, model),
+            Communication(profile, cluster, model),
+            Memory(profile, model, parameters, shard_ranks),
+            shard_ranks,
+            budget_bytes=math.floor(budget * GIB),
+            shapes=candidate_shapes(family, model.heads, model.kv_heads),
+        )
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Every checkpointing choice; gradients per round or per step where there is a shard group."""
+        reduces = (Reduce.ROUND, Reduce.STEP) if self.shard_ranks > 1 else (Reduce.STEP,)
+        kept = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
+        return tuple(Variant(checkpoint, reduce) for reduce in reduces for checkpoint in kept)
+
+    def fixed_bytes(self, variant: Variant) -> int:
+        """Bytes of a rank before any token."""
+        return self.memory.fixed_bytes(variant)
+
+    def token_bytes(self, variant: Variant) -> float:
+        """Bytes per token on a rank."""
+        return self.memory.token_bytes(variant)
+
+    def rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+        """ns per token of the group, part by part, attention apart."""
+        checkpoint = variant.checkpoint
+        ulysses, ulysses_network = self.links.ulysses(shape, reach, checkpoint)
+        ring, ring_network = self.links.ring(shape, reach, checkpoint)
+        return {
+            "linear": self.compute.linear(checkpoint) / shape.degree,
+            "head": self.compute.head() / shape.degree,
+            "ulysses": ulysses,
+            "ring": ring,
+            "network": ulysses_network + ring_network,
+            "kv_gather": self.links.kv_gather(shape, reach, checkpoint),
+        }
+
+    def fixed(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+        """ns of a group before any document, part by part.
+
+        A round gathers the parameters for forward and for backward, and reduces the gradients unless that
+        waits for the end of the step.
+        """
+        profile, checkpoint, layers = self.profile, variant.checkpoint, self.model.layers
+        passes = 3 if checkpoint == Checkpoint.FULL else 2
+        steps = passes * (shape.ring - 1) * profile.ring_step_us
+        return {
+            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3,
+            "steps": layers * steps * 1e3,
+            "ulysses": self.links.ulysses_latency(shape, reach, checkpoint),
+            "ring": self.links.ring_latency(shape, reach, checkpoint),
+            "gather": 2 * self._collective(PARAMETER_BYTES),
+            "reduce": self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.ROUND else 0.0,
+            "kv_gather": self.links.kv_gather_latency(shape, reach, checkpoint),
+        }
+
+    def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+        """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
+        return self.compute.attention(lengths, ring, variant.checkpoint)
+
+    def attention_share(self, shape: Shape) -> float:
+        """Share of the heads on the fullest Ulysses rank."""
+        return -(-self.model.heads // shape.ulysses) / self.model.heads
+
+    def step_overhead(self, variant: Variant) -> float:
+        """ns once per step: reduction that waited, sum over replicas, optimiser on this rank's shard."""
+        waited = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.STEP else 0.0
+        gradients = GRADIENT_BYTES * self.memory.parameters
+        replicas = self.links.replica_sum(gradients, self.shard_ranks, self.model.layers)
+        return waited + replicas + self.compute.optimiser(self.memory.parameters / self.shard_ranks)
+
+    def _collective(self, bytes_per_parameter: int) -> float:
+        size = bytes_per_parameter * self.memory.parameters
+        return self.links.collective(size, self.shard_ranks, self.model.layers)

@@ -1,0 +1,129 @@
+"""Time on the GPU: matrix products, elementwise work, attention kernels by document length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seqloom.cost.activations import layer_values, query_width
+from seqloom.plan import Checkpoint
+
+if TYPE_CHECKING:
+    from seqloom.cost.profile import AnalyticProfile, Curve
+    from seqloom.describe import Cluster, ModelSpec
+
+BACKWARD_FLOPS = 2.5  # attention backward over forward: five products of the same size instead of two
+RECOMPUTED = (Checkpoint.SELECTIVE, Checkpoint.FULL)
+OPTIMISER_TRAFFIC = 30  # bytes per parameter: read gradient, master, two moments; write the last three, bf16
+LOGIT_BYTES = 16  # per vocabulary entry and token: logits out, float32 softmax, gradient back
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthCurve:
+    """Seconds-like cost per token by length: ``L * (forwards / E_f(L) + 2.5 / E_b(L))`` with E in TFLOP/s.
+
+    Linear between the knots. That is exact where throughput is flat, and needs no logarithm, whose last bit
+    differs between machines. Below the first knot the time per token stays (a kernel tile is not smaller),
+    above the last the throughput stays.
+    """
+
+    start: np.ndarray  # float64[K + 1] where each segment begins, first at 0
+    base: np.ndarray  # float64[K + 1] value there
+    slope: np.ndarray  # float64[K + 1]
+
+    @classmethod
+    def of(cls, curve: Curve, forwards: int) -> LengthCurve:
+        """Join forward and backward; ``forwards`` is 2 where attention is recomputed."""
+        knots = np.array(curve.lengths, dtype=np.float64)
+        value = knots * (forwards / np.array(curve.forward) + BACKWARD_FLOPS / np.array(curve.backward))
+        inner = (value[1:] - value[:-1]) / (knots[1:] - knots[:-1])
+        return cls(
+            start=np.concatenate([[0.0], knots]),
+            base=np.concatenate([value[:1], value]),
+            slope=np.concatenate([[0.0], inner, value[-1:] / knots[-1:]]),
+        )
+
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """float64[n] at float64[n] lengths."""
+        segment = np.searchsorted(self.start, lengths, side="right") - 1
+        return self.base[segment] + self.slope[segment] * (lengths - self.start[segment])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """Compute times of one model on one kind of GPU, in ns."""
+
+    model: ModelSpec
+    matmul_tflops: float
+    memory_gb_s: float  # achieved, not spec
+    windows: tuple[tuple[int | None, int], ...]  # (window, layers that have it)
+    causal: dict[int, LengthCurve]  # by number of forwards
+    tile: dict[int, LengthCurve]
+
+    @classmethod
+    def build(cls, profile: AnalyticProfile, cluster: Cluster, model: ModelSpec) -> Compute:
+        """Take the device's spec memory bandwidth and the profile's efficiencies."""
+        return cls(
+            model,
+            profile.matmul_tflops,
+            cluster.device.hbm_gb_s * profile.memory_efficiency,
+            tuple(sorted(Counter(model.windows).items(), key=lambda item: item[0] or 0)),
+            {forwards: LengthCurve.of(profile.attention, forwards) for forwards in (1, 2)},
+            {forwards: LengthCurve.of(profile.tile, forwards) for forwards in (1, 2)},
+        )
+
+    def linear(self, checkpoint: Checkpoint) -> float:
+        """ns per token on one rank for all layers, forward and backward, with recomputation.
+
+        Forward is 2 FLOPs per parameter met, backward twice that; elementwise work moves its bf16 values at
+        memory speed, backward twice as many.
+        """
+        passes = 4 if checkpoint in RECOMPUTED else 3
+        met = self.model.matmul_parameters - self.model.head_parameters
+        touched = sum(layer.touched for layer in layer_values(self.model))
+        return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+
+    def head(self) -> float:
+        """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""
+        products = 6 * self.model.head_parameters / (self.matmul_tflops * 1e3)
+        return products + LOGIT_BYTES * self.model.vocabulary / self.memory_gb_s
+
+    def attention(self, lengths: np.ndarray, ring: int, checkpoint: Checkpoint) -> np.ndarray:
+        """float64[n] ns of all heads of each document on one of ``ring`` ranks, forward and backward.
+
+        A rank of a zigzag ring computes 1/ring of the area. Of that, 1/ring is its own causal square of
+        s/ring tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that
+        length.
+        """
+        forwards = 2 if checkpoint == Checkpoint.FULL else 1
+        causal, tile = self.causal[forwards], self.tile[forwards]
+        total = np.zeros(len(lengths))
+        for window, layers in self.windows:
+            area, width = causal_area(lengths, window)
+            per_area = causal(width / ring) / width  # = (1/ring) * causal(L) / L at L = width/ring
+            if ring > 1:
+                half = width / (2 * ring)
+                per_area = per_area + (1.0 - 1.0 / ring) * (tile(half) / half)
+            total = total + layers * (area * per_area)
+        return total * (4.0 * query_width(self.model) * 1e-3 / ring)
+
+    def optimiser(self, parameters: float) -> float:
+        """ns of the Adam step on this many parameters of a rank."""
+        return OPTIMISER_TRAFFIC * parameters / self.memory_gb_s
+
+
+def causal_area(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(area, width) of each document: query-key pairs, and the length whose kernel throughput applies.
+
+    Without a window the area is s^2/2. With a window w, shorter documents are the same and longer ones fill
+    a band of s*w - w^2/2. A band's rows are w wide where a triangle's are s/2 on average, so it runs like a
+    document of 2w.
+    """
+    width = np.maximum(lengths, 1.0)  # an empty piece has no area; its width must still divide
+    if window is None:
+        return lengths * lengths * 0.5, width
+    inside = np.minimum(lengths, float(window))
+    return inside * (lengths - inside * 0.5), np.minimum(width, 2.0 * window)

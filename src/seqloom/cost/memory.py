@@ -1,0 +1,87 @@
+"""Memory of a rank: state by sharding, activations by checkpointing, the chunked logits, working buffers.
+
+State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (12), float32 gradient (4).
+What is kept per token and layer:
+
+    none        every value that backward reads
+    selective   the layer's input, attention output and log-sum-exp; q, k, v and the rest are recomputed
+    full        the layer's input
+
+Recomputing needs one layer's ``none`` set at a time on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from seqloom.cost.activations import kv_width, layer_values, query_width
+from seqloom.plan import Checkpoint, Reduce
+
+if TYPE_CHECKING:
+    from seqloom.cost.profile import AnalyticProfile
+    from seqloom.cost.values import Variant
+    from seqloom.describe import ModelSpec
+
+GIB = 1024**3
+PARAMETER_BYTES = 2
+OPTIMISER_BYTES = 12
+GRADIENT_BYTES = 4
+CHUNK_LOGIT_BYTES = 6  # bf16 logits turned into their gradient in place, and a float32 softmax
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one model sharded over ``shard_ranks``."""
+
+    profile: AnalyticProfile
+    model: ModelSpec
+    parameters: int
+    shard_ranks: int
+
+    def state_bytes(self, reduce: Reduce) -> int:
+        """Parameters, optimiser and gradients of a rank; reducing once per step keeps a whole gradient."""
+        held = -(-self.parameters // self.shard_ranks)
+        state = (PARAMETER_BYTES + OPTIMISER_BYTES + GRADIENT_BYTES) * held
+        if self.shard_ranks > 1 and reduce == Reduce.STEP:
+            state += GRADIENT_BYTES * self.parameters
+        return state
+
+    def working_bytes(self, reduce: Reduce) -> int:
+        """Gathered parameters, a chunk of logits, and what the device and its communicators take.
+
+        Two layers are gathered at a time (one computes, one is fetched) beside embedding and head; per
+        round reduction also holds two layers' whole gradients.
+        """
+        logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES
+        gathered = 0
+        if self.shard_ranks > 1:
+            layers = 2 * self.model.parameters_per_layer
+            tables = self.model.head_parameters * (1 if self.model.tied else 2)
+            gathered = PARAMETER_BYTES * (layers + tables)
+            if reduce == Reduce.ROUND:
+                gathered += GRADIENT_BYTES * layers
+        return logits + gathered + int(self.profile.workspace_gib * GIB)
+
+    def fixed_bytes(self, variant: Variant) -> int:
+        """Bytes of a rank before any token."""
+        return self.state_bytes(variant.reduce) + self.working_bytes(variant.reduce)
+
+    def token_bytes(self, variant: Variant) -> float:
+        """Bytes that each token on a rank adds.
+
+        Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of
+        one layer (q, k, v, output sent and received; two K/V pairs in bf16 and two in float32 for a ring).
+        """
+        query, kv, hidden = query_width(self.model), kv_width(self.model), self.model.hidden
+        layers = layer_values(self.model)
+        statistics = 4 * self.model.heads  # log-sum-exp, float32
+        whole = [2 * layer.kept + statistics for layer in layers]
+        head = 2 * 3 * hidden
+        exchange = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4)
+        if variant.checkpoint == Checkpoint.NONE:
+            return float(sum(whole) + head + exchange)
+        kept = 2 * hidden
+        if variant.checkpoint == Checkpoint.SELECTIVE:
+            kept += 2 * query + statistics
+        return float(len(layers) * kept + max(whole) + head + exchange)

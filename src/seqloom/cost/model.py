@@ -1,0 +1,257 @@
+"""The cost model: cluster + model + profile -> time and memory of any piece of a plan."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seqloom.cost import closed_form
+from seqloom.cost.additive import AdditiveEngine
+from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
+from seqloom.cost.reach import Reach, aligned_reach, reach_of
+from seqloom.cost.shapes import ordered, useful_shapes
+from seqloom.cost.values import LANES, CostTables, Parts, Shape, Variant
+from seqloom.errors import SeqloomError, unknown
+from seqloom.plan import GroupFamily, Limits, Reduce, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from seqloom.describe import Cluster, ModelSpec
+    from seqloom.plan import Group, Plan
+
+GIB = 1024**3
+
+
+class CostModel:
+    """Prices groups, rounds and plans. Every number it hands out for comparison is an integer.
+
+    Args:
+        cluster: nodes, devices and links.
+        model: the model to train.
+        profile: a profile, its name or the path of its file; None picks the one of the cluster's device.
+        sharding: over which ranks parameters are sharded.
+        budget_gib: memory per device; None takes the profile's own, or 0.9 of the device's.
+        max_length: longest sequence the run may see; sizes learned position embeddings.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        profile: AdditiveProfile | AnalyticProfile | str | Path | None = None,
+        sharding: Sharding | str = Sharding.FULL,
+        budget_gib: float | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
+        if budget_gib is not None and not 0 < budget_gib < math.inf:
+            raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
+        if max_length is not None and max_length < 1:
+            raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
+        self.cluster, self.model = cluster, model
+        if sharding not in list(Sharding):
+            raise unknown("sharding", str(sharding), list(Sharding))
+        self.sharding = Sharding(sharding)
+        self.profile = _resolve(profile, cluster)
+        self.ranks, self.node_size = cluster.ranks, cluster.gpus_per_node
+        self.island_size = {
+            Sharding.FULL: self.ranks,
+            Sharding.HYBRID: self.node_size,
+            Sharding.NONE: 1,
+        }[self.sharding]
+        self.family = GroupFamily(self.ranks, self.node_size)
+        sizes = (cluster, model, self.island_size, self.family, budget_gib, max_length)
+        self._engine: AdditiveEngine | AnalyticEngine
+        if isinstance(self.profile, AdditiveProfile):
+            self._engine = AdditiveEngine.build(self.profile, *sizes)
+        else:
+            self._engine = AnalyticEngine.build(self.profile, *sizes)
+        self.granule: int = self._engine.granule
+        self._capacity = {v: self._tokens_that_fit(v) for v in self._engine.variants}
+        self.variants: tuple[Variant, ...] = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
+        if not self.variants:
+            raise self._too_small()
+        self._rates: dict[tuple[Shape, Variant, Reach], dict[str, float]] = {}
+        self._fixed: dict[tuple[Shape, Variant, Reach], dict[str, int]] = {}
+        self.shapes: tuple[Shape, ...] = self._engine.shapes
+        if isinstance(self._engine, AnalyticEngine):
+            first = {variant.checkpoint: variant for variant in reversed(self.variants)}
+            prices = [partial(self.tables, variant=variant) for variant in first.values()]
+            self.shapes = ordered(shape for price in prices for shape in useful_shapes(price))
+
+    def __repr__(self) -> str:
+        names = (self.cluster.name, self.model.name, self.profile.name, self.sharding.value)
+        return f"CostModel({', '.join(names)})"
+
+    # -- memory -----------------------------------------------------------------
+
+    def capacity(self, variant: Variant) -> int:
+        """Tokens a rank can hold in one round."""
+        self._check(variant)
+        return self._capacity[variant]
+
+    def fixed_bytes(self, variant: Variant) -> int:
+        """Bytes of a rank before any token: parameters, gradients, optimiser, working buffers."""
+        return self._engine.fixed_bytes(variant)
+
+    def token_bytes(self, variant: Variant) -> float:
+        """Bytes that each token on a rank adds in a round."""
+        return self._engine.token_bytes(variant)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory per device that plans may use."""
+        return self._engine.budget_bytes
+
+    def limits(self, reduce: Reduce | None = None) -> Limits:
+        """What a plan must respect, for one way of reducing gradients (the first variant's by default)."""
+        chosen = self.variants[0].reduce if reduce is None else reduce
+        capacity = tuple((v.checkpoint, self._capacity[v]) for v in self.variants if v.reduce == chosen)
+        return Limits(self.ranks, self.node_size, self.model.heads, capacity, self.granule)
+
+    def plan_memory(self, plan: Plan) -> np.ndarray:
+        """int64[ranks]: peak bytes of every rank over the rounds of a plan."""
+        return closed_form.plan_memory(self, plan)
+
+    def _tokens_that_fit(self, variant: Variant) -> int:
+        room = self._engine.budget_bytes - self._engine.fixed_bytes(variant)
+        return max(0, int(room // self._engine.token_bytes(variant)))
+
+    def _too_small(self) -> SeqloomError:
+        least = min(self._engine.fixed_bytes(v) for v in self._engine.variants) / GIB
+        way = "use more GPUs" if self.island_size == self.ranks else "shard wider (sharding full)"
+        return SeqloomError(
+            f"{self.model.name} does not fit: parameters, gradients, optimiser and buffers need "
+            f"{least:.1f} GiB per GPU (sharded over {self.island_size} ranks), "
+            f"the budget is {self.budget_bytes / GIB:.1f} GiB; {way}, take a smaller model, "
+            f"or raise the budget above {least:.1f} GiB"
+        )
+
+    # -- time -------------------------------------------------------------------
+
+    def tokens(self, lengths: np.ndarray) -> np.ndarray:
+        """int64[n] tokens the documents occupy: lengths rounded up to the granule."""
+        exact = np.asarray(lengths, dtype=np.int64)
+        return -(-exact // self.granule) * self.granule
+
+    def tables(self, lengths: Sequence[int] | np.ndarray, variant: Variant) -> CostTables:
+        """Everything planners compare, for documents of these lengths."""
+        self._check(variant)
+        tokens = self.tokens(np.asarray(lengths))
+        places = [(shape, aligned_reach(shape, self.node_size)) for shape in self.shapes]
+        cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
+        for name, values in self._documents(tokens, places, variant).items():
+            for lane, members in enumerate(LANES):
+                if name in members:
+                    cost[lane] += values
+        whole = [shape.ring == 1 for shape in self.shapes]
+        cost[1, whole] = 0  # without a ring that lane is never the longest
+        fixed = [Parts(**self._fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
+        return CostTables(
+            shapes=self.shapes,
+            degree=np.array([shape.degree for shape in self.shapes], dtype=np.int64),
+            cost=cost,
+            fixed=np.array(fixed, dtype=np.int64).T.copy(),
+            tokens=tokens,
+            capacity=self._capacity[variant],
+        )
+
+    def group_parts(self, group: Group, variant: Variant) -> Parts:
+        """Named parts of one group's forward and backward, by where its ranks really lie."""
+        return self.groups_parts([group], variant)[0]
+
+    def groups_parts(self, groups: Sequence[Group], variant: Variant) -> list[Parts]:
+        """``group_parts`` of many groups, priced together.
+
+        A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``.
+        """
+        self._check(variant)
+        alike: dict[tuple[Shape, Reach], list[int]] = {}
+        for i, group in enumerate(groups):
+            shape = Shape(group.ulysses, group.ring)
+            alike.setdefault((shape, reach_of(group.ranks, shape, self.node_size)), []).append(i)
+        priced: list[Parts] = [Parts()] * len(groups)
+        for place, members in alike.items():
+            fixed = self._fixed_parts(place[0], variant, place[1])
+            sums = self._sums([groups[i] for i in members], place, variant)
+            for row, i in enumerate(members):
+                added = {name: int(values[row]) for name, values in sums.items()}
+                priced[i] = Parts(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
+        return priced
+
+    def step_overhead_ns(self, variant: Variant) -> int:
+        """ns once per step: optimiser, reduction once per step, sum over replicas."""
+        self._check(variant)
+        return _ns(self._engine.step_overhead(variant))
+
+    def plan_ns(self, plan: Plan) -> int:
+        """Step time of a plan in closed form (one-stage pipelines)."""
+        return closed_form.plan_ns(self, plan)
+
+    def _documents(
+        self, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
+    ) -> dict[str, np.ndarray]:
+        """int64[S, n] per part: ns that each document adds to a group of each shape.
+
+        Plain elementwise float64 operations only, each rounded on its own, so that the integers are the
+        same on every machine and whether documents are priced together or one by one.
+        """
+        lengths = tokens.astype(np.float64)
+        rates = [self._token_rates(shape, variant, reach) for shape, reach in places]
+        parts = {}
+        for name in rates[0]:
+            column = np.array([rate[name] for rate in rates])[:, None]
+            parts[name] = np.rint(column * lengths).astype(np.int64)
+        whole = {ring: self._engine.attention(lengths, ring, variant) for ring in {s.ring for s, _ in places}}
+        attention = np.stack([whole[shape.ring] * self._engine.attention_share(shape) for shape, _ in places])
+        parts["attention"] = np.rint(attention).astype(np.int64)
+        return parts
+
+    def _sums(
+        self, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant
+    ) -> dict[str, np.ndarray]:
+        """int64[G] per part: ns that the spans of each of these alike groups add up to."""
+        edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
+        tokens, inverse = np.unique(self.tokens(edges), return_inverse=True)
+        start, stop = inverse.reshape(-1, 2).T
+        owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
+        sums = {}
+        for name, values in self._documents(tokens, [place], variant).items():
+            sums[name] = np.zeros(len(groups), dtype=np.int64)
+            np.add.at(sums[name], owner, values[0, stop] - values[0, start])
+        return sums
+
+    def _token_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+        key = (shape, variant, reach)
+        if key not in self._rates:
+            self._rates[key] = self._engine.rates(shape, variant, reach)
+        return self._rates[key]
+
+    def _fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
+        key = (shape, variant, reach)
+        if key not in self._fixed:
+            self._fixed[key] = {n: _ns(v) for n, v in self._engine.fixed(shape, variant, reach).items()}
+        return self._fixed[key]
+
+    def _check(self, variant: Variant) -> None:
+        if self._capacity.get(variant, 0) < 1:
+            legal = ", ".join(str(v) for v in self.variants)
+            raise SeqloomError(f"variant {variant} is not possible here; choose one of {legal}")
+
+
+def _ns(value: float) -> int:
+    return int(np.rint(value))
+
+
+def _resolve(
+    profile: AdditiveProfile | AnalyticProfile | str | Path | None, cluster: Cluster
+) -> AdditiveProfile | AnalyticProfile:
+    if profile is None:
+        return Profile.for_device(cluster.device.name)
+    return profile if isinstance(profile, Profile) else Profile.load(profile)

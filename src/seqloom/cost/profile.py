@@ -1,0 +1,130 @@
+"""Profiles: measured or published constants as data files, parsed strictly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from seqloom.errors import SeqloomError, unknown
+
+
+class Profile:
+    """Constants of one kind of GPU and cluster. Two kinds: ``AdditiveProfile`` and ``AnalyticProfile``."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Names of the profiles that ship with the package."""
+        folder = resources.files("seqloom.cost") / "profiles"
+        return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+    @staticmethod
+    def load(source: str | Path) -> AdditiveProfile | AnalyticProfile:
+        """Read a shipped profile by name, or a profile file by its path (ending in ``.json``)."""
+        from seqloom.cost.parsing import parse_profile
+
+        if isinstance(source, Path) or str(source).endswith(".json"):
+            path = Path(source)
+            if not path.is_file():
+                raise SeqloomError(
+                    f"profile file {path} does not exist; shipped: {', '.join(Profile.names())}"
+                )
+            return parse_profile(path.read_text(encoding="utf-8"), str(path))
+        if source not in Profile.names():
+            raise unknown("profile", str(source), Profile.names())
+        file = resources.files("seqloom.cost") / "profiles" / f"{source}.json"
+        return parse_profile(file.read_text(encoding="utf-8"), str(source))
+
+    @staticmethod
+    def for_device(device: str) -> AnalyticProfile:
+        """The analytic profile that lists this device; compared by prefix, the longest match wins."""
+        found: list[tuple[int, str]] = []
+        for name in Profile.names():
+            profile = Profile.load(name)
+            if isinstance(profile, AnalyticProfile):
+                found += [(len(d), name) for d in profile.devices if device.lower().startswith(d.lower())]
+        if not found:
+            raise SeqloomError(
+                f"no profile knows the device {device!r}; name one of {', '.join(Profile.names())} "
+                "or give the path of a profile file"
+            )
+        return Profile.load(max(found)[1])  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class AdditiveModel:
+    """Published constants of one model: ``T = (a1 s^2 + a2 s) / d + b1``, and its sizes."""
+
+    layers: int
+    hidden: int
+    heads: int
+    quadratic_ms: float  # a1, per token squared
+    linear_ms: float  # a2, per token
+    fixed_ms: float  # b1, per micro-batch
+    mib_per_token: float  # activations per token on one device
+    parameters: tuple[tuple[int, float], ...]  # (context, parameters): positions are learned
+
+
+@dataclass(frozen=True, slots=True)
+class AdditiveProfile(Profile):
+    """A model of sums: compute plus all-to-all, nothing overlaps, Ulysses only."""
+
+    name: str
+    node_size: int
+    device: str  # the devices these constants hold for start with this name
+    granule: int  # lengths are rounded up to a multiple of this
+    budget_gib: float
+    state_bytes_per_parameter: float
+    exchange_bytes: float  # all-to-all bytes per token, per layer and per unit of hidden width
+    bandwidth_gb_s: dict[int, float]  # effective all-to-all bandwidth by degree, 1e9 bytes/s
+    models: dict[str, AdditiveModel]
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Kernel throughput by document length: TFLOP/s forward and backward at each of ``lengths`` tokens."""
+
+    lengths: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """Alpha-beta of one kind of traffic on one class of link; the spec bandwidth is the cluster's."""
+
+    efficiency: float  # achieved share of the link's spec bandwidth
+    call_us: float  # per call, beyond the link's own latency
+    hop_us: float  # per further participant (collectives) or per doubling of them (all-to-all)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The three kinds of traffic on one class of link."""
+
+    all_to_all: LinkRate
+    p2p: LinkRate
+    collective: LinkRate
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticProfile(Profile):
+    """Kernels and links of one kind of GPU, from which the time of any model is composed."""
+
+    name: str
+    devices: tuple[str, ...]  # device names this profile is picked for
+    matmul_tflops: float  # achieved on a training step's matrix products
+    memory_efficiency: float  # achieved share of the device's spec memory bandwidth
+    attention: Curve  # causal, one document
+    tile: Curve  # not causal: the full tile of a ring step
+    intra: Links
+    network: Links
+    layer_us: float  # host and launch time per layer and round that tokens do not hide
+    round_us: float  # the same per round
+    ring_step_us: float  # launch and merge of one ring step's kernel, forward or backward
+    workspace_gib: float  # CUDA context, communicator buffers, fragmentation
+    head_chunk: int  # tokens of logits alive at once
+    sources: dict[str, str]

@@ -1,0 +1,72 @@
+"""Properties of every price, over random clusters, models, shardings and documents."""
+
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.plan import Group, Span
+
+MODELS = ("llama3-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "qwen2.5-7b", "gpt-7b")
+
+
+@st.composite
+def costs(draw):
+    nodes, gpus = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    device = draw(st.sampled_from(["H200", "H100", "A100-80G", "A800", "B200", "L40S"]))
+    try:
+        return CostModel(
+            Cluster.of(nodes, gpus, device),
+            ModelSpec.load(draw(st.sampled_from(MODELS))),
+            sharding=draw(st.sampled_from(["full", "hybrid", "none"])),
+        )
+    except SeqloomError as error:
+        assert "does not fit" in str(error)
+        assume(False)
+
+
+lengths = st.lists(st.integers(1, 300_000), min_size=1, max_size=20)
+
+
+@given(costs(), lengths, st.data())
+def test_prices_are_sane_integers(cost, documents, data):
+    variant = data.draw(st.sampled_from(cost.variants))
+    tables = cost.tables(np.sort(documents), variant)
+    assert tables.cost.shape == (3, len(cost.shapes), len(documents)) and tables.cost.dtype == np.int64
+    assert (tables.cost >= 0).all() and (tables.fixed >= 0).all() and tables.capacity >= 1
+    assert (np.diff(tables.cost, axis=2) >= 0).all()  # a longer document never costs less
+    assert (tables.tokens >= np.sort(documents)).all()
+
+
+@given(costs(), lengths, st.data())
+def test_parts_tables_and_pieces_agree(cost, documents, data):
+    variant = data.draw(st.sampled_from(cost.variants))
+    s = data.draw(st.integers(0, len(cost.shapes) - 1))
+    shape, tables = cost.shapes[s], cost.tables(documents, variant)
+    start = data.draw(st.sampled_from(cost.family.blocks(shape.degree))).start
+    ranks = tuple(range(start, start + shape.degree))
+
+    def group(cut):
+        edges = [(k, 0, cut) if cut < n else (k, 0, n) for k, n in enumerate(documents)]
+        spans = [Span(*edge) for edge in edges] + [
+            Span(k, cut, n) for k, n in enumerate(documents) if cut < n
+        ]
+        return Group(ranks, shape.ulysses, shape.ring, tuple(spans))
+
+    whole = group(10**9)
+    parts = cost.group_parts(whole, variant)
+    assert parts.lanes == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
+    assert parts == cost.group_parts(group(data.draw(st.integers(1, 300_000))), variant)
+    assert cost.groups_parts([whole, whole], variant) == [parts, parts]
+
+
+@given(costs())
+def test_a_model_is_a_function_of_its_inputs(cost):
+    again = CostModel(cost.cluster, cost.model, cost.profile, cost.sharding)
+    assert again.shapes == cost.shapes and again.limits() == cost.limits()
+    for variant in cost.variants:
+        assert (again.tables([7, 7777], variant).cost == cost.tables([7, 7777], variant).cost).all()
+        used = cost.fixed_bytes(variant) + cost.capacity(variant) * cost.token_bytes(variant)
+        assert used <= cost.budget_bytes < used + cost.token_bytes(variant) + 1

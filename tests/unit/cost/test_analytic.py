@@ -1,0 +1,204 @@
+"""The analytic model: traffic formulas, lanes, memory, and that its tokens per second are believable."""
+
+import numpy as np
+import pytest
+
+from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.communication import Communication
+from seqloom.cost.compute import LengthCurve, causal_area
+from seqloom.cost.profile import Curve, Profile
+from seqloom.cost.reach import Reach, aligned_reach, reach_of
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint, Group, Reduce, Span
+
+NONE = Variant(Checkpoint.NONE, Reduce.ROUND)
+FULL = Variant(Checkpoint.FULL, Reduce.ROUND)
+SELECTIVE = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return CostModel(Cluster.parse("8x8xH200"), ModelSpec.load("llama3-8b"))
+
+
+def mfu(cost, variant, length):
+    """Model FLOPs per second of one GPU packed with documents of one length, over its peak."""
+    tables = cost.tables([length], variant)
+    copies = tables.capacity // length
+    seconds = (tables.fixed[:, 0] + copies * tables.cost[:, 0, 0]).max() * 1e-9
+    model = cost.model
+    flops = 6 * model.matmul_parameters + 6 * length * model.heads * model.head_dim * model.layers
+    return copies * length * flops / seconds / (cost.cluster.device.peak_tflops * 1e12)
+
+
+@pytest.mark.parametrize("variant", [NONE, SELECTIVE, FULL])
+@pytest.mark.parametrize("length", [512, 2048, 8192, 16384])
+def test_believable_speed(llama, variant, length):
+    assert 0.25 < mfu(llama, variant, length) < 0.65
+
+
+@pytest.mark.parametrize("name", ["8x8xH100", "8x8xA100-80G", "4x8xA800", "8x8xB200", "8xL40S"])
+def test_every_profile_is_believable(name):
+    cost = CostModel(Cluster.parse(name), ModelSpec.load("llama3-8b"))
+    assert 0.1 < mfu(cost, FULL, 4096) < 0.65
+
+
+def test_profile_of_the_device():
+    picks = {"H200": "h200", "H100": "h100", "H800": "h100", "A100-40G": "a100", "A800": "a800", "CPU": "cpu"}
+    assert {device: Profile.for_device(device).name for device in picks} == picks
+    with pytest.raises(SeqloomError, match="no profile knows"):
+        Profile.for_device("TPU")
+
+
+def test_ulysses_traffic_by_hand():
+    cluster, model = Cluster.parse("8x8xH200"), ModelSpec.load("llama3-8b")
+    links = Communication(Profile.load("h200"), cluster, model)
+    # 32 layers, both directions, 128 wide, bf16: 2 * 32 query and 2 * kv' heads, over the degree
+    for u, kv in ((2, 8), (8, 8), (16, 16)):
+        assert links.ulysses_bytes(Shape(u, 1), Checkpoint.NONE) == 32 * 2 * 128 * 2 * (2 * 32 + 2 * kv) / u
+    inside, network = links.ulysses(Shape(8, 1), Reach(), Checkpoint.NONE)
+    assert inside == pytest.approx(links.ulysses_bytes(Shape(8, 1), Checkpoint.NONE) * 7 / 8 / (450 * 0.73))
+    assert network == 0
+    shape = Shape(16, 1)
+    across, network = links.ulysses(shape, aligned_reach(shape, 8), Checkpoint.NONE)
+    assert across == network == pytest.approx(links.ulysses_bytes(shape, Checkpoint.NONE) / 2 / (50 * 0.76))
+    assert links.ulysses(Shape(1, 8), Reach(), Checkpoint.NONE) == (0, 0)
+
+
+def test_ring_traffic_by_hand():
+    links = Communication(Profile.load("h200"), Cluster.parse("8x8xH200"), ModelSpec.load("llama3-8b"))
+    keys = 2 * 8 * 128  # K and V, 8 heads
+    assert links.ring_bytes(Shape(1, 4), Checkpoint.NONE) == 32 * keys * (2 * 3 / 4 * 2 + 4)
+    assert links.ring_bytes(Shape(1, 4), Checkpoint.FULL) == 32 * keys * (3 * 3 / 4 * 2 + 4)
+    assert (
+        links.ring_bytes(Shape(8, 4), Checkpoint.NONE) == links.ring_bytes(Shape(1, 4), Checkpoint.NONE) / 8
+    )
+    assert links.kv_gather(Shape(8, 1), Reach(), Checkpoint.NONE) == 0
+
+
+def test_shared_nics():
+    model, profile = ModelSpec.load("llama3-8b"), Profile.load("a100")
+    two = Communication(profile, Cluster.parse("8x8xA100-40G"), model)  # 2 NICs for 8 GPUs
+    eight = Communication(profile, Cluster.parse("8x8xA100-80G"), model)  # 8
+    wide, ring = Shape(16, 1), Shape(1, 16)
+    slow, fast = (c.ulysses(wide, aligned_reach(wide, 8), Checkpoint.NONE)[0] for c in (two, eight))
+    assert slow == pytest.approx(4 * fast)
+    slow, fast = (c.ring(ring, aligned_reach(ring, 8), Checkpoint.NONE)[0] for c in (two, eight))
+    assert slow == fast  # one GPU of the node has a NIC to itself
+
+
+def test_reach():
+    assert aligned_reach(Shape(8, 1), 8) == Reach(1, 0, 8)
+    assert aligned_reach(Shape(16, 1), 8) == Reach(2, 0, 8)
+    assert aligned_reach(Shape(8, 2), 8) == Reach(1, 8, 8)
+    assert aligned_reach(Shape(2, 8), 8) == Reach(1, 2, 8)
+    assert reach_of((6, 7, 8, 9), Shape(4, 1), 8) == Reach(2, 0, 2)
+    assert reach_of((6, 7, 8, 9), Shape(2, 2), 8) == Reach(1, 2, 2)
+
+
+def test_lanes_agree_with_parts(llama):
+    lengths = np.array([300, 5000, 40000])
+    for variant in llama.variants:
+        tables = llama.tables(lengths, variant)
+        for s, shape in enumerate(tables.shapes):
+            spans = tuple(Span(i, 0, int(length)) for i, length in enumerate(lengths))
+            group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, spans)
+            parts = llama.group_parts(group, variant)
+            assert parts.lanes == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
+            assert parts.total_ns == tables.group_ns(s, np.arange(3))
+            assert (parts.ring > 0) == (shape.ring > 1) and (parts.ulysses > 0) == (shape.ulysses > 1)
+
+
+def test_pieces_add_up(llama):
+    def parts(*spans):
+        return llama.group_parts(Group((0, 1), 2, 1, spans), NONE).as_dict()
+
+    whole, first, rest, empty = (
+        parts(Span(0, 0, 9000)),
+        parts(Span(0, 0, 4000)),
+        parts(Span(0, 4000, 9000)),
+        parts(),
+    )
+    assert {name: first[name] + rest[name] - empty[name] for name in whole} == whole
+
+
+def test_astride_two_nodes_costs_more(llama):
+    inside = Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 30000),))
+    astride = Group((6, 7, 8, 9), 4, 1, (Span(0, 0, 30000),))
+    near, far = llama.group_parts(inside, NONE), llama.group_parts(astride, NONE)
+    assert far.ulysses > near.ulysses and far.network > near.network == 0
+    assert far.attention == near.attention
+
+
+def test_all_gather_instead_of_a_ring(llama):
+    short = llama.group_parts(Group(tuple(range(8)), 1, 8, (Span(0, 0, 4096),)), NONE)
+    long = llama.group_parts(Group(tuple(range(8)), 1, 8, (Span(0, 0, 200000),)), NONE)
+    assert (short.cheaper, long.cheaper) == ("all-gather", "ring")
+    assert short.kv_gather > 0 and short.total_ns == max(short.lanes)
+
+
+def test_recomputation_trades_time_for_memory(llama):
+    assert llama.capacity(NONE) < llama.capacity(SELECTIVE) < llama.capacity(FULL)
+    assert llama.token_bytes(NONE) > llama.token_bytes(SELECTIVE) > llama.token_bytes(FULL)
+    time = [
+        llama.group_parts(Group((0,), 1, 1, (Span(0, 0, 20000),)), v).total_ns
+        for v in (NONE, SELECTIVE, FULL)
+    ]
+    assert time == sorted(time) and time[0] < time[1] < time[2]
+
+
+def test_reducing_once_per_step(llama):
+    later = Variant(Checkpoint.NONE, Reduce.STEP)
+    parameters = llama.model.parameters()
+    assert llama.capacity(later) < llama.capacity(NONE)
+    assert llama.fixed_bytes(later) - llama.fixed_bytes(NONE) > 3.5 * parameters
+    group = Group((0,), 1, 1, (Span(0, 0, 100),))
+    assert llama.group_parts(group, later).reduce == 0 < llama.group_parts(group, NONE).reduce
+    assert llama.step_overhead_ns(later) > llama.step_overhead_ns(NONE) > 0
+
+
+def test_sharding_moves_the_traffic():
+    def build(sharding, **options):
+        return CostModel(Cluster.parse("8x8xH200"), ModelSpec.load("qwen3-4b"), None, sharding, **options)
+
+    full, hybrid, alone = build("full"), build("hybrid"), build("none")
+    later = Variant(Checkpoint.NONE, Reduce.STEP)
+    gather = [c.group_parts(Group((0,), 1, 1, ()), later).gather for c in (full, hybrid, alone)]
+    assert gather[0] > gather[1] > gather[2] == 0
+    assert full.fixed_bytes(NONE) < hybrid.fixed_bytes(NONE) < alone.fixed_bytes(later)
+    assert full.step_overhead_ns(NONE) < hybrid.step_overhead_ns(NONE)
+    assert {v.reduce for v in alone.variants} == {Reduce.STEP}
+    with pytest.raises(SeqloomError, match=r"need .* GiB per GPU .* the budget is 2.0 GiB; shard wider"):
+        build("hybrid", budget_gib=2)
+
+
+def test_experts_are_held_but_not_all_used():
+    cluster = Cluster.parse("8x8xH200")
+    sparse, dense = (CostModel(cluster, ModelSpec.load(name)) for name in ("qwen3-30b-a3b", "qwen3-32b"))
+    group = Group((0,), 1, 1, (Span(0, 0, 2000),))
+    assert sparse.group_parts(group, FULL).linear < 0.2 * dense.group_parts(group, FULL).linear
+    assert sparse.group_parts(group, FULL).gather > 0.8 * dense.group_parts(group, FULL).gather
+
+
+def test_windows_cap_the_area():
+    lengths = np.array([0.0, 10.0, 100.0])
+    area, width = causal_area(lengths, 10)
+    assert area.tolist() == [0, 50, 950] and width.tolist() == [1, 10, 20]
+    assert causal_area(lengths, None)[0].tolist() == [0, 50, 5000]
+
+
+def test_curve_keeps_flat_throughput():
+    curve = LengthCurve.of(Curve((1024, 2048, 4096), (100.0, 200.0, 200.0), (100.0, 200.0, 200.0)), 1)
+    lengths = np.array([512.0, 1024.0, 2048.0, 3000.0, 9000.0])
+    expected = [1024 * 0.035, 1024 * 0.035, 2048 * 0.0175, 3000 * 0.0175, 9000 * 0.0175]
+    assert curve(lengths).tolist() == pytest.approx(expected)
+
+
+def test_shapes_are_a_handful(llama):
+    degrees = [shape.degree for shape in llama.shapes]
+    assert degrees == sorted(degrees) and set(degrees) == set(llama.family.sizes)
+    assert max(degrees.count(degree) for degree in set(degrees)) <= 4
+    assert all(shape.ulysses <= llama.model.heads for shape in llama.shapes)
+    for a, b in zip(llama.shapes, llama.shapes[1:], strict=False):
+        assert a.degree < b.degree or a.ulysses > b.ulysses
