@@ -1,0 +1,9 @@
+"""Plan -> actions on ranks and links -> events -> step time, waiting, communication, memory."""
+
+from __future__ import annotations
+
+from seqloom.simulate.engine import DeadlockError, Engine
+from seqloom.simulate.events import EventKind, EventTable
+from seqloom.simulate.simulation import RoundTime, Simulation, simulate
+
+__all__ = ["DeadlockError", "Engine", "EventKind", "EventTable", "RoundTime", "Simulation", "simulate"]

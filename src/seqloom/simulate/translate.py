@@ -1,0 +1,143 @@
+"""From a plan's tables of actions to tasks of the engine.
+
+F, B, I, W    a task per component of the round's window, on the streams of its islands: a round starts when
+              all ranks of the islands it joins are free, and ranks without tokens take part with no work
+SEND, RECV    one task per message, on the outgoing link of one stage and the incoming link of the other. It
+              starts when the sender has made it; the sender works on. A receiver waits for it where its row
+              says RECV. A stage hands a round over as a whole.
+REDUCE, UNSHARD, RESHARD
+              no tasks: a round's gathers and reductions are part of its price (they run behind it), and what
+              is reduced once per step is part of the step's end
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError
+from seqloom.plan import Action, ActionKind, Pipeline, Plan
+from seqloom.simulate.engine import Engine
+from seqloom.simulate.price import Place
+from seqloom.simulate.transfer import message_ns
+from seqloom.simulate.window import Phase, Window
+
+WORKING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
+_TO_NEXT = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}
+_FROM = {ActionKind.RECV_F: (-1, ActionKind.SEND_F), ActionKind.RECV_B: (1, ActionKind.SEND_B)}
+
+
+class Step(NamedTuple):
+    """An action that works, and its tasks: one per component, numbered from `first`."""
+
+    place: Place
+    kind: ActionKind
+    phase: Phase
+    first: int
+
+
+class Message(NamedTuple):
+    """A message between stages and its task."""
+
+    sender: Place
+    receiver: Place
+    kind: ActionKind  # SEND_F or SEND_B
+    ns: int
+    task: int
+
+
+@dataclass(slots=True)
+class Program:
+    """A translated plan: the engine with its tasks, and what each task stands for."""
+
+    engine: Engine = field(default_factory=Engine)
+    steps: list[Step] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    def name(self, task: int) -> str:
+        """Name a task for a message to the user."""
+        for message in self.messages:
+            if message.task == task:
+                return _called(
+                    message.sender.pipeline, message.sender.stage, message.kind, message.sender.round
+                )
+        step = self.steps[bisect_right(self.steps, task, key=lambda entry: entry.first) - 1]
+        return _called(step.place.pipeline, step.place.stage, step.kind, step.place.round)
+
+
+def _called(pipeline: int, stage: int, kind: ActionKind, number: int | None) -> str:
+    return f"{Action(stage, kind, number)} of pipeline {pipeline}"
+
+
+def translate(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> Program:
+    """Turn every row of actions into tasks. Pipelines have no ranks in common, so their order is free."""
+    program = Program()
+    for number, pipeline in enumerate(plan.pipelines):
+        messages = {}
+        for message in _messages(program.engine, cost, pipeline, number):
+            program.messages.append(message)
+            messages[message.sender.stage, message.kind, message.sender.round] = message.task
+        for stage, row in enumerate(pipeline.actions):
+            _row(program, windows, number, stage, row, messages)
+    return program
+
+
+def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) -> Iterator[Message]:
+    """Yield a message for every SEND, provided that it has a RECV and the other way round."""
+    sends: set[tuple[int, ActionKind, int]] = set()
+    receives: dict[tuple[int, ActionKind, int], Action] = {}
+    for action in (action for row in pipeline.actions for action in row):
+        if action.round is None:
+            continue
+        if action.kind in _TO_NEXT:
+            sends.add((action.stage, action.kind, action.round))
+        elif action.kind in _FROM:
+            back, kind = _FROM[action.kind]
+            receives[action.stage + back, kind, action.round] = action
+    for stage, kind, r in sorted(sends ^ receives.keys()):
+        missing = f"{Action(stage, kind, r)} of pipeline {number} is never received; add its RECV"
+        if (stage, kind, r) in receives:
+            waiting = receives[stage, kind, r]
+            missing = f"{waiting} of pipeline {number} is never sent; add {Action(stage, kind, r)}"
+        raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
+    for stage, kind, r in sorted(sends):
+        other = stage + _TO_NEXT[kind]
+        ns = message_ns(cost, pipeline, r, min(stage, other))
+        links = ((number, stage, "out"), (number, other, "in"))
+        task = engine.add(ns, links=links)
+        yield Message(Place(number, stage, r), Place(number, other, r), kind, ns, task)
+
+
+def _row(
+    program: Program,
+    windows: dict[Place, Window],
+    pipeline: int,
+    stage: int,
+    row: tuple[Action, ...],
+    messages: dict[tuple[int, ActionKind, int], int],
+) -> None:
+    """Add the tasks of one stage. A receive is remembered per island until the island's next action."""
+    engine = program.engine
+    awaited: dict[int, set[int]] = {}
+    for action in row:
+        if action.round is None:
+            continue
+        place = Place(pipeline, stage, action.round)
+        if action.kind in WORKING:
+            phase = windows[place].phase(action.kind)
+            program.steps.append(Step(place, action.kind, phase, len(engine)))
+            for islands, ns in zip(windows[place].islands, phase.duration.tolist(), strict=True):
+                after = set().union(*(awaited.pop(island, ()) for island in islands))
+                engine.add(ns, streams=[(pipeline, stage, island) for island in islands], after=after)
+        elif action.kind in _TO_NEXT or action.kind in _FROM:
+            joined = [island for islands in windows[place].islands for island in islands]
+            if action.kind in _TO_NEXT:
+                made = engine.last((pipeline, stage, island) for island in joined)
+                engine.require(messages[stage, action.kind, action.round], made)
+                continue
+            back, kind = _FROM[action.kind]
+            for island in joined:
+                awaited.setdefault(island, set()).add(messages[stage + back, kind, action.round])

@@ -1,0 +1,120 @@
+"""A small Gantt chart for the terminal: time to the right, ranks or nodes downwards, one mark per degree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.constrain import Constrain
+from rich.text import Text
+
+from seqloom.simulate import Simulation
+from seqloom.view.numbers import duration
+from seqloom.view.occupancy import Occupancy, occupancy, row_labels
+
+HEIGHTS = "▁▂▃▄▅▆▇█"
+COLOURS = ("bright_blue", "cyan", "green", "yellow", "bright_red", "magenta", "blue", "red", "bright_green")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+END_MARK = "="
+LEAST_COLUMNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Gantt:
+    """A chart that draws itself in the width, colours and characters that the console has.
+
+    With colours a cell's height is the share of its rank-time at work and its colour the degree of the group
+    that has most of it. Without, a cell shows the mark of that degree if half of it or more is work.
+    """
+
+    simulation: Simulation
+    width: int | None = None
+    """Characters; None takes the console's."""
+    rows: int = 16
+    """At most this many rows of ranks or nodes."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield a line per row, the time axis and the legend."""
+        width = min(self.width or options.max_width, options.max_width)
+        margin = max(map(len, row_labels(self.simulation, self.rows))) + 1
+        columns = max(width - margin - 2, LEAST_COLUMNS)
+        grid = occupancy(self.simulation, self.rows, columns)
+        coloured = console.color_system is not None and not console.no_color
+        pen = _Pen.of(grid, coloured and not options.ascii_only, options.ascii_only)
+        for row, label in enumerate(grid.labels):
+            line = Text(label.rjust(margin - 1) + " ", no_wrap=True, overflow="crop")
+            line.append(pen.side, "dim")
+            cells = [pen.cell(grid, row, column) for column in range(columns)]
+            for style, run in groupby(cells, key=itemgetter(1)):
+                line.append("".join(mark for mark, _ in run), style)
+            line.append(pen.side, "dim")
+            yield line
+        yield _axis(self.simulation.step_ns, margin, columns)
+        yield Constrain(pen.legend(grid), width)
+
+
+def gantt(simulation: Simulation, width: int | None = None, rows: int = 16) -> Gantt:
+    """Draw who works when.
+
+    Args:
+        simulation: what to draw.
+        width: characters; None takes the console's.
+        rows: at most this many lines; ranks are drawn one by one if they fit, else by node.
+    """
+    return Gantt(simulation, width, rows)
+
+
+def _axis(step_ns: int, margin: int, columns: int) -> Text:
+    """Return the line below the chart: zero on the left, the step's time on the right."""
+    return Text(" " * (margin + 1) + "0" + duration(step_ns).rjust(columns - 1), "dim", no_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pen:
+    """How cells look."""
+
+    marks: tuple[str, ...]
+    """A character for every degree of the grid."""
+    styles: tuple[str, ...]
+    coloured: bool
+    idle: str
+    side: str
+
+    @classmethod
+    def of(cls, grid: Occupancy, coloured: bool, ascii_only: bool) -> _Pen:
+        """Choose marks: the digit for degrees below ten, letters above, in order."""
+        wide = [degree for degree in grid.degrees if degree >= 10]
+        letters = {degree: LETTERS[k % len(LETTERS)] for k, degree in enumerate(wide)}
+        marks = tuple(
+            END_MARK if degree == 0 else letters.get(degree, str(degree)) for degree in grid.degrees
+        )
+        first = int(0 in grid.degrees)
+        styles = tuple(
+            "white" if degree == 0 else COLOURS[(k - first) % len(COLOURS)]
+            for k, degree in enumerate(grid.degrees)
+        )
+        return cls(marks, styles, coloured, "." if ascii_only else "·", "|" if ascii_only else "│")
+
+    def cell(self, grid: Occupancy, row: int, column: int) -> tuple[str, str]:
+        """(character, style) of one cell."""
+        shares = grid.share[row, :, column]
+        busy = float(shares.sum())
+        most = int(shares.argmax()) if len(shares) else 0
+        if self.coloured:
+            height = round(busy * len(HEIGHTS))
+            return (HEIGHTS[height - 1], self.styles[most]) if height > 0 else (self.idle, "dim")
+        return (self.marks[most], "") if busy >= 0.5 else (self.idle, "dim")
+
+    def legend(self, grid: Occupancy) -> Text:
+        """Return what the colours or marks mean."""
+        line = Text("degree  ")
+        entries = list(zip(grid.degrees, self.marks, self.styles, strict=True))
+        for degree, mark, style in sorted(entries, key=lambda entry: (entry[0] == 0, entry[0])):
+            name = "end of step" if degree == 0 else str(degree)
+            line.append("█" if self.coloured else mark, style if self.coloured else "")
+            line.append(f" {name}  " if self.coloured or mark != name else "  ")
+        line.append(self.idle, "dim")
+        line.append(" idle")
+        return line

@@ -1,0 +1,124 @@
+"""The simulator against the closed form, over random plans of every sharding."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqloom.cost import CostModel, Variant
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import ActionKind, Group, Pipeline, Plan, Round, Sharding, Span, Work
+from seqloom.simulate import simulate
+from seqloom.testing.strategies import plans
+
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+WORKING = {F, B, ActionKind.I, W}
+
+
+@cache
+def cost_of(nodes, gpus, sharding):
+    return CostModel(Cluster.of(nodes, gpus, "H200"), ModelSpec.load("qwen2.5-0.5b"), sharding=sharding)
+
+
+@cache
+def published(nodes, sharding):
+    return CostModel(Cluster.of(nodes, 8, "A100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", sharding)
+
+
+@st.composite
+def one_stage(draw):
+    """Draw a cost model and a plan that it can price: groups anywhere, also sharing ranks."""
+    sharding = draw(st.sampled_from(Sharding))
+    additive = sharding != Sharding.NONE and draw(st.booleans())
+    nodes = draw(st.integers(1, 3))
+    cost = published(nodes, sharding) if additive else cost_of(nodes, draw(st.integers(1, 4)), sharding)
+    reduce = draw(st.sampled_from(sorted({variant.reduce for variant in cost.variants})))
+    kept = [variant.checkpoint for variant in cost.variants if variant.reduce == reduce]
+    documents, rounds = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        groups = []
+        for _ in range(draw(st.integers(1, 4))):
+            shape = draw(st.sampled_from([s for s in cost.shapes if s.degree <= cost.ranks]))
+            first = draw(st.integers(0, cost.ranks - shape.degree))
+            lengths = draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=3))
+            spans = tuple(Span(len(documents) + k, 0, length) for k, length in enumerate(lengths))
+            documents += lengths
+            groups.append(Group(tuple(range(first, first + shape.degree)), *shape, spans))
+        rounds.append(Round((Work(tuple(groups), draw(st.sampled_from(kept))),)))
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
+    limits = cost.limits(reduce)
+    return Plan(limits, sharding, reduce, tuple(documents), (pipeline,), "drawn"), cost
+
+
+@given(one_stage())
+def test_one_stage_takes_exactly_the_closed_form(drawn):
+    plan, cost = drawn
+    found = simulate(plan, cost)
+    assert found.step_ns == cost.plan_ns(plan)
+    check(found)
+    for entry in found.rounds:
+        assert 0 <= entry.comm_share <= 1 and -1e-12 <= entry.idle_share <= 1
+    groups = [
+        (group, Variant(current.work[0].checkpoint, plan.reduce))
+        for current in plan.pipelines[0].rounds
+        for group in current.groups
+    ]
+    parts = [(group.degree, cost.group_parts(group, variant)) for group, variant in groups]
+    work = sum(degree * entry.total_ns for degree, entry in parts) + cost.ranks * found.end_ns
+    assert found.busy_ns.sum() + found.comm_ns.sum() == work
+    if not entry_has_lanes(parts):
+        slack = sum(degree for degree, _ in parts)  # a rank in several groups: at most 1 ns each
+        assert abs(found.comm_ns.sum() - sum(degree * entry.ulysses for degree, entry in parts)) <= slack
+
+
+def entry_has_lanes(parts):
+    return any(entry.lanes[1] or entry.lanes[2] for _, entry in parts)
+
+
+@given(plans())
+def test_any_valid_plan_runs_and_adds_up(plan):
+    plan, cost = priced(plan)
+    found = simulate(plan, cost)
+    check(found)
+    whole = all(len(line.stages) == 1 for line in plan.pipelines)
+    if whole:
+        exact = cost.plan_ns(plan)
+        assert found.step_ns >= exact
+        if plan.sharding == Sharding.FULL or all(map(in_turn, plan.pipelines)):
+            assert found.step_ns == exact
+
+
+def priced(plan):
+    """The same plan under a cost model of its cluster, with a checkpoint and reduction that it knows."""
+    own = plan.limits
+    cost = cost_of(own.ranks // own.node_size, own.node_size, plan.sharding)
+    variant = cost.variants[-1]
+    lines = []
+    for line in plan.pipelines:
+        rounds = tuple(
+            Round(tuple(replace(work, checkpoint=variant.checkpoint) for work in current.work))
+            for current in line.rounds
+        )
+        lines.append(replace(line, rounds=rounds))
+    return replace(plan, reduce=variant.reduce, pipelines=tuple(lines)), cost
+
+
+def in_turn(line):
+    """Whether every round's backward ends before the next round's forward begins."""
+    (row,) = line.actions
+    rounds = [action.round for action in row if action.kind in WORKING]
+    return rounds == sorted(rounds)
+
+
+def check(found):
+    """Every rank's time adds up, and what follows each other does not overlap."""
+    assert (found.busy_ns + found.comm_ns + found.idle_ns == found.step_ns).all()
+    assert min(found.busy_ns.min(), found.comm_ns.min(), found.idle_ns.min()) >= 0
+    events = found.events.where(~found.events.beside)
+    same = events.rank[1:] == events.rank[:-1]
+    assert (events.start[1:] >= events.stop[:-1])[same].all()
+    assert (found.events.stop > found.events.start).all() and found.events.stop.max() <= found.step_ns
+    assert (found.events.comm <= found.events.stop - found.events.start).all()
+    assert len(found.peak_memory) == found.ranks and np.issubdtype(found.peak_memory.dtype, np.integer)

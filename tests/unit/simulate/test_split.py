@@ -1,0 +1,52 @@
+"""Shares of forward and of the weight half."""
+
+import numpy as np
+import pytest
+
+from seqloom.cost import Parts
+from seqloom.plan import Checkpoint
+from seqloom.simulate.split import FORWARD, NAMES, computing_ns, forward_ns, table, total_ns, weights_ns
+
+CASES = [
+    Parts(),
+    Parts(linear=300, attention=350, ulysses=100, fixed=30),
+    Parts(linear=300, head=30, attention=350, steps=10, ring=900, ulysses=100, network=400, fixed=30),
+    Parts(linear=300, gather=4000, reduce=2000, fixed=3),
+    Parts(linear=100, gather=100, fixed=1),
+]
+
+
+def random_parts(seed):
+    draw = np.random.default_rng(seed)
+    return Parts(**{name: int(draw.integers(0, 10**9)) * int(draw.integers(0, 2)) for name in NAMES})
+
+
+@pytest.mark.parametrize("checkpoint", list(Checkpoint))
+def test_totals_and_halves_are_possible(checkpoint):
+    entries = [*CASES, *map(random_parts, range(200))]
+    parts = table(entries)
+    total, forward, weights = total_ns(parts), forward_ns(parts, checkpoint), weights_ns(parts, checkpoint)
+    assert total.tolist() == [entry.total_ns for entry in entries]
+    assert (forward >= 0).all() and (weights >= 0).all()
+    assert (forward + weights <= total).all()
+    assert (computing_ns(parts) <= total).all()
+
+
+def test_plain_shares():
+    attention, linear = Parts(attention=3500), Parts(linear=3000)
+    assert forward_ns(table([attention, linear]), Checkpoint.NONE).tolist() == [1000, 1000]
+    assert weights_ns(table([attention, linear]), Checkpoint.NONE).tolist() == [0, 1000]
+
+
+def test_recomputing_belongs_to_the_backward():
+    parts = table([Parts(linear=4000), Parts(attention=4500)])
+    assert forward_ns(parts, Checkpoint.FULL).tolist() == [1000, 1000]
+
+
+def test_a_gather_that_hides_behind_the_backward_does_not_stretch_the_forward():
+    parts = table([Parts(linear=300, gather=300)])
+    assert forward_ns(parts, Checkpoint.NONE).tolist() == [100]
+
+
+def test_every_part_in_a_lane_has_a_share():
+    assert set(NAMES) - set(FORWARD[Checkpoint.NONE]) == {"reduce", "kv_gather"}

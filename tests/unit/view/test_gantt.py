@@ -1,0 +1,106 @@
+"""The Gantt chart: every line as wide as asked, idle visible, marks explained, in any terminal."""
+
+from io import StringIO
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from seqloom.simulate import EventKind, EventTable, Simulation
+from seqloom.view import gantt
+from seqloom.view.occupancy import occupancy
+
+
+class Ascii(StringIO):
+    encoding = "ascii"
+
+
+def text_of(renderable, width=80, file=StringIO, colours=None, **options):
+    console = Console(
+        file=file(),
+        width=width,
+        color_system=colours,
+        force_terminal=colours is not None,
+        legacy_windows=False,
+        **options,
+    )
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def simulation_of(rows, ranks, step, node_size=8):
+    """``rows``: (rank, start, stop, degree, kind)."""
+    rank, start, stop, degree, kind = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5).T
+    none = np.zeros_like(rank)
+    events = EventTable(rank, start, stop, kind, none, none, none, degree, none, none)
+    zeros = np.zeros(ranks, dtype=np.int64)
+    return Simulation(step, 0, node_size, events, (), zeros, zeros, zeros, zeros)
+
+
+def four_ranks():
+    rows = [(rank, 0, 500, 4, EventKind.F) for rank in range(4)]
+    rows += [(0, 500, 1000, 1, EventKind.F), (1, 500, 600, 1, EventKind.F)]
+    rows += [(2, 500, 800, 16, EventKind.F), (2, 0, 1000, 0, EventKind.SEND_F)]
+    rows += [(3, 900, 1000, 0, EventKind.STEP)]
+    return simulation_of(rows, 4, 1000, 4)
+
+
+def test_without_colours():
+    lines = text_of(gantt(four_ranks(), width=29, rows=8)).splitlines()
+    assert lines == [
+        "rank 0 │44444444441111111111│",
+        "rank 1 │444444444411········│",
+        "rank 2 │4444444444aaaaaa····│",
+        "rank 3 │4444444444········==│",
+        "        0               1 us",
+        "degree  1  4  a 16  = end of ",
+        "step  · idle",
+    ]
+
+
+def test_ascii():
+    text = text_of(gantt(four_ranks(), width=49), file=Ascii)
+    assert text.isascii()
+    assert text.splitlines()[1] == "rank 1 |" + "4" * 20 + "1" * 4 + "." * 16 + "|"
+
+
+def test_colours_show_the_share_at_work_as_height():
+    text = text_of(gantt(four_ranks(), width=29, rows=2), colours="truecolor")
+    assert "█" in text and "\x1b[" in text and "ranks 0-1" in text
+    half = next(line for line in text.splitlines() if "ranks 0-1" in line)
+    assert "▄" in half  # one of two ranks works in the second half
+
+
+def test_no_colour_by_wish_of_the_user():
+    text = text_of(gantt(four_ranks(), width=29), colours="truecolor", no_color=True)
+    assert "4444444444" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+@pytest.mark.parametrize("rows", [1, 3, 20, 4000])
+def test_a_thousand_ranks(width, rows):
+    events = [(rank, 0, 100 + rank, 8, EventKind.F) for rank in range(1024)]
+    simulation = simulation_of(events, 1024, 1200)
+    lines = text_of(gantt(simulation, rows=rows), width=width).splitlines()
+    bars = [line for line in lines if "│" in line]
+    assert len(bars) <= max(rows, 1) and len(bars) == {1: 1, 3: 3, 20: 19, 4000: 1024}[rows]
+    assert len(set(map(len, bars))) == 1
+    assert max(map(len, lines)) <= width or width == 20
+    if width >= 40:
+        assert {len(bar) for bar in bars} == {width}
+    label = bars[0].split("│")[0].strip()
+    assert label == {1: "nodes 0-127", 3: "nodes 0-42", 20: "nodes 0-6", 4000: "rank 0"}[rows]
+
+
+def test_cells_count_rank_time():
+    grid = occupancy(four_ranks(), 2, 10)
+    assert grid.labels == ("ranks 0-1", "ranks 2-3") and grid.degrees == (0, 1, 4, 16)
+    assert grid.share.sum(axis=1)[0] == pytest.approx([1] * 6 + [0.5] * 4)
+    assert grid.share[1, 0] == pytest.approx([0] * 9 + [0.5])  # the message is not drawn
+    assert grid.share.sum() * 2 * 100 == pytest.approx(4 * 500 + 500 + 100 + 300 + 100)
+
+
+def test_nothing_happened():
+    simulation = simulation_of([], 2, 100, 2)
+    lines = text_of(gantt(simulation, width=30)).splitlines()
+    assert lines[0] == "rank 0 │" + "·" * 21 + "│"
