@@ -1,0 +1,7 @@
+"""Planners: lengths + cost model -> Plan. Each fills in the same value; ``auto`` returns the best of all."""
+
+from __future__ import annotations
+
+from seqloom.planners.registry import PLANNERS, Planned, make_plan, plan_batches
+
+__all__ = ["PLANNERS", "Planned", "make_plan", "plan_batches"]

@@ -1,0 +1,42 @@
+"""Planner ``auto``: the best of all. Never worse than any planner it knows, static included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.plan import Plan
+from seqloom.planners.adaptive import plan_adaptive
+from seqloom.planners.flex import plan_flex
+from seqloom.planners.static import plan_static
+
+SOLVER_LIMIT = 256
+"""Documents times ranks up to which the published solver is quick enough to be asked as well."""
+
+
+def best_of(plans: Iterable[Plan], cost: CostModel) -> Plan:
+    """The fastest of these plans by closed form; the first of equals."""
+    return min(plans, key=cost.plan_ns)
+
+
+def plan_auto(
+    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, seed: int = 0, known: Iterable[Plan] = ()
+) -> Plan:
+    """Plan a batch with every planner that answers at once, and keep the best.
+
+    Args:
+        known: plans made for this batch before; they take part in the choice.
+    """
+    candidates = [
+        plan_flex(lengths, cost, evaluations=evaluations, seed=seed),
+        plan_adaptive(lengths, cost),
+        plan_static(lengths, cost),
+    ]
+    if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
+        from seqloom.planners.flexsp import plan_flexsp
+
+        candidates.append(plan_flexsp(lengths, cost, seed=seed))
+    return best_of([*candidates, *known], cost)

@@ -1,0 +1,123 @@
+"""Planners by name, and the comparison of several planners over several batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError, unknown
+from seqloom.plan import Plan
+
+PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "exact", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what it took to make it."""
+
+    plan: Plan
+    plan_ns: int
+    """Wall time from lengths to the validated and hashed plan."""
+
+
+def planner(name: str) -> Callable[..., Plan]:
+    """The planner of that name: ``(lengths, cost, **options) -> Plan``. Modules are loaded on first use."""
+    if name == "static":
+        from seqloom.planners.static import plan_static
+
+        return plan_static
+    if name == "adaptive":
+        from seqloom.planners.adaptive import plan_adaptive
+
+        return plan_adaptive
+    if name == "flexsp":
+        from seqloom.planners.flexsp import plan_flexsp
+
+        return plan_flexsp
+    if name == "flex":
+        from seqloom.planners.flex import plan_flex
+
+        return plan_flex
+    if name == "exact":
+        from seqloom.planners.exact import plan_exact
+
+        return plan_exact
+    if name == "auto":
+        from seqloom.planners.auto import plan_auto
+
+        return plan_auto
+    raise unknown("planner", name, PLANNERS)
+
+
+def parse_name(name: str) -> tuple[str, dict[str, Any]]:
+    """Split a planner's name from its option: ``static:64`` is static with groups of 64 GPUs."""
+    base, colon, option = name.partition(":")
+    if base not in PLANNERS:
+        raise unknown("planner", base, PLANNERS)
+    if not colon:
+        return base, {}
+    if base != "static" or not option.isdecimal() or int(option) < 1:
+        raise SeqloomError(f"planner {name!r}: only static takes an option, a degree, for example static:64")
+    return base, {"degree": int(option)}
+
+
+def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
+    """Plan one batch with the planner of that name; the plan is validated.
+
+    Args:
+        lengths: int64[n] tokens.
+        seed: start of the pseudo-random choices of planners that make any.
+        options: of that planner, see its function.
+    """
+    base, given = parse_name(name)
+    if base in ("flexsp", "flex", "auto"):
+        given["seed"] = seed
+    plan = planner(base)(np.asarray(lengths, np.int64), cost, **given, **options)
+    plan.validate()
+    return plan
+
+
+def plan_batches(
+    names: Sequence[str],
+    batches: Sequence[np.ndarray],
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[dict[str, Planned]]:
+    """Plan every batch with every planner, one after another.
+
+    ``static`` keeps one degree for all batches, as a run would; ``auto`` also sees what the others found for a batch.
+
+    Args:
+        progress: called with the planner's name and the batch's index before each planning.
+
+    Returns:
+        one dictionary per batch, from the name as given to what it planned.
+    """
+    options: dict[str, dict[str, Any]] = {name: {} for name in names}
+    if "static" in options:
+        from seqloom.planners.static import fastest_static_degree
+
+        options["static"] = {"degree": fastest_static_degree(batches, cost)}
+    results: list[dict[str, Planned]] = []
+    for index, batch in enumerate(batches):
+        made: dict[str, Planned] = {}
+        for name in sorted(names, key=lambda name: name == "auto"):
+            if progress is not None:
+                progress(name, index)
+            begin = time.perf_counter_ns()
+            plan = make_plan(name, batch, cost, seed=seed, **options[name])
+            if name == "auto":
+                from seqloom.planners.auto import best_of
+
+                plan = best_of([plan, *(other.plan for other in made.values())], cost)
+            assert plan.hash
+            made[name] = Planned(plan, time.perf_counter_ns() - begin)
+        results.append({name: made[name] for name in names})
+    return results
