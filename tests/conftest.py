@@ -12,7 +12,5 @@ settings.register_profile(
     database=None,
     suppress_health_check=_SLOW_MACHINE,
 )
-settings.register_profile(
-    "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=_SLOW_MACHINE
-)
+settings.register_profile("full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=_SLOW_MACHINE)
 settings.load_profile("test")  # the option --hypothesis-profile comes later and wins

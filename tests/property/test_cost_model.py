@@ -50,9 +50,7 @@ def test_parts_tables_and_pieces_agree(cost, documents, data):
 
     def group(cut):
         edges = [(k, 0, cut) if cut < n else (k, 0, n) for k, n in enumerate(documents)]
-        spans = [Span(*edge) for edge in edges] + [
-            Span(k, cut, n) for k, n in enumerate(documents) if cut < n
-        ]
+        spans = [Span(*edge) for edge in edges] + [Span(k, cut, n) for k, n in enumerate(documents) if cut < n]
         return Group(ranks, shape.ulysses, shape.ring, tuple(spans))
 
     whole = group(10**9)

@@ -20,8 +20,7 @@ def elements(layout: Layout) -> set[tuple[int, ...]]:
     found = set()
     for rank, item, *edges in zip(*(column.tolist() for column in layout.columns()), strict=True):
         found |= {
-            (rank, item, *at)
-            for at in product(*(range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)))
+            (rank, item, *at) for at in product(*(range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)))
         }
     return found
 
@@ -49,9 +48,7 @@ def test_a_move_turns_the_source_into_the_target(pair: tuple[Layout, Layout], no
     received = [(receiver, *rest) for _, receiver, *rest in carried]
     assert len(received) == len(set(received)), "something is received twice"
     assert set(received) == elements(target)
-    assert all((sender, *rest) in held for sender, _, *rest in carried), (
-        "somebody sends what it does not hold"
-    )
+    assert all((sender, *rest) in held for sender, _, *rest in carried), "somebody sends what it does not hold"
 
 
 @relaxed
@@ -119,9 +116,7 @@ def test_a_group_holds_its_tokens_once_and_evenly(group: Group) -> None:
     assert {(document, token) for _, document, token in held} == wanted
     loads = [sum(1 for rank, *_ in held if rank == own) for own in group.ranks]
     assert max(loads) == group.tokens_per_rank()
-    assert (
-        max(loads) - min(loads) <= 1 if group.ring == 1 else max(loads) - min(loads) <= len(group.spans) + 1
-    )
+    assert max(loads) - min(loads) <= 1 if group.ring == 1 else max(loads) - min(loads) <= len(group.spans) + 1
     for block in group.blocks():
         inside = [loads[group.ranks.index(rank)] for rank in block]
         assert max(inside) - min(inside) <= 1
@@ -137,19 +132,14 @@ def test_heads_are_spread_and_the_exchange_is_a_move(group: Group, kv_heads: int
         return
     queries, keys = group.head_layout(heads), group.head_layout(heads, kv_heads)
     assert len(elements(queries)) == group.tokens * heads
-    assert (
-        len({rest for _, *rest in map(tuple, elements(queries)) for rest in [tuple(rest)]})
-        == group.tokens * heads
-    )
+    assert len({rest for _, *rest in map(tuple, elements(queries)) for rest in [tuple(rest)]}) == group.tokens * heads
     needed = {(rank, document, token, head // shared) for rank, document, token, head in elements(queries)}
     assert elements(keys) == needed, "a rank holds exactly the key/value heads that its query heads read"
     tokens = group.token_layout()
     for target, width in ((queries, heads), (keys, kv_heads)):
         move = move_between(tokens.with_axis(0, width), target)
         blocks = {rank: k for k, block in enumerate(group.blocks()) for rank in block}
-        assert all(
-            blocks[a] == blocks[b] for a, b in zip(move.sender.tolist(), move.receiver.tolist(), strict=True)
-        )
+        assert all(blocks[a] == blocks[b] for a, b in zip(move.sender.tolist(), move.receiver.tolist(), strict=True))
 
 
 @relaxed
@@ -159,9 +149,7 @@ def test_a_ring_pairs_early_with_late_chunks(group: Group) -> None:
         for span in group.spans:
             mine = [piece for piece in group.ring_spans(k) if piece.document == span.document]
             distance = sum(
-                (2 * t + 1)
-                for piece in mine
-                for t in range(piece.start - span.start, piece.stop - span.start)
+                (2 * t + 1) for piece in mine for t in range(piece.start - span.start, piece.stop - span.start)
             )
             fair = span.tokens**2 / group.ring
             assert abs(distance - fair) <= 4 * span.tokens

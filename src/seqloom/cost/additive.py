@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from seqloom.plan import GroupFamily
 
 MIB = 1024 * 1024
+GI = 1024 * MIB
 DEFAULT_CONTEXT = 384 * 1024  # the largest published one, so that the capacity is never overstated
 
 
@@ -57,15 +58,15 @@ class AdditiveEngine:
         """
         constants = _constants(profile, model)
         _check_cluster(profile, cluster)
-        parameters = interpolate(constants.parameters, max_length or DEFAULT_CONTEXT)
+        parameters = interpolate(constants.parameters_gi, max_length or DEFAULT_CONTEXT)
         budget = profile.budget_gib if budget_gib is None else budget_gib
-        listed = (1, *profile.bandwidth_gb_s)
+        listed = (1, *profile.bandwidth_mib_per_ms)
         degrees = [size for size in family.sizes if size in listed and size <= constants.heads]
         return cls(
             profile,
             constants,
             budget_bytes=math.floor(budget * 1024 * MIB),
-            state_bytes=math.ceil(profile.state_bytes_per_parameter * parameters / shard_ranks),
+            state_bytes=math.ceil(profile.state_bytes_per_parameter * parameters * GI / shard_ranks),
             shapes=tuple(Shape(degree, 1) for degree in degrees),
         )
 
@@ -97,12 +98,12 @@ class AdditiveEngine:
         exchange = 0.0
         if degree > 1:
             volume = self.profile.exchange_bytes * model.layers * model.hidden
-            exchange = volume / (degree * self._bandwidth(shape, reach))  # bytes / (1e9 bytes/s) = ns
+            exchange = volume / MIB / (degree * self._bandwidth(shape, reach)) * 1e6  # ms -> ns
         return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
 
     def _bandwidth(self, shape: Shape, reach: Reach) -> float:
-        """GB/s of the degree; a small group astride two nodes gets that of the least degree that crosses."""
-        table = self.profile.bandwidth_gb_s
+        """MiB/ms of the degree; a small group astride two nodes gets that of the least degree that crosses."""
+        table = self.profile.bandwidth_mib_per_ms
         if shape.ring > 1 or shape.degree not in table:
             legal = ", ".join(str(degree) for degree in (1, *table))
             raise SeqloomError(

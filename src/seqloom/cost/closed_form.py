@@ -58,9 +58,7 @@ def _works(plan: Plan) -> list[Work]:
     for pipeline in plan.pipelines:
         islands = {i for i, island in enumerate(plan.islands) if not set(island).isdisjoint(pipeline.ranks)}
         if islands & used:
-            raise SeqloomError(
-                "pipelines that share parameter shards have no closed form; simulate the plan instead"
-            )
+            raise SeqloomError("pipelines that share parameter shards have no closed form; simulate the plan instead")
         used |= islands
         if len(pipeline.stages) != 1:
             raise SeqloomError(

@@ -85,8 +85,7 @@ def _fit(columns: np.ndarray, times: np.ndarray) -> tuple[list[float], float]:
     """
     if len(times) < columns.shape[1] or np.any(times <= 0) or len(times) != len(columns):
         raise SeqloomError(
-            f"{len(times)} measurements for {columns.shape[1]} constants; "
-            "give at least as many, all times above 0"
+            f"{len(times)} measurements for {columns.shape[1]} constants; give at least as many, all times above 0"
         )
     weighted = columns / times[:, None]
     active = list(range(columns.shape[1]))

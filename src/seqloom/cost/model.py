@@ -54,7 +54,7 @@ class CostModel:
             raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
         if max_length is not None and max_length < 1:
             raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
-        self.cluster, self.model = cluster, model
+        self.cluster, self.model, self.max_length = cluster, model, max_length
         if sharding not in list(Sharding):
             raise unknown("sharding", str(sharding), list(Sharding))
         self.sharding = Sharding(sharding)
@@ -213,9 +213,7 @@ class CostModel:
         parts["attention"] = np.rint(attention).astype(np.int64)
         return parts
 
-    def _sums(
-        self, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant
-    ) -> dict[str, np.ndarray]:
+    def _sums(self, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant) -> dict[str, np.ndarray]:
         """int64[G] per part: ns that the spans of each of these alike groups add up to."""
         edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
         tokens, inverse = np.unique(self.tokens(edges), return_inverse=True)

@@ -66,10 +66,7 @@ def _value(kind: str, value: Any, where: str) -> Any:
         return tuple(_value(inner, item, f"{where}[{i}]") for i, item in enumerate(items))
     table = _expect(value, dict, where)
     if kind == "dict[int, float]":
-        return {
-            _number(_integer(k, where), where, whole=True): _number(v, f"{where}.{k}")
-            for k, v in table.items()
-        }
+        return {_number(_integer(k, where), where, whole=True): _number(v, f"{where}.{k}") for k, v in table.items()}
     if kind == "dict[str, AdditiveModel]":
         return {key: _build(AdditiveModel, entry, f"{where}.{key}") for key, entry in table.items()}
     return {key: _expect(entry, str, f"{where}.{key}") for key, entry in table.items()}
@@ -116,6 +113,4 @@ def _check_curve(curve: Curve, where: str) -> None:
         points = [(length, length / rate) for length, rate in zip(curve.lengths, rates, strict=True)]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if y1 + (y1 - y0) / (x1 - x0) * x1 <= 0:  # slope of the time L * y(L) at the end of the segment
-                raise SeqloomError(
-                    f"{where}.{label}: {x1} tokens would take less time than {x0}; lower its TFLOP/s"
-                )
+                raise SeqloomError(f"{where}.{label}: {x1} tokens would take less time than {x0}; lower its TFLOP/s")

@@ -28,9 +28,7 @@ class Profile:
         if isinstance(source, Path) or str(source).endswith(".json"):
             path = Path(source)
             if not path.is_file():
-                raise SeqloomError(
-                    f"profile file {path} does not exist; shipped: {', '.join(Profile.names())}"
-                )
+                raise SeqloomError(f"profile file {path} does not exist; shipped: {', '.join(Profile.names())}")
             return parse_profile(path.read_text(encoding="utf-8"), str(path))
         if source not in Profile.names():
             raise unknown("profile", str(source), Profile.names())
@@ -64,7 +62,7 @@ class AdditiveModel:
     linear_ms: float  # a2, per token
     fixed_ms: float  # b1, per micro-batch
     mib_per_token: float  # activations per token on one device
-    parameters: tuple[tuple[int, float], ...]  # (context, parameters): positions are learned
+    parameters_gi: tuple[tuple[int, float], ...]  # (context, multiples of 2^30): positions are learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class AdditiveProfile(Profile):
     budget_gib: float
     state_bytes_per_parameter: float
     exchange_bytes: float  # all-to-all bytes per token, per layer and per unit of hidden width
-    bandwidth_gb_s: dict[int, float]  # effective all-to-all bandwidth by degree, 1e9 bytes/s
+    bandwidth_mib_per_ms: dict[int, float]  # effective all-to-all bandwidth by degree
     models: dict[str, AdditiveModel]
     sources: dict[str, str]
 

@@ -77,9 +77,7 @@ class Cluster:
         """Check sizes and the affinity of GPUs to NICs."""
         for size in ("nodes", "gpus_per_node", "nics_per_node"):
             if not isinstance(getattr(self, size), int):
-                raise SeqloomError(
-                    f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number"
-                )
+                raise SeqloomError(f"cluster {self.name}: {size} = {getattr(self, size)!r}; it must be a whole number")
         _positive(f"cluster {self.name}", self, "nodes", "gpus_per_node", "nics_per_node")
         if len(self.nic_of_gpu) != self.gpus_per_node:
             raise SeqloomError(

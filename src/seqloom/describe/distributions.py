@@ -133,9 +133,7 @@ class Histogram:
         """Check edges, shares and spacing."""
         sizes = f"{len(self.edges)} edges for {len(self.shares)} shares"
         _require(len(self.edges) == len(self.shares) + 1 >= 2, sizes, "one edge more than shares")
-        _require(
-            bool((np.diff(self.edges) > 0).all()) and self.edges[0] >= 1, "edges", "they rise from 1 or more"
-        )
+        _require(bool((np.diff(self.edges) > 0).all()) and self.edges[0] >= 1, "edges", "they rise from 1 or more")
         _require(min(self.shares) >= 0 < sum(self.shares), "shares", "they are positive")
         _require(self.spacing in ("linear", "log"), f"spacing {self.spacing!r}", "it is 'linear' or 'log'")
 

@@ -31,9 +31,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SeqloomError(
-            f"{path}: not valid {path.suffix[1:].upper()} ({error}); correct the file"
-        ) from None
+        raise SeqloomError(f"{path}: not valid {path.suffix[1:].upper()} ({error}); correct the file") from None
     except OSError as error:
         raise SeqloomError(f"{path}: cannot be read ({error.strerror or error}); check the file") from None
     if not isinstance(content, dict):

@@ -51,9 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(window="upper", defaults=_QWEN),
     "qwen3_moe": Family(window="upper", defaults=_QWEN),
     "gemma": Family(tied=True),
-    "gemma2": Family(
-        tied=True, window="alternate", defaults={"sliding_window": 4096, "sliding_window_pattern": 2}
-    ),
+    "gemma2": Family(tied=True, window="alternate", defaults={"sliding_window": 4096, "sliding_window_pattern": 2}),
     "gemma3": Family(tied=True, window="alternate", defaults=_GEMMA3),
     "gemma3_text": Family(tied=True, window="alternate", defaults=_GEMMA3),
     "phi3": Family(window="all"),
@@ -121,9 +119,7 @@ def model_from_config(config: Config, *, name: str | None = None) -> ModelSpec:
     _refuse(config)
     layers, hidden, heads = (_number(config, key, least=1) for key in ("layers", "hidden", "heads"))
     if "head_dim" not in config and hidden % heads:
-        raise SeqloomError(
-            f"hidden size {hidden} is not a multiple of {heads} heads; add head_dim to the config"
-        )
+        raise SeqloomError(f"hidden size {hidden} is not a multiple of {heads} heads; add head_dim to the config")
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or config["model_type"]),
         layers=layers,
@@ -159,9 +155,7 @@ def _refuse(config: Config) -> None:
     kind = config.get("model_type")
     for key, what in _REFUSED.items():
         if config.get(key):
-            raise SeqloomError(
-                f"model_type {kind!r} with {key} = {config[key]!r}: {what} is not supported; {WAY_OUT}"
-            )
+            raise SeqloomError(f"model_type {kind!r} with {key} = {config[key]!r}: {what} is not supported; {WAY_OUT}")
     if config.get("is_encoder_decoder"):
         raise SeqloomError(f"model_type {kind!r} is an encoder-decoder, which is not supported; {WAY_OUT}")
 
@@ -199,13 +193,9 @@ def _window_of(kind: str, window: int | None) -> int | None:
     if kind == "full_attention":
         return None
     if kind != "sliding_attention":
-        raise SeqloomError(
-            f"layer_types holds {kind!r}; only full and sliding attention are supported; {WAY_OUT}"
-        )
+        raise SeqloomError(f"layer_types holds {kind!r}; only full and sliding attention are supported; {WAY_OUT}")
     if window is None:
-        raise SeqloomError(
-            "layer_types has sliding_attention but sliding_window is missing; add it to the config"
-        )
+        raise SeqloomError("layer_types has sliding_attention but sliding_window is missing; add it to the config")
     return window
 
 
@@ -216,9 +206,7 @@ def _experts(config: Config, layers: int) -> dict[str, Any]:
     if not sparse:
         return {}
     width = _number(config, "expert_ffn")
-    shared = _number(
-        config, "shared_expert_intermediate_size", width * _number(config, "n_shared_experts", 0)
-    )
+    shared = _number(config, "shared_expert_intermediate_size", width * _number(config, "n_shared_experts", 0))
     return {
         "experts": experts,
         "active_experts": _number(config, "active_experts"),

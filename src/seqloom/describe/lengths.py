@@ -34,9 +34,7 @@ def checked(values: Any, *, what: str = "lengths", place: Callable[[int], str] =
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError) as error:
-        raise SeqloomError(
-            f"{what}: not a flat list of lengths ({error}); pass one number per sequence"
-        ) from None
+        raise SeqloomError(f"{what}: not a flat list of lengths ({error}); pass one number per sequence") from None
     if array.ndim != 1:
         raise SeqloomError(f"{what}: shape {array.shape} is not a flat list; pass one length per sequence")
     if array.size == 0:

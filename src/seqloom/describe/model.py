@@ -55,15 +55,9 @@ class ModelSpec:
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
         dense = len(self.moe_layers) < self.layers
         self._require(self.ffn >= (1 if dense else 0), "ffn", "must be at least 1 where a layer is dense")
-        self._require(
-            self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads"
-        )
-        self._require(
-            len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers"
-        )
-        self._require(
-            all(w is None or w >= 1 for w in self.windows), "windows", "holds None or at least 1 token"
-        )
+        self._require(self.heads % self.kv_heads == 0, "kv_heads", f"must divide the {self.heads} query heads")
+        self._require(len(self.windows) == self.layers, "windows", f"needs one entry for each of {self.layers} layers")
+        self._require(all(w is None or w >= 1 for w in self.windows), "windows", "holds None or at least 1 token")
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -71,15 +65,11 @@ class ModelSpec:
             for name in ("active_experts", "expert_ffn", "shared_ffn", "moe_layers"):
                 self._require(not getattr(self, name), name, "needs experts: set `experts`, or leave it out")
             return
-        self._require(
-            1 <= self.active_experts <= self.experts, "active_experts", f"must be 1 to {self.experts}"
-        )
+        self._require(1 <= self.active_experts <= self.experts, "active_experts", f"must be 1 to {self.experts}")
         self._require(self.expert_ffn >= 1, "expert_ffn", "must be at least 1")
         self._require(self.shared_ffn >= 0, "shared_ffn", "must be 0 or more")
         legal = sorted(set(self.moe_layers)) == list(self.moe_layers) and self.moe_layers[0] >= 0
-        self._require(
-            legal and self.moe_layers[-1] < self.layers, "moe_layers", f"rises within 0 to {self.layers - 1}"
-        )
+        self._require(legal and self.moe_layers[-1] < self.layers, "moe_layers", f"rises within 0 to {self.layers - 1}")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -178,9 +168,7 @@ class ModelSpec:
 
 
 def _built(name: str, entry: dict[str, Any]) -> ModelSpec:
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-    }
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     return ModelSpec(name=name, **fields)
 
 

@@ -44,9 +44,7 @@ def lengths_from(
     return sampler.stream(count, seed=seed, max_length=max_length)
 
 
-def read_lengths(
-    source: str | Path, *, column: str | None = None, tokenizer: str | None = None
-) -> np.ndarray:
+def read_lengths(source: str | Path, *, column: str | None = None, tokenizer: str | None = None) -> np.ndarray:
     """Read lengths from a file or from standard input; int64[n], in file order.
 
     Args:
@@ -91,9 +89,7 @@ def _stdin_lengths(column: str | None, tokenizer: str | None) -> np.ndarray:
     return _text_lengths(".txt" if column is None else ".jsonl", data, "standard input", column, tokenizer)
 
 
-def _text_lengths(
-    suffix: str, data: bytes, what: str, column: str | None, tokenizer: str | None
-) -> np.ndarray:
+def _text_lengths(suffix: str, data: bytes, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
     data = data.removeprefix(b"\xef\xbb\xbf")
     if suffix == ".txt":
         if column is not None:
@@ -103,9 +99,7 @@ def _text_lengths(
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise SeqloomError(
-            f"{what}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8"
-        ) from None
+        raise SeqloomError(f"{what}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     if suffix == ".csv":
         return csv_lengths(text, what, column)
     return jsonl_lengths(text, what, column, tokenizer)
@@ -146,9 +140,7 @@ def _npy_lengths(path: Path, what: str) -> np.ndarray:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise SeqloomError(
-            f"{what}: not a readable array of numbers ({error}); save it with numpy.save"
-        ) from None
+        raise SeqloomError(f"{what}: not a readable array of numbers ({error}); save it with numpy.save") from None
     if not isinstance(array, np.ndarray):
         raise SeqloomError(f"{what}: holds several arrays; rename it to .npz")
     return checked(array, what=what)
@@ -162,7 +154,5 @@ def _npz_lengths(path: Path, what: str, column: str | None) -> np.ndarray:
     except SeqloomError:
         raise
     except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise SeqloomError(
-            f"{what}: not a readable archive of arrays ({error}); save it with numpy.savez"
-        ) from None
+        raise SeqloomError(f"{what}: not a readable archive of arrays ({error}); save it with numpy.savez") from None
     return checked(array, what=what)

@@ -130,9 +130,7 @@ def _distribution(entry: dict[str, Any] | str) -> Distribution:
     """Build a distribution from its JSON form: the name of another preset, or an object with its ``kind``."""
     if isinstance(entry, str):
         return SAMPLERS[entry].lengths
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-    }
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
     kind = _KINDS[fields.pop("kind")]
     if "of" in fields:
         fields["of"] = _distribution(fields["of"])

@@ -59,9 +59,7 @@ def jsonl_lengths(text: str, what: str, column: str | None, tokenizer: str | Non
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise SeqloomError(
-                f"{what}, line {number}: not JSON ({error}); write one value per line"
-            ) from None
+            raise SeqloomError(f"{what}, line {number}: not JSON ({error}); write one value per line") from None
         if isinstance(row, dict):
             if not values:
                 name = choose_column([str(key) for key in row], column, f"{what}, line {number}")
@@ -127,9 +125,7 @@ def parquet_lengths(path: Path, what: str, column: str | None, tokenizer: str | 
             return checked(counts, what=what, place=lambda index: f"row {index}")
         return _lengths_of(values.to_pylist(), what, name, tokenizer, lambda index: f"row {index}")
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
-        raise SeqloomError(
-            f"{what}: column {name!r} is of type {kind}; name a column of whole numbers or of text"
-        )
+        raise SeqloomError(f"{what}: column {name!r} is of type {kind}; name a column of whole numbers or of text")
     return checked(values.to_numpy(), what=what, place=lambda index: f"row {index}")
 
 
@@ -142,9 +138,7 @@ def _lengths_of(
     if isinstance(values[0], str):
         for index, value in enumerate(values):
             if not isinstance(value, str):
-                raise SeqloomError(
-                    f"{what}, {place(index)}: {value!r} is not text as the rows before; {RULE}"
-                )
+                raise SeqloomError(f"{what}, {place(index)}: {value!r} is not text as the rows before; {RULE}")
         return checked(text_counter(tokenizer, column)(values), what=what, place=place)
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -55,18 +55,14 @@ def _file_counter(path: Path) -> TextCounter:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for a file that it cannot parse
-        raise SeqloomError(
-            f"tokenizer {str(path)!r} cannot be read ({error}); pass a tokenizer.json"
-        ) from None
+        raise SeqloomError(f"tokenizer {str(path)!r} cannot be read ({error}); pass a tokenizer.json") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
     def count(texts: Sequence[str]) -> np.ndarray:
         counts: list[int] = []
         for start in range(0, len(texts), _CHUNK):
-            counts.extend(
-                len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts[start : start + _CHUNK]))
-            )
+            counts.extend(len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts[start : start + _CHUNK])))
         return np.array(counts, dtype=np.int64)
 
     return count

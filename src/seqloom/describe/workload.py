@@ -156,9 +156,7 @@ def drop_longer(lengths: ArrayLike, max_length: int | None) -> tuple[np.ndarray,
     return kept, len(column) - len(kept)
 
 
-def batches_by_count(
-    lengths: ArrayLike, size: int, *, skip: int = 0, count: int | None = None
-) -> Iterator[Batch]:
+def batches_by_count(lengths: ArrayLike, size: int, *, skip: int = 0, count: int | None = None) -> Iterator[Batch]:
     """Cut a stream of lengths into runs of ``size`` sequences, in file order; the last run may be shorter.
 
     Args:
@@ -176,9 +174,7 @@ def batches_by_count(
     return _runs(column, starts, skip, count)
 
 
-def batches_by_tokens(
-    lengths: ArrayLike, budget: int, *, skip: int = 0, count: int | None = None
-) -> Iterator[Batch]:
+def batches_by_tokens(lengths: ArrayLike, budget: int, *, skip: int = 0, count: int | None = None) -> Iterator[Batch]:
     """Cut a stream of lengths into runs of at most ``budget`` tokens, in file order.
 
     No sequence is ever cut: one that alone exceeds the budget is a batch of its own.
@@ -227,9 +223,7 @@ def _runs(column: np.ndarray, starts: np.ndarray, skip: int, count: int | None) 
 def _checked_ids(ids: np.ndarray, count: int) -> np.ndarray:
     array = np.asarray(ids)
     if array.shape != (count,):
-        raise SeqloomError(
-            f"batch: ids of shape {array.shape} for {count} sequences; give one id per sequence"
-        )
+        raise SeqloomError(f"batch: ids of shape {array.shape} for {count} sequences; give one id per sequence")
     if array.dtype.kind not in "iu":
         raise SeqloomError(f"batch: ids of type {array.dtype}; an id is a whole number, unique in its batch")
     array = array.astype(np.int64, copy=False)

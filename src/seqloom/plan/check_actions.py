@@ -43,9 +43,7 @@ def table(plan: Plan) -> None:
     """Every stage has a row, with exactly one F and one B (or one I and one W) for every round."""
     for p, pipeline in enumerate(plan.pipelines):
         if len(pipeline.actions) != len(pipeline.stages):
-            value = (
-                f"pipeline {p} has {len(pipeline.actions)} rows of actions for {len(pipeline.stages)} stages"
-            )
+            value = f"pipeline {p} has {len(pipeline.actions)} rows of actions for {len(pipeline.stages)} stages"
             raise broken("table", value, "one row per stage", f"give {len(pipeline.stages)}")
     for here, pipeline, s, row in _rows(plan):
         count = Counter(row)
@@ -55,9 +53,7 @@ def table(plan: Plan) -> None:
             if action.stage != s or not (known or (action.round is not None and 0 <= action.round < rounds)):
                 value = f"{here} has the action {action}"
                 must = f"its row holds actions of stage {s} for rounds 0 to {rounds - 1}"
-                raise broken(
-                    "table", value, must, f"use {Action(s, action.kind, 0 if rounds else None)}, for example"
-                )
+                raise broken("table", value, must, f"use {Action(s, action.kind, 0 if rounds else None)}, for example")
             if times > 1 and action.kind not in (UNSHARD, RESHARD):
                 value = f"{here} has {action} {times} times"
                 raise broken("table", value, "every action happens once", "remove the others")
@@ -79,9 +75,7 @@ def order(plan: Plan) -> None:
         forwards = _rounds_of(row, F)
         if forwards != sorted(forwards):
             value = f"{here} runs forwards in the order {forwards}"
-            raise broken(
-                "order", value, "rounds are totally ordered, forwards run in that order", "sort them"
-            )
+            raise broken("order", value, "rounds are totally ordered, forwards run in that order", "sort them")
         for r in range(len(pipeline.rounds)):
             if (B, r) in at:
                 _expect(here, row, at[F, r], at[B, r], "a round's F comes before its B")
@@ -152,16 +146,12 @@ def shards(plan: Plan) -> None:
             continue
         gathered = False
         for k, action in enumerate(row):
-            wrong = (action.kind == UNSHARD and gathered) or (
-                action.kind in (F, B, I, W, RESHARD) and not gathered
-            )
+            wrong = (action.kind == UNSHARD and gathered) or (action.kind in (F, B, I, W, RESHARD) and not gathered)
             if wrong:
                 state = "gathered" if gathered else "not gathered"
                 value = f"{here} has {action} (action {k}) while parameters are {state}"
                 must = "UNSHARD and RESHARD alternate, and computation lies between them"
-                raise broken(
-                    "shards", value, must, f"put {Action(s, RESHARD if gathered else UNSHARD)} before it"
-                )
+                raise broken("shards", value, must, f"put {Action(s, RESHARD if gathered else UNSHARD)} before it")
             if action.kind in (UNSHARD, RESHARD):
                 gathered = action.kind == UNSHARD
 
@@ -177,9 +167,7 @@ def messages(plan: Plan) -> None:
             if sorted(numbers) != (list(range(len(pipeline.rounds))) if wanted else []):
                 value = f"{here} has {kind} for rounds {numbers}"
                 must = "a stage sends to and receives from its neighbours once per round, and nobody else"
-                raise broken(
-                    "messages", value, must, f"{'add or remove' if wanted else 'remove'} {kind} actions"
-                )
+                raise broken("messages", value, must, f"{'add or remove' if wanted else 'remove'} {kind} actions")
         for r in range(len(pipeline.rounds)):
             backward = (B, r) if (B, r) in at else (I, r)
             pairs = [

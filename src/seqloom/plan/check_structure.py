@@ -47,9 +47,7 @@ def documents(plan: Plan) -> None:
     for number, length in enumerate(plan.documents):
         if not whole_numbers([length]) or length < 1:
             value = f"document {number} has length {length!r}"
-            raise broken(
-                "documents", value, "lengths are whole numbers of at least 1 token", "drop this document"
-            )
+            raise broken("documents", value, "lengths are whole numbers of at least 1 token", "drop this document")
 
 
 def limits(plan: Plan) -> None:
@@ -74,9 +72,7 @@ def limits(plan: Plan) -> None:
         raise broken("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
     names = [checkpoint for checkpoint, _ in own.capacity]
     if not names or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
-        raise broken(
-            "limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint)
-        )
+        raise broken("limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint))
     for checkpoint, tokens in own.capacity:
         if not whole_numbers([tokens]) or tokens < 1:
             value = f"capacity of checkpoint {checkpoint} is {tokens!r} tokens"
@@ -103,28 +99,18 @@ def stage_ranks(plan: Plan) -> None:
         raise broken("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
     for p, pipeline in enumerate(plan.pipelines):
         if not pipeline.stages:
-            raise broken(
-                "stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single"
-            )
+            raise broken("stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single")
         for s, stage in enumerate(pipeline.stages):
             here = f"pipeline {p} stage {s}"
             if not stage.ranks:
-                raise broken(
-                    "stage-ranks", f"{here} has no ranks", "a stage has at least one", "leave the stage out"
-                )
+                raise broken("stage-ranks", f"{here} has no ranks", "a stage has at least one", "leave the stage out")
             for rank in stage.ranks:
                 if not whole_numbers([rank]) or not 0 <= rank < world:
                     value = f"{here} uses rank {rank!r}"
-                    raise broken(
-                        "stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}"
-                    )
+                    raise broken("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
                 if rank in owner:
-                    value = (
-                        f"rank {rank} is in {here} and in pipeline {owner[rank][0]} stage {owner[rank][1]}"
-                    )
-                    raise broken(
-                        "stage-ranks", value, "a rank is in one stage only", "remove it from one of them"
-                    )
+                    value = f"rank {rank} is in {here} and in pipeline {owner[rank][0]} stage {owner[rank][1]}"
+                    raise broken("stage-ranks", value, "a rank is in one stage only", "remove it from one of them")
                 owner[rank] = (p, s)
 
 
@@ -168,9 +154,7 @@ def islands(plan: Plan) -> None:
             value = f"ranks {island[0]} and {split} share shards ({plan.sharding} sharding) but not a stage"
             must = "an island takes part in the same rounds, so it lies inside one stage"
             nearest = (
-                "hybrid sharding with stages of whole nodes, or none"
-                if plan.sharding == Sharding.FULL
-                else "none"
+                "hybrid sharding with stages of whole nodes, or none" if plan.sharding == Sharding.FULL else "none"
             )
             raise broken("islands", value, must, f"use stages of whole islands, or {nearest} as sharding")
 
@@ -180,16 +164,12 @@ def work(plan: Plan) -> None:
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
             if len(current.work) != len(pipeline.stages):
-                value = (
-                    f"pipeline {p} round {r} has {len(current.work)} Work for {len(pipeline.stages)} stages"
-                )
+                value = f"pipeline {p} round {r} has {len(current.work)} Work for {len(pipeline.stages)} stages"
                 raise broken("work", value, "a round has one Work per stage", f"give {len(pipeline.stages)}")
     for where, _, share in each_work(plan):
         if not share.groups or not all(group.spans for group in share.groups):
             what = "no groups" if not share.groups else "a group without documents"
-            raise broken(
-                "work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out"
-            )
+            raise broken("work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out")
 
 
 def group_ranks(plan: Plan) -> None:
@@ -202,9 +182,7 @@ def group_ranks(plan: Plan) -> None:
             if used <= allowed and len(used) == len(group.ranks) and used and whole_numbers(used):
                 continue
             foreign = sorted(used - allowed)
-            what = (
-                f"rank {foreign[0]}, which is not in the stage" if foreign else f"ranks {list(group.ranks)}"
-            )
+            what = f"rank {foreign[0]}, which is not in the stage" if foreign else f"ranks {list(group.ranks)}"
             must = "the ranks of a group are distinct ranks of its stage"
             way_out = f"use ranks among {stage.ranks[0]} to {stage.ranks[-1]}, each once"
             raise broken("group-ranks", f"{place(where)} group {g} has {what}", must, way_out)
@@ -223,9 +201,7 @@ def group_shape(plan: Plan) -> None:
                 continue
             divisors = [size for size in range(1, degree + 1) if degree % size == 0]
             nearest = min(divisors, key=lambda size: (abs(size - group.ulysses), size))
-            value = (
-                f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
-            )
+            value = f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
             way_out = f"use ulysses {nearest} x ring {degree // nearest}"
             raise broken("group-shape", value, "ulysses x ring is the number of ranks", way_out)
 
@@ -266,18 +242,12 @@ def tensor(plan: Plan) -> None:
         for s, stage in enumerate(pipeline.stages):
             count, degree = len(stage.ranks), stage.tensor
             if degree < 1 or count % degree:
-                nearest = max(
-                    (size for size in range(1, count + 1) if count % size == 0 and size <= degree), default=1
-                )
+                nearest = max((size for size in range(1, count + 1) if count % size == 0 and size <= degree), default=1)
                 value = f"pipeline {p} stage {s} has tensor degree {degree} on {count} ranks"
-                raise broken(
-                    "tensor", value, "the tensor degree divides the ranks of the stage", f"use {nearest}"
-                )
+                raise broken("tensor", value, "the tensor degree divides the ranks of the stage", f"use {nearest}")
     for where, stage, share in each_work(plan):
         for g, group in enumerate(share.groups):
             if group.ulysses % stage.tensor:
                 value = f"{place(where)} group {g} has ulysses {group.ulysses}, tensor degree {stage.tensor}"
                 must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
-                raise broken(
-                    "tensor", value, must, f"use ulysses {-(-group.ulysses // stage.tensor) * stage.tensor}"
-                )
+                raise broken("tensor", value, must, f"use ulysses {-(-group.ulysses // stage.tensor) * stage.tensor}")

@@ -34,9 +34,7 @@ def spans(plan: Plan) -> None:
                     value = f"{place(where)} works on document {document} [{start}:{stop})"
                     must = f"a span is not empty and inside its document of {lengths[document]} tokens"
                     low = min(max(start, 0), lengths[document] - 1)
-                    raise broken(
-                        "spans", value, must, f"use [{low}:{min(max(stop, low + 1), lengths[document])})"
-                    )
+                    raise broken("spans", value, must, f"use [{low}:{min(max(stop, low + 1), lengths[document])})")
 
 
 def coverage(plan: Plan) -> None:
@@ -49,9 +47,7 @@ def coverage(plan: Plan) -> None:
                     what = "again" if start < done[document] else "before the tokens in front of it"
                     value = f"pipeline {p} round {r} works on document {document} [{start}:{stop}) {what}"
                     must = "every token is covered exactly once, in causal order"
-                    raise broken(
-                        "coverage", value, must, f"continue document {document} at token {done[document]}"
-                    )
+                    raise broken("coverage", value, must, f"continue document {document} at token {done[document]}")
                 done[document] = stop
     if done != list(plan.documents):
         document = next(k for k, length in enumerate(plan.documents) if done[k] != length)
@@ -78,25 +74,15 @@ def pieces(plan: Plan) -> None:
                 here = f"pipeline {p} round {r} stage {s}: document {document} [{start}:{stop})"
                 before = seen.setdefault(key, (p, -1))
                 if before == (p, r) or before[0] != p:
-                    what = (
-                        "is a second piece in this round"
-                        if before[0] == p
-                        else f"began in pipeline {before[0]}"
-                    )
+                    what = "is a second piece in this round" if before[0] == p else f"began in pipeline {before[0]}"
                     must = "pieces of a document are in different rounds of one pipeline"
-                    raise broken(
-                        "pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}"
-                    )
+                    raise broken("pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}")
                 seen[key] = (p, r)
                 if home.setdefault(key, shape) != shape:
                     ranks, ulysses, ring = home[key]
-                    value = (
-                        f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
-                    )
+                    value = f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
                     must = "all pieces of a document are on the same ranks in the same shape"
-                    raise broken(
-                        "pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}"
-                    )
+                    raise broken("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
 
 
 def stage_spans(plan: Plan) -> None:
@@ -108,9 +94,7 @@ def stage_spans(plan: Plan) -> None:
         if found != expected:
             missing, extra = expected - found, found - expected
             document, start, stop = next(iter(missing or extra))
-            value = (
-                f"{place((p, r, s))} {'lacks' if missing else 'adds'} document {document} [{start}:{stop})"
-            )
+            value = f"{place((p, r, s))} {'lacks' if missing else 'adds'} document {document} [{start}:{stop})"
             must = "all stages of a round work on the spans of its stage 0"
             raise broken("stage-spans", value, must, "add it" if missing else "remove it")
 
@@ -149,9 +133,7 @@ def capacity(plan: Plan) -> None:
 def _too_full(here: str, rank: int, held: int, most: int, share: Work) -> Exception:
     value = f"{here} puts {held} tokens on rank {rank}"
     must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
-    return broken(
-        "capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds"
-    )
+    return broken("capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds")
 
 
 def layouts(plan: Plan) -> None:
@@ -170,9 +152,7 @@ def layouts(plan: Plan) -> None:
             foreign = set(layout.rank.tolist()) - set(stage.ranks)
             if foreign:
                 value = f"{here} uses rank {min(foreign)}, which is not in the stage"
-                raise broken(
-                    "layouts", value, "tokens stay in their stage", f"use ranks among {list(stage.ranks)}"
-                )
+                raise broken("layouts", value, "tokens stay in their stage", f"use ranks among {list(stage.ranks)}")
             if not _same_tokens(layout, share):
                 value = f"{here} holds {int(layout.sizes.sum())} tokens of {_tokens(share)}, or other ones"
                 must = "an explicit layout holds every token of the round on exactly one rank"
@@ -202,9 +182,7 @@ def _refuse_strangers(here: str, layout: Layout, share: Work) -> None:
     for rank, document in zip(layout.rank.tolist(), layout.item.tolist(), strict=True):
         if (rank, document) not in allowed:
             value = f"{here} attention layout puts document {document} on rank {rank}"
-            ranks = next(
-                group.ranks for group in share.groups if any(span[0] == document for span in group.spans)
-            )
+            ranks = next(group.ranks for group in share.groups if any(span[0] == document for span in group.spans))
             must = "in attention a document is on the ranks of its group"
             raise broken("layouts", value, must, f"use ranks among {list(ranks)}")
 

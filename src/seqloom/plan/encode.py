@@ -46,16 +46,12 @@ def to_json(plan: Plan) -> str:
 
 def content_hash(plan: Plan) -> str:
     """Hash the canonical JSON without the planner's name."""
-    return hashlib.sha256(
-        _dump({"format": FORMAT, "version": VERSION, **_content(plan)}).encode()
-    ).hexdigest()
+    return hashlib.sha256(_dump({"format": FORMAT, "version": VERSION, **_content(plan)}).encode()).hexdigest()
 
 
 def _dump(value: dict[str, Any]) -> str:
     # operator.index: numpy integers are written as integers; anything else that is no JSON value fails.
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), default=operator.index, ensure_ascii=False
-    )
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index, ensure_ascii=False)
 
 
 def _content(plan: Plan) -> dict[str, Any]:
@@ -128,9 +124,7 @@ def from_json(text: str) -> Plan:
 def _read_limits(value: Any, where: str) -> Limits:
     fields = _object(value, where, Limits.__slots__)
     capacity = _list(fields.pop("capacity"), f"{where}.capacity", _read_capacity)
-    return Limits(
-        capacity=capacity, **{name: _integer(number, f"{where}.{name}") for name, number in fields.items()}
-    )
+    return Limits(capacity=capacity, **{name: _integer(number, f"{where}.{name}") for name, number in fields.items()})
 
 
 def _read_capacity(value: Any, where: str) -> tuple[Checkpoint, int]:

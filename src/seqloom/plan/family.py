@@ -35,9 +35,7 @@ class GroupFamily:
                 f"choose {max(1, round(self.ranks / max(1, self.node_size))) * max(1, self.node_size)} ranks"
             )
         if self.budget < 0:
-            raise PlanError(
-                f"a budget of {self.budget} communicators: it must not be negative; choose 0 or more"
-            )
+            raise PlanError(f"a budget of {self.budget} communicators: it must not be negative; choose 0 or more")
         admitted = _sizes_by_preference(self.ranks, self.node_size)[: self.budget]
         object.__setattr__(self, "sizes", (1, *sorted(admitted)))
 

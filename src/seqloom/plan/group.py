@@ -66,9 +66,7 @@ class Group:
                 read. A key/value head is replicated only on ranks whose query heads share it.
         """
         if not 1 <= self.ulysses <= heads:
-            raise PlanError(
-                f"ulysses {self.ulysses} with {heads} heads: every rank needs a head; use ulysses {heads}"
-            )
+            raise PlanError(f"ulysses {self.ulysses} with {heads} heads: every rank needs a head; use ulysses {heads}")
         if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
             raise PlanError(f"{kv_heads} kv heads for {heads} heads: kv heads must divide the heads")
         boxes = []

@@ -54,9 +54,7 @@ class Layout:
         columns = [as_column(column) for column in self.columns()]
         if len({len(column) for column in columns}) > 1:
             lengths = ", ".join(str(len(column)) for column in columns)
-            raise PlanError(
-                f"columns of {lengths} entries; all columns of a layout must have the same length"
-            )
+            raise PlanError(f"columns of {lengths} entries; all columns of a layout must have the same length")
         _refuse_empty_boxes(columns)
         columns = merge_touching(columns, keys=2)
         _refuse_overlaps(columns)
@@ -72,9 +70,7 @@ class Layout:
             return cls.empty()
         widths = {len(row) for row in rows}
         if widths - {4} and widths - {6}:
-            raise PlanError(
-                f"boxes of {sorted(widths)} numbers; a box is (rank, item, start, stop[, start2, stop2])"
-            )
+            raise PlanError(f"boxes of {sorted(widths)} numbers; a box is (rank, item, start, stop[, start2, stop2])")
         return cls(*np.array(rows, dtype=np.int64).T)
 
     @classmethod
@@ -89,12 +85,8 @@ class Layout:
         if not parts:
             return cls.empty()
         if len({part.axes for part in parts}) > 1:
-            raise PlanError(
-                "layouts with one and with two axes cannot be joined; use with_axis on the former"
-            )
-        return cls(
-            *(np.concatenate(columns) for columns in zip(*(part.columns() for part in parts), strict=True))
-        )
+            raise PlanError("layouts with one and with two axes cannot be joined; use with_axis on the former")
+        return cls(*(np.concatenate(columns) for columns in zip(*(part.columns() for part in parts), strict=True)))
 
     @property
     def axes(self) -> int:
@@ -150,9 +142,7 @@ class Layout:
     def __repr__(self) -> str:
         """Say how much there is, not all of it."""
         holders = len(np.unique(self.rank))
-        return (
-            f"Layout({len(self)} boxes, {self.axes} axes, {holders} ranks, {int(self.sizes.sum())} elements)"
-        )
+        return f"Layout({len(self)} boxes, {self.axes} axes, {holders} ranks, {int(self.sizes.sum())} elements)"
 
 
 _NAMES = ("rank", "item", "start", "stop", "start2", "stop2")
@@ -162,9 +152,7 @@ def as_column(values: object) -> Column:
     """Return a fresh one-dimensional int64 array; refuse anything that is not whole numbers."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise PlanError(
-            f"a column of type {array.dtype} and shape {array.shape}; columns are lists of whole numbers"
-        )
+        raise PlanError(f"a column of type {array.dtype} and shape {array.shape}; columns are lists of whole numbers")
     return array.astype(np.int64)
 
 

@@ -76,9 +76,7 @@ class Move:
     def __repr__(self) -> str:
         """Say how much moves, not every box."""
         travels = int(self.sizes[self.remote].sum())
-        return (
-            f"Move({len(self)} boxes, {self.axes} axes, {travels} of {int(self.sizes.sum())} elements travel)"
-        )
+        return f"Move({len(self)} boxes, {self.axes} axes, {travels} of {int(self.sizes.sum())} elements travel)"
 
 
 def move_between(source: Layout, target: Layout, *, node_size: int | None = None) -> Move:
@@ -134,9 +132,7 @@ class _Grid:
         keys, edges, values = [], [], []
         for axis in range(layouts[0].axes):
             where = 2 + 2 * axis
-            cuts = np.concatenate(
-                [column for layout in layouts for column in layout.columns()[where : where + 2]]
-            )
+            cuts = np.concatenate([column for layout in layouts for column in layout.columns()[where : where + 2]])
             item = np.concatenate([layout.item for layout in layouts for _ in range(2)])
             value = np.unique(cuts)
             key = np.unique(np.searchsorted(items, item) * len(value) + np.searchsorted(value, cuts))
@@ -151,9 +147,7 @@ class _Grid:
         return len(self.keys[1]) if len(self.keys) == 2 else 1
 
     def _position(self, axis: int, item: Column, edge: Column) -> Column:
-        code = np.searchsorted(self.items, item) * len(self.values[axis]) + np.searchsorted(
-            self.values[axis], edge
-        )
+        code = np.searchsorted(self.items, item) * len(self.values[axis]) + np.searchsorted(self.values[axis], edge)
         return np.searchsorted(self.keys[axis], code)
 
     def cells(self, layout: Layout) -> tuple[Column, Column]:
@@ -176,9 +170,7 @@ class _Grid:
         return size if self.width == 1 else size * np.diff(self.edges[1])[second]
 
 
-def _choose_senders(
-    source: Layout, grid: _Grid, needed: Column, receiver: Column, node_size: int | None
-) -> Column:
+def _choose_senders(source: Layout, grid: _Grid, needed: Column, receiver: Column, node_size: int | None) -> Column:
     """Return a holder for every needed cell: the receiver, else the only candidate, else the least loaded."""
     held, box = grid.cells(source)
     holder = source.rank[box]

@@ -76,27 +76,19 @@ class _Lines:
     def refuse(self, message: str) -> NoReturn:
         """Raise an error about the line taken last."""
         index = self.at - 1
-        where = (
-            f"line {self.rows[index][0]}: {_short(self.rows[index][1])}"
-            if index < len(self.rows)
-            else "the end"
-        )
+        where = f"line {self.rows[index][0]}: {_short(self.rows[index][1])}" if index < len(self.rows) else "the end"
         raise PlanError(f"plan text, {where}: {message}", rule="format")
 
     def number(self, word: str) -> int:
         """Read a whole number."""
         if not re.fullmatch(r"-?\d+", word, re.ASCII) or len(word) > _MOST_DIGITS:
-            self.refuse(
-                f"{_short(word)} is not a number; give a whole number of at most {_MOST_DIGITS} digits"
-            )
+            self.refuse(f"{_short(word)} is not a number; give a whole number of at most {_MOST_DIGITS} digits")
         return int(word)
 
     def expect_number(self, what: str, found: str, expected: int) -> None:
         """Refuse numbers out of sequence: they would silently mean something else."""
         if self.number(found) != expected:
-            self.refuse(
-                f"{what} {found} is out of order; {what}s are numbered from 0 without gaps, use {expected}"
-            )
+            self.refuse(f"{what} {found} is out of order; {what}s are numbered from 0 without gaps, use {expected}")
 
     def choice(self, word: str, kind: type[E]) -> E:
         """Read a word of a fixed list."""
@@ -142,11 +134,7 @@ def _read_name(lines: _Lines, value: str) -> str:
         name = json.loads(value)
     except ValueError:
         name = None
-    return (
-        name
-        if isinstance(name, str)
-        else lines.refuse("the planner's name is not a quoted string; drop the quotes")
-    )
+    return name if isinstance(name, str) else lines.refuse("the planner's name is not a quoted string; drop the quotes")
 
 
 def _read_documents(lines: _Lines, count: int) -> tuple[int, ...]:
@@ -163,9 +151,7 @@ def _read_documents(lines: _Lines, count: int) -> tuple[int, ...]:
 def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
     stages: list[Stage] = []
     while re.match(r"stage \d+ ", lines.peek()):
-        number, ranks, first, stop, tensor = lines.match(
-            _STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1"
-        ).groups()
+        number, ranks, first, stop, tensor = lines.match(_STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1").groups()
         lines.expect_number("stage", number, len(stages))
         extent = (lines.number(first), lines.number(stop))
         stages.append(Stage(_read_ranks(lines, ranks), extent, lines.number(tensor)))
@@ -220,9 +206,7 @@ def _read_layout(lines: _Lines, axes: int) -> Layout:
             found = _BOX.fullmatch(word)
             numbers = [] if found is None else [part for part in found.groups() if part is not None]
             if len(numbers) != 1 + 2 * axes:
-                lines.refuse(
-                    f"{word!r} is not a box; with {axes} axes write {'3[0:100)' + 'x[0:4)' * (axes - 1)}"
-                )
+                lines.refuse(f"{word!r} is not a box; with {axes} axes write {'3[0:100)' + 'x[0:4)' * (axes - 1)}")
             boxes.append((lines.number(rank), *map(lines.number, numbers)))
     try:
         return Layout.of(boxes) if boxes else Layout.empty(axes)
@@ -253,9 +237,7 @@ def _read_ranks(lines: _Lines, text: str) -> tuple[int, ...]:
         first = lines.number(found[1])
         last = first if found[2] is None else lines.number(found[2])
         if not first <= last < first + _MOST_RANKS:
-            lines.refuse(
-                f"{_short(part)} is not a run of ranks; the second number is the last rank, write 0-7"
-            )
+            lines.refuse(f"{_short(part)} is not a run of ranks; the second number is the last rank, write 0-7")
         ranks += range(first, last + 1)
     return tuple(ranks)
 

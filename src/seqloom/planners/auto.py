@@ -23,7 +23,12 @@ def best_of(plans: Iterable[Plan], cost: CostModel) -> Plan:
 
 
 def plan_auto(
-    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, seed: int = 0, known: Iterable[Plan] = ()
+    lengths: np.ndarray,
+    cost: CostModel,
+    *,
+    evaluations: int | None = None,
+    seed: int = 0,
+    known: Iterable[Plan] = (),
 ) -> Plan:
     """Plan a batch with every planner that answers at once, and keep the best.
 

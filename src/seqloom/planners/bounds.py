@@ -219,7 +219,9 @@ def throughput_bound(options: Options, start: float) -> float:
         return start
 
     def impossible(step: float) -> bool:
-        work = np.where(options.alone <= step * (1 + PRECISION), options.degree * options.cost, np.inf).min(axis=0).sum()
+        work = (
+            np.where(options.alone <= step * (1 + PRECISION), options.degree * options.cost, np.inf).min(axis=0).sum()
+        )
         rounds = np.arange(1, min(step / fixed, len(options.tokens)) + 1)
         time = np.maximum(step - rounds * fixed, 0.0)
         held = np.minimum(rounds * options.capacity, time / density)

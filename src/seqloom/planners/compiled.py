@@ -6,7 +6,7 @@ The loops use integers and IEEE doubles only, so both give the same plan to the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,4 +22,4 @@ def kernel(function: Function) -> Function:
     """Compile a hot loop if numba is there (cached on disk after the first call), else return it unchanged."""
     if numba is None:
         return function
-    return numba.njit(cache=True, nogil=True)(function)
+    return cast(Function, numba.njit(cache=True, nogil=True)(function))

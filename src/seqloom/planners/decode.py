@@ -62,8 +62,8 @@ class Draft(NamedTuple):
     @classmethod
     def empty(cls, documents: int, islands: int) -> Draft:
         """Room for the decoding of that many documents on that many islands."""
-        arrays = [np.zeros(documents, np.int64) for _ in range(6)]
-        return cls(*arrays, np.zeros(2, np.int64), np.zeros(documents, np.int64), np.zeros(islands, np.int64))
+        sizes = {"count": 2, "load": islands}
+        return cls(**{name: np.zeros(sizes.get(name, documents), np.int64) for name in cls._fields})
 
 
 @kernel
@@ -98,8 +98,16 @@ def place_wide(t: Tables, target: int, keys: Keys, draft: Draft) -> bool:
 
 @kernel
 def place_one_wide(
-    t: Tables, k: int, d: int, width: int, target: int, open_group: np.ndarray, room: np.ndarray, lanes: np.ndarray,
-    began: np.ndarray, draft: Draft,
+    t: Tables,
+    k: int,
+    d: int,
+    width: int,
+    target: int,
+    open_group: np.ndarray,
+    room: np.ndarray,
+    lanes: np.ndarray,
+    began: np.ndarray,
+    draft: Draft,
 ) -> bool:
     """Put one wide document on the block where it ends first, joining that block's last group if memory allows."""
     best, best_end, best_joins = -1, target + 1, False
@@ -170,7 +178,9 @@ def limit_ladder(t: Tables, k: int, budget: int, step: int, ladder: np.ndarray) 
 
 
 @kernel
-def fill_island(t: Tables, target: int, island: int, waiting: np.ndarray, keys: Keys, filled: int, draft: Draft) -> tuple[np.ndarray, int]:
+def fill_island(
+    t: Tables, target: int, island: int, waiting: np.ndarray, keys: Keys, filled: int, draft: Draft
+) -> tuple[np.ndarray, int]:
     """Fill one island up to the target, round by round; returns the documents still waiting and the rounds filled so far."""
     lanes = t.cost.shape[0]
     shapes = np.empty(t.island, np.int64)
@@ -201,7 +211,18 @@ def fill_island(t: Tables, target: int, island: int, waiting: np.ndarray, keys: 
                 if t.island % t.degrees[floor]:
                     continue  # groups all of a size that does not tile the island leave ranks idle
                 groups, longest, value = fill_round(
-                    t, limit, floor, t.island, waiting, least, keys.falling, joined, shapes, starts, load, tokens
+                    t,
+                    limit,
+                    floor,
+                    t.island,
+                    waiting,
+                    least,
+                    keys.falling,
+                    joined,
+                    shapes,
+                    starts,
+                    load,
+                    tokens,
                 )
                 spent = longest if budget - longest >= useful else budget
                 gain = value / (max(spent, 1) * t.island)

@@ -18,7 +18,7 @@ NEVER = np.int64(1) << np.int64(60)
 
 
 class Tables(NamedTuple):
-    """What the hot loops need to know about a batch. Times in ns; ``L`` lanes, ``S`` shapes, ``D`` degrees, ``n`` documents."""
+    """A batch as the hot loops see it. Times in ns; ``L`` lanes, ``S`` shapes, ``D`` degrees, ``n`` documents."""
 
     tokens: np.ndarray
     """int64[n]: tokens a document occupies, rounded up to the granule."""
@@ -104,7 +104,13 @@ def free_block(degree: int, d: int, ranks: int, node: int, taken: np.ndarray, cu
 
 @kernel
 def next_fitting(
-    t: Tables, limit: int, waiting: np.ndarray, place: int, listed: np.ndarray, size: np.ndarray, load: np.ndarray,
+    t: Tables,
+    limit: int,
+    waiting: np.ndarray,
+    place: int,
+    listed: np.ndarray,
+    size: np.ndarray,
+    load: np.ndarray,
     tokens: np.ndarray,
 ) -> int:
     """First position after ``place`` whose document some open group may still hold; documents fall in length."""
@@ -130,7 +136,14 @@ def next_fitting(
 
 @kernel
 def find_group(
-    t: Tables, k: int, limit: int, most: int, listed: np.ndarray, size: np.ndarray, load: np.ndarray, tokens: np.ndarray
+    t: Tables,
+    k: int,
+    limit: int,
+    most: int,
+    listed: np.ndarray,
+    size: np.ndarray,
+    load: np.ndarray,
+    tokens: np.ndarray,
 ) -> tuple[int, int]:
     """The fullest open group of the smallest shape, up to degree ``most``, that can take document ``k``.
 
@@ -222,7 +235,11 @@ def fill_round(
         most = t.degrees[wanted] if wanted >= 0 else ranks
         s, at = find_group(t, k, limit, most, listed, size, load, tokens)
         if s < 0 and wanted < 0:
-            place = next_fitting(t, limit, waiting, place, listed, size, load, tokens) if falling and free == 0 else place + 1
+            place = (
+                next_fitting(t, limit, waiting, place, listed, size, load, tokens)
+                if falling and free == 0
+                else place + 1
+            )
             continue
         if s < 0:
             s, at = t.alone_shape[wanted, k], size[t.alone_shape[wanted, k]]

@@ -18,7 +18,7 @@ from random import Random
 
 import numpy as np
 
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, Variant
 from seqloom.plan import Plan
 from seqloom.planners.decode import LADDER_STEPS, Draft, Keys, decode
 from seqloom.planners.fill import NEVER, Tables
@@ -222,7 +222,12 @@ def rounds_of(problem: Problem, draft: Draft, seats: Seats) -> list[list[Seat]]:
 
 
 def plan_flex(
-    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, seed: int = 0
+    lengths: np.ndarray,
+    cost: CostModel,
+    *,
+    evaluations: int | None = None,
+    seed: int = 0,
+    only: Variant | None = None,
 ) -> Plan:
     """Plan a batch. Every variant that can still win is started, the best one is searched further.
 
@@ -230,8 +235,9 @@ def plan_flex(
         lengths: int64[n] tokens.
         evaluations: decodings for the local search; None chooses by size.
         seed: start of its pseudo-random choices.
+        only: the one variant to plan for; None tries all.
     """
-    problems = fitting_problems(lengths, cost)
+    problems = fitting_problems(lengths, cost) if only is None else [Problem.of(lengths, cost, only)]
     bounds = [work_bound(problem.search) for problem in problems]
     overheads = [cost.step_overhead_ns(problem.variant) for problem in problems]
     best: tuple[int, int, list[Search]] | None = None

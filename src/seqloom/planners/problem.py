@@ -98,7 +98,7 @@ class Problem:
         )
 
     def _value(self, cost: np.ndarray, fixed: np.ndarray, fits: np.ndarray) -> np.ndarray:
-        """int64[n] rank-ns: a document's cheapest work, plus its part of what a full round costs before any document."""
+        """int64[n] rank-ns: a document's cheapest work, plus its part of what a full round costs before its first."""
         work = np.where(fits, cost.max(axis=0) * self.tables.degree[:, None], NEVER).min(axis=0)
         share = int(fixed.max(axis=0).min()) * self.tables.tokens // self.tables.capacity
         return np.maximum(work + share, 1)

@@ -30,7 +30,8 @@ class Seats(NamedTuple):
     @classmethod
     def empty(cls, documents: int, islands: int) -> Seats:
         """Room for the groups of that many documents on that many real islands."""
-        return cls(*(np.zeros(documents, np.int64) for _ in range(3)), np.zeros(islands, np.int64))
+        sizes = {"load": islands}
+        return cls(**{name: np.zeros(sizes.get(name, documents), np.int64) for name in cls._fields})
 
 
 @kernel
@@ -91,7 +92,9 @@ def settle(t: Tables, draft: Draft, island: int, seats: Seats) -> int:
 
 
 @kernel
-def seat_as_filled(draft: Draft, island: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats) -> int:
+def seat_as_filled(
+    draft: Draft, island: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
+) -> int:
     """All groups in one round, on the blocks they were opened on; returns the number of rounds so far."""
     for group in groups:
         seats.start[group] = base + draft.group_start[group]

@@ -74,9 +74,7 @@ _NAMES = tuple(field.name for field in fields(EventTable))
 _Rows = dict[str, np.ndarray | int]
 
 
-def record(
-    program: Program, windows: dict[Place, Window], starts: np.ndarray, ranks: int, end: int
-) -> EventTable:
+def record(program: Program, windows: dict[Place, Window], starts: np.ndarray, ranks: int, end: int) -> EventTable:
     """Write down the events of a program that has run.
 
     Args:

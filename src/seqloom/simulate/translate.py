@@ -61,9 +61,7 @@ class Program:
         """Name a task for a message to the user."""
         for message in self.messages:
             if message.task == task:
-                return _called(
-                    message.sender.pipeline, message.sender.stage, message.kind, message.sender.round
-                )
+                return _called(message.sender.pipeline, message.sender.stage, message.kind, message.sender.round)
         step = self.steps[bisect_right(self.steps, task, key=lambda entry: entry.first) - 1]
         return _called(step.place.pipeline, step.place.stage, step.kind, step.place.round)
 

@@ -111,8 +111,7 @@ def window_of(work: Work, times: GroupTimes, island_size: int, stage_ranks: froz
     weights = (1 << _BITS) - _share(_in_turn(rank, times.weights[group])[1][slowest], length)
     whole = len(stage_ranks) % island_size == 0
     held = [
-        len(joined) * island_size if whole else len(_ranks_of(joined, island_size) & stage_ranks)
-        for joined in islands
+        len(joined) * island_size if whole else len(_ranks_of(joined, island_size) & stage_ranks) for joined in islands
     ]
     return Window(
         rank=rank,

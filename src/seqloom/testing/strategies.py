@@ -131,9 +131,7 @@ def plans(draw: st.DrawFn, *, max_documents: int = 8, longest: int = 40, max_nod
         mine = [document for document, pipeline in enumerate(home) if pipeline == number]
         islands = own.islands(sharding)
         pipelines.append(draw(_pipelines(own, line, {k: documents[k] for k in mine}, islands, reduce)))
-    plan = Plan(
-        own, sharding, reduce, documents, tuple(pipelines), draw(st.sampled_from(("drawn", "", "a b\n")))
-    )
+    plan = Plan(own, sharding, reduce, documents, tuple(pipelines), draw(st.sampled_from(("drawn", "", "a b\n"))))
     slack = draw(st.integers(0, 3))
     capacity = tuple((checkpoint, need + slack) for checkpoint, need in _needs(plan).items())
     return replace(plan, limits=replace(own, capacity=capacity))
@@ -150,9 +148,7 @@ def _needs(plan: Plan) -> dict[Checkpoint, int]:
                 held[rank] = held.get(rank, 0) + -(-tokens // group.degree)
         most = [*held.values()]
         for layout in (work.attention, work.linear):
-            most += (
-                [] if layout is None else np.bincount(layout.rank, weights=layout.sizes).astype(int).tolist()
-            )
+            most += [] if layout is None else np.bincount(layout.rank, weights=layout.sizes).astype(int).tolist()
         needs[work.checkpoint] = max(needs.get(work.checkpoint, 1), *most)
     return needs
 
@@ -161,9 +157,7 @@ def _needs(plan: Plan) -> dict[Checkpoint, int]:
 def _stages(draw: st.DrawFn, own: Limits, sharding: Sharding) -> list[tuple[Stage, ...]]:
     """Draw pipelines as tuples of stages, each of whole islands; some islands may stay unused."""
     islands = own.islands(sharding)
-    cuts = (
-        draw(st.sets(st.integers(1, len(islands) - 1), min_size=1, max_size=3)) if len(islands) > 1 else set()
-    )
+    cuts = draw(st.sets(st.integers(1, len(islands) - 1), min_size=1, max_size=3)) if len(islands) > 1 else set()
     blocks = [islands[low:high] for low, high in pairwise([0, *sorted(cuts), len(islands)])]
     if len(blocks) > 2 and draw(st.booleans()):
         blocks.pop()
@@ -206,25 +200,17 @@ def _pipelines(
     count = draw(st.integers(1, 4))
     pieces: list[list[Span]] = [[] for _ in range(count)]
     for document, length in documents.items():
-        cuts = (
-            draw(st.sets(st.integers(1, length - 1), max_size=count - 1))
-            if length > 1 and count > 1
-            else set()
-        )
+        cuts = draw(st.sets(st.integers(1, length - 1), max_size=count - 1)) if length > 1 and count > 1 else set()
         where = sorted(draw(st.permutations(range(count)))[: len(cuts) + 1])
         for number, (start, stop) in zip(where, pairwise([0, *sorted(cuts), length]), strict=True):
             pieces[number].append(Span(document, start, stop))
     shapes = [
-        [draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(draw(st.integers(1, 3)))]
-        for stage in stages
+        [draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(draw(st.integers(1, 3)))] for stage in stages
     ]
     home = {document: [draw(st.sampled_from(choice)) for choice in shapes] for document in documents}
     found = [
         Round(
-            tuple(
-                draw(_works(spans, [home[span.document][s] for span in spans], islands))
-                for s in range(len(stages))
-            )
+            tuple(draw(_works(spans, [home[span.document][s] for span in spans], islands)) for s in range(len(stages)))
         )
         for spans in pieces
         if spans

@@ -87,13 +87,10 @@ class _Pen:
         """Choose marks: the digit for degrees below ten, letters above, in order."""
         wide = [degree for degree in grid.degrees if degree >= 10]
         letters = {degree: LETTERS[k % len(LETTERS)] for k, degree in enumerate(wide)}
-        marks = tuple(
-            END_MARK if degree == 0 else letters.get(degree, str(degree)) for degree in grid.degrees
-        )
+        marks = tuple(END_MARK if degree == 0 else letters.get(degree, str(degree)) for degree in grid.degrees)
         first = int(0 in grid.degrees)
         styles = tuple(
-            "white" if degree == 0 else COLOURS[(k - first) % len(COLOURS)]
-            for k, degree in enumerate(grid.degrees)
+            "white" if degree == 0 else COLOURS[(k - first) % len(COLOURS)] for k, degree in enumerate(grid.degrees)
         )
         return cls(marks, styles, coloured, "." if ascii_only else "·", "|" if ascii_only else "│")
 

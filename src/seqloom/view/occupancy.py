@@ -64,9 +64,7 @@ def _rows(simulation: Simulation, rows: int) -> tuple[int, tuple[str, ...]]:
         return size, tuple(_label("rank", first, min(first + size, ranks)) for first in range(0, ranks, size))
     nodes = -(-ranks // node)
     size = -(-nodes // max(rows, 1))
-    return size * node, tuple(
-        _label("node", first, min(first + size, nodes)) for first in range(0, nodes, size)
-    )
+    return size * node, tuple(_label("node", first, min(first + size, nodes)) for first in range(0, nodes, size))
 
 
 def _label(noun: str, first: int, stop: int) -> str:

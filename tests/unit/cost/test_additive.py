@@ -20,11 +20,11 @@ def flexsp(model="gpt-7b", cluster="8x8xA100-40G", profile="flexsp-a100", **opti
 @pytest.mark.parametrize(
     ("model", "context", "sharding", "capacity"),
     [
-        ("gpt-7b", 192, "full", 6477),  # (30720 - 16 * 7.117e9 / 64 / 2^20) / 4.480441895
-        ("gpt-7b", 384, "full", 6438),
-        ("gpt-7b", 192, "hybrid", 3826),
-        ("gpt-13b", 192, "full", 6537),
-        ("gpt-30b", 192, "full", 6789),
+        ("gpt-7b", 192, "full", 6449),  # (30720 - 16 * 7.117 * 1024 / 64) / 4.480441895
+        ("gpt-7b", 384, "full", 6407),
+        ("gpt-7b", 192, "hybrid", 3603),
+        ("gpt-13b", 192, "full", 6483),
+        ("gpt-30b", 192, "full", 6627),
     ],
 )
 def test_capacity_by_hand(model, context, sharding, capacity):
@@ -40,8 +40,8 @@ def test_time_by_hand():
     assert tables.fixed.tolist() == [[629356300] * 7, [0] * 7, [0] * 7]
     # degree 1: 5.128e-6 * 1024^2 + 0.1839576 * 1024 ms = 5.377098... + 188.3725824 ms, no communication
     assert tables.cost[0, 0, 0] == 5377098 + 188372582
-    # degree 64: a 64th of that, plus 16 * 32 * 4096 * 4096 bytes / (64 * 4.87e9)
-    assert tables.cost[0, 6, 1] == round(86033564.672 / 64) + round(753490329.6 / 64) + 27560108
+    # degree 64: a 64th of that, plus 16 * 32 * 4096 * 4096 bytes / 2^20 / (64 * 4.87) ms
+    assert tables.cost[0, 6, 1] == round(86033564.672 / 64) + round(753490329.6 / 64) + 26283368
     assert not tables.cost[1:].any()
     assert (tables.cost.dtype, tables.fixed.dtype, tables.tokens.dtype) == (np.int64,) * 3
 
@@ -54,10 +54,10 @@ def test_other_bandwidths_only_across_nodes():
 
 def test_parameters_follow_the_context():
     at = {context: flexsp(max_length=context).fixed_bytes(VARIANT) for context in (4 * K, 100 * K, 192 * K)}
-    assert at[4 * K] == 16 * 6.51e9 / 64
-    assert at[100 * K] == pytest.approx(16 * (6.51e9 + 0.607e9 * 96 / 188) / 64)
-    assert flexsp(max_length=None).fixed_bytes(VARIANT) == 16 * 7.85e9 / 64
-    assert flexsp(max_length=576 * K).fixed_bytes(VARIANT) == pytest.approx(16 * 8.583e9 / 64)
+    assert at[4 * K] == pytest.approx(16 * 6.51 * K**3 / 64)
+    assert at[100 * K] == pytest.approx(16 * (6.51 + 0.607 * 96 / 188) * K**3 / 64)
+    assert flexsp(max_length=None).fixed_bytes(VARIANT) == pytest.approx(16 * 7.85 * K**3 / 64)
+    assert flexsp(max_length=576 * K).fixed_bytes(VARIANT) == pytest.approx(16 * 8.583 * K**3 / 64)
 
 
 def test_many_and_few_ranks():

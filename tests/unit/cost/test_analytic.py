@@ -71,9 +71,7 @@ def test_ring_traffic_by_hand():
     keys = 2 * 8 * 128  # K and V, 8 heads
     assert links.ring_bytes(Shape(1, 4), Checkpoint.NONE) == 32 * keys * (2 * 3 / 4 * 2 + 4)
     assert links.ring_bytes(Shape(1, 4), Checkpoint.FULL) == 32 * keys * (3 * 3 / 4 * 2 + 4)
-    assert (
-        links.ring_bytes(Shape(8, 4), Checkpoint.NONE) == links.ring_bytes(Shape(1, 4), Checkpoint.NONE) / 8
-    )
+    assert links.ring_bytes(Shape(8, 4), Checkpoint.NONE) == links.ring_bytes(Shape(1, 4), Checkpoint.NONE) / 8
     assert links.kv_gather(Shape(8, 1), Reach(), Checkpoint.NONE) == 0
 
 
@@ -141,10 +139,7 @@ def test_all_gather_instead_of_a_ring(llama):
 def test_recomputation_trades_time_for_memory(llama):
     assert llama.capacity(NONE) < llama.capacity(SELECTIVE) < llama.capacity(FULL)
     assert llama.token_bytes(NONE) > llama.token_bytes(SELECTIVE) > llama.token_bytes(FULL)
-    time = [
-        llama.group_parts(Group((0,), 1, 1, (Span(0, 0, 20000),)), v).total_ns
-        for v in (NONE, SELECTIVE, FULL)
-    ]
+    time = [llama.group_parts(Group((0,), 1, 1, (Span(0, 0, 20000),)), v).total_ns for v in (NONE, SELECTIVE, FULL)]
     assert time == sorted(time) and time[0] < time[1] < time[2]
 
 

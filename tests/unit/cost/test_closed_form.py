@@ -19,9 +19,7 @@ def plan_of(cost, documents, rounds):
     built = []
     for entries in rounds:
         groups = [
-            Group(
-                tuple(range(first, first + degree)), degree, 1, tuple(Span(k, 0, documents[k]) for k in held)
-            )
+            Group(tuple(range(first, first + degree)), degree, 1, tuple(Span(k, 0, documents[k]) for k in held))
             for first, degree, held in entries
         ]
         built.append(Round((Work(tuple(groups), VARIANT.checkpoint),)))
@@ -32,8 +30,7 @@ def plan_of(cost, documents, rounds):
 
 def times(cost, plan):
     return [
-        [cost.group_parts(group, VARIANT).total_ns for group in current.groups]
-        for current in plan.pipelines[0].rounds
+        [cost.group_parts(group, VARIANT).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
     ]
 
 

@@ -109,9 +109,7 @@ def test_shapes_that_do_not_fit_are_refused(changes, message):
 
 def test_own_file(tmp_path):
     path = tmp_path / "mine.json"
-    fields = {
-        name: getattr(spec(), name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")
-    }
+    fields = {name: getattr(spec(), name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")}
     fields |= {"gated": True, "vocabulary": 100, "tied": True, "windows": [8, None, 8, None]}
     path.write_text(json.dumps(fields))
     assert ModelSpec.load(str(path)) == spec(name="mine", windows=(8, None, 8, None))
@@ -121,9 +119,7 @@ def test_own_file(tmp_path):
 
 
 def test_unknown_names_offer_the_nearest():
-    with pytest.raises(
-        SeqloomError, match=r"unknown model 'lama3-8b'; did you mean .*llama3-8b.*config\.json"
-    ):
+    with pytest.raises(SeqloomError, match=r"unknown model 'lama3-8b'; did you mean .*llama3-8b.*config\.json"):
         ModelSpec.load("lama3-8b")
     with pytest.raises(SeqloomError, match="does not exist"):
         ModelSpec.load("nowhere.json")

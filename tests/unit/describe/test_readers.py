@@ -67,9 +67,7 @@ def test_arrays(tmp_path):
 
 
 def test_parquet(tmp_path):
-    path = parquet(
-        tmp_path / "a.parquet", id=[1, 2, 3], length=LENGTHS, text=["a", "é", "abc"], flag=[True] * 3
-    )
+    path = parquet(tmp_path / "a.parquet", id=[1, 2, 3], length=LENGTHS, text=["a", "é", "abc"], flag=[True] * 3)
     assert read_lengths(path).tolist() == LENGTHS
     assert read_lengths(path, column="text", tokenizer="bytes").tolist() == [1, 2, 3]
     with pytest.raises(SeqloomError, match="unknown column 'lenght'; did you mean length"):
@@ -136,9 +134,7 @@ def test_optional_packages_are_named_when_missing(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     path = write("a.jsonl", '{"text": "one two"}\n')
-    with pytest.raises(
-        SeqloomError, match="needs the package 'tokenizers', which is not installed; install it"
-    ):
+    with pytest.raises(SeqloomError, match="needs the package 'tokenizers', which is not installed; install it"):
         read_lengths(path, tokenizer=write("tokenizer.json", "{}"))
     with pytest.raises(SeqloomError, match=r"needs the package 'pyarrow'.*save the column as"):
         read_lengths(write("a.parquet", ""))

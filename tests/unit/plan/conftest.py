@@ -41,6 +41,4 @@ def staged() -> Plan:
         rounds.append(Round(tuple(work)))
     stages = (Stage((0, 1, 2, 3), (0, 2)), Stage((4, 5, 6, 7), (2, 4), tensor=2))
     rows = tuple(tuple(table_row(s, 2, 2, Reduce.STEP)) for s in range(2))
-    return Plan(
-        limits(), Sharding.HYBRID, Reduce.STEP, LENGTHS, (Pipeline(stages, tuple(rounds), rows),), "hand"
-    )
+    return Plan(limits(), Sharding.HYBRID, Reduce.STEP, LENGTHS, (Pipeline(stages, tuple(rounds), rows),), "hand")

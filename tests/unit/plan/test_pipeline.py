@@ -24,9 +24,7 @@ def test_rounds_with_pieces_of_one_document_stay_open_together() -> None:
     pieces = rounds(
         (Span(0, 0, 4),), (Span(1, 0, 2),), (Span(1, 2, 4), Span(2, 0, 1)), (Span(2, 1, 3),), (Span(3, 0, 4),)
     )
-    assert table(Pipeline.single([0], 4, pieces, Reduce.STEP)) == (
-        "0F0 0B0 0F1 0F2 0F3 0B3 0B2 0B1 0F4 0B4 0REDUCE"
-    )
+    assert table(Pipeline.single([0], 4, pieces, Reduce.STEP)) == ("0F0 0B0 0F1 0F2 0F3 0B3 0B2 0B1 0F4 0B4 0REDUCE")
 
 
 def test_actions_read_as_torch_writes_them() -> None:

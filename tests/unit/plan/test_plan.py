@@ -124,9 +124,7 @@ def test_bad_json_is_refused_with_its_place(plain: Plan, text: str, change: Call
     assert caught.value.rule == "format"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '{"format": 1, "format": 2}', "[" * 100_000, "nonsense"]
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 1, "format": 2}', "[" * 100_000, "nonsense"])
 def test_what_is_not_an_object_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="plan file"):
         Plan.from_json(text)
@@ -214,9 +212,7 @@ def test_a_text_cut_short_is_never_a_traceback(lines: int) -> None:
 
 def large(documents: int, ranks: int, rounds: int) -> Plan:
     lengths = tuple(128 + 37 * k % 4096 for k in range(documents))
-    blocks = [tuple(range(k, k + 8)) for k in range(0, ranks // 2, 8)] + [
-        (k,) for k in range(ranks // 2, ranks)
-    ]
+    blocks = [tuple(range(k, k + 8)) for k in range(0, ranks // 2, 8)] + [(k,) for k in range(ranks // 2, ranks)]
     table = []
     for r in range(rounds):
         mine = range(r, documents, rounds)

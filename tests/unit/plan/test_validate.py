@@ -146,9 +146,7 @@ ON_ONE_STAGE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     (
         "capacity",
         "puts 108 tokens on rank 0",
-        lambda p: limit(
-            linear(p, np.zeros_like), capacity=((Checkpoint.SELECTIVE, 64), (Checkpoint.FULL, 107))
-        ),
+        lambda p: limit(linear(p, np.zeros_like), capacity=((Checkpoint.SELECTIVE, 64), (Checkpoint.FULL, 107))),
     ),
     (
         "layouts",
@@ -234,9 +232,7 @@ def test_a_broken_plan_is_refused(plain: Plan, rule: str, text: str, change: Cal
 
 
 @pytest.mark.parametrize(("rule", "text", "change"), ON_TWO_STAGES)
-def test_a_broken_pipeline_is_refused(
-    staged: Plan, rule: str, text: str, change: Callable[[Plan], Plan]
-) -> None:
+def test_a_broken_pipeline_is_refused(staged: Plan, rule: str, text: str, change: Callable[[Plan], Plan]) -> None:
     refused(change(staged), rule, text)
 
 
@@ -254,9 +250,7 @@ def test_deadlock_is_seen_across_stages(staged: Plan) -> None:
     """Stage 0 wants a gradient back before it sends round 1, stage 1 wants round 1 before it sends one."""
     whole = [Span(k, 0, n) for k, n in enumerate(staged.documents)]
     shares = [
-        Round(
-            tuple(Work((Group(s.ranks, 2, 2, spans),), Checkpoint.FULL) for s in staged.pipelines[0].stages)
-        )
+        Round(tuple(Work((Group(s.ranks, 2, 2, spans),), Checkpoint.FULL) for s in staged.pipelines[0].stages))
         for spans in ((whole[0],), tuple(whole[1:]))
     ]
     plan = pipelines(staged, rounds=tuple(shares))

@@ -25,8 +25,7 @@ def plan_of(cost, documents, rounds, variant=VARIANT):
     built = []
     for entries in rounds:
         groups = tuple(
-            Group(tuple(range(a, a + d)), d, 1, tuple(Span(k, 0, documents[k]) for k in held))
-            for a, d, held in entries
+            Group(tuple(range(a, a + d)), d, 1, tuple(Span(k, 0, documents[k]) for k in held)) for a, d, held in entries
         )
         built.append(Round((Work(groups, variant.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, variant.reduce)
@@ -36,8 +35,7 @@ def plan_of(cost, documents, rounds, variant=VARIANT):
 
 def group_ns(cost, plan, variant=VARIANT):
     return [
-        [cost.group_parts(group, variant).total_ns for group in current.groups]
-        for current in plan.pipelines[0].rounds
+        [cost.group_parts(group, variant).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
     ]
 
 

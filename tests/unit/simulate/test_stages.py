@@ -14,9 +14,7 @@ NODE = 8
 
 def free_messages():
     """Published constants have no figures for links, and no vocabulary projection: stages are alike."""
-    return CostModel(
-        Cluster.parse("4x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", sharding="hybrid"
-    )
+    return CostModel(Cluster.parse("4x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", sharding="hybrid")
 
 
 def with_links():
@@ -59,9 +57,7 @@ def row(stage, stages, order, reduce):
 def plan_of(cost, schedule, rounds, *, split=False, degree=NODE, stages=4):
     variant = cost.variants[0]
     layers = cost.model.layers // stages
-    parts = [
-        Stage(tuple(range(s * NODE, (s + 1) * NODE)), (s * layers, (s + 1) * layers)) for s in range(stages)
-    ]
+    parts = [Stage(tuple(range(s * NODE, (s + 1) * NODE)), (s * layers, (s + 1) * layers)) for s in range(stages)]
     made = []
     for r in range(rounds):
         works = []
@@ -169,8 +165,6 @@ def test_messages_must_match(lost, message):
     plan = plan_of(cost, gpipe, 2, stages=2)
     (line,) = plan.pipelines
     rows = tuple(tuple(action for action in row if str(action) != lost) for row in line.actions)
-    broken = Plan(
-        plan.limits, plan.sharding, plan.reduce, plan.documents, (Pipeline(line.stages, line.rounds, rows),)
-    )
+    broken = Plan(plan.limits, plan.sharding, plan.reduce, plan.documents, (Pipeline(line.stages, line.rounds, rows),))
     with pytest.raises(SeqloomError, match=message):
         simulate(broken, cost)

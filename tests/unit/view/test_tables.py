@@ -31,14 +31,10 @@ def small():
     cost = CostModel(Cluster.parse("2x4xH200"), ModelSpec.load("qwen3-4b"))
     rounds = []
     for entries in ([(0, 4, 0), (4, 1, 1)], [(4, 4, 2)]):
-        groups = tuple(
-            Group(tuple(range(a, a + d)), d, 1, (Span(k, 0, DOCUMENTS[k]),)) for a, d, k in entries
-        )
+        groups = tuple(Group(tuple(range(a, a + d)), d, 1, (Span(k, 0, DOCUMENTS[k]),)) for a, d, k in entries)
         rounds.append(Round((Work(groups, VARIANT.checkpoint),)))
     pipeline = Pipeline.single(range(8), cost.model.layers, rounds, VARIANT.reduce)
-    plan = Plan(
-        cost.limits(VARIANT.reduce), cost.sharding, VARIANT.reduce, tuple(DOCUMENTS), (pipeline,), "test"
-    )
+    plan = Plan(cost.limits(VARIANT.reduce), cost.sharding, VARIANT.reduce, tuple(DOCUMENTS), (pipeline,), "test")
     return plan, simulate(plan, cost)
 
 

@@ -1,0 +1,129 @@
+"""``seqloom compare``: several planners over several batches, against one bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from seqloom.cli.options import (
+    AsJson,
+    BatchSize,
+    BudgetGib,
+    ClusterName,
+    Column,
+    Lengths,
+    MaxLength,
+    ModelName,
+    ProfileName,
+    Seed,
+    ShardingName,
+    Skip,
+    Tokenizer,
+    print_json,
+)
+from seqloom.errors import SeqloomError
+
+if TYPE_CHECKING:
+    from seqloom.cli.outcome import Outcome
+    from seqloom.cli.workload import Workload
+    from seqloom.cost import CostModel
+
+Planners = Annotated[str, typer.Option("--planners", help="Names with commas between; static:64 fixes the degree.")]
+Batches = Annotated[int, typer.Option("--batches", help="Batches to plan.")]
+
+
+def compare(
+    lengths: Lengths,
+    cluster: ClusterName,
+    model: ModelName,
+    profile: ProfileName = None,
+    sharding: ShardingName = "full",
+    planners: Planners = "static,adaptive,flex,auto",
+    batch_size: BatchSize = 512,
+    batches: Batches = 1,
+    skip: Skip = 0,
+    max_length: MaxLength = None,
+    budget_gib: BudgetGib = None,
+    column: Column = None,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    json: AsJson = False,
+) -> None:
+    """Plan the same batches with several planners and compare the steps.
+
+    \b
+    Example:
+        seqloom compare --lengths wikipedia --cluster 8x8xA100-40G --model gpt-7b \\
+            --profile flexsp-a100 --planners static,flex --max-length 196608 --batches 4
+    """
+    from seqloom.api import cost_model
+    from seqloom.cli.outcome import outcomes
+    from seqloom.cli.progress import planning
+    from seqloom.cli.workload import Source, Workload
+
+    names = planner_names(planners)
+    cost = cost_model(
+        cluster,
+        model,
+        profile=profile,
+        sharding=sharding,
+        budget_gib=budget_gib,
+        max_length=max_length,
+    )
+    source = Source(lengths, seed, max_length, column, tokenizer)
+    workload = Workload.by_count(source, batch_size, skip=skip, count=batches)
+    with planning(len(names) * batches) as progress:
+        rows = outcomes(names, workload.batches, cost, seed=seed, progress=progress)
+    if json:
+        print_json(report(cost, workload, rows, skip=skip, batch_size=batch_size))
+    else:
+        _print_table(cost, workload, rows)
+
+
+def planner_names(text: str) -> list[str]:
+    """Split a list of planners; every name must be known, and one that is given twice counts once."""
+    from seqloom.planners.registry import parse_name
+
+    names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
+    if not names:
+        raise SeqloomError(f"no planner in {text!r}; name at least one, for example static,flex")
+    for name in names:
+        parse_name(name)
+    return names
+
+
+def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], **more: Any) -> dict[str, Any]:
+    """One object: what was compared, and for every planner its figures as lists over the batches."""
+    from seqloom.cli.outcome import setting
+
+    return {
+        **setting(cost),
+        **workload.described(),
+        "batches": len(rows),
+        **more,
+        "planners": columns(rows),
+    }
+
+
+def columns(rows: list[dict[str, Outcome]]) -> dict[str, dict[str, list[Any]]]:
+    """Every planner's figures, each a list over the batches."""
+    figures = {name: [row[name].figures() for row in rows] for name in rows[0]}
+    return {name: {key: [one[key] for one in batches] for key in batches[0]} for name, batches in figures.items()}
+
+
+def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]]) -> None:
+    from rich.console import Console
+
+    from seqloom.cli.outcome import heading
+    from seqloom.view import comparison_table
+
+    console = Console(highlight=False)
+    sequences = sum(len(batch) for batch in workload.batches)
+    tokens = sum(batch.tokens for batch in workload.batches)
+    console.print(heading(cost), markup=False)
+    console.print(f"{len(rows)} batches, {sequences:,} sequences, {tokens:,} tokens")
+    for note in workload.notes():
+        console.print(note, markup=False)
+    console.print(comparison_table(columns(rows)))
+    console.print("Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.")

@@ -1,0 +1,157 @@
+"""``seqloom demo``: what a fixed degree wastes on a long-tailed batch, and what a plan per step saves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from seqloom.cli.options import AsJson, Seed, print_json, require_writable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from seqloom.cli.outcome import Outcome
+    from seqloom.cli.workload import Workload
+    from seqloom.cost import CostModel
+    from seqloom.describe import Batch
+
+CLUSTER, MODEL, PROFILE = "8x8xA100-40G", "gpt-7b", "flexsp-a100"
+SAMPLER, SEQUENCES, MAX_LENGTH = "wikipedia", 512, 192 * 1024
+PLANNERS = ("static", "adaptive", "flexsp", "flex", "auto")
+SOLVER = {"counts": 1}
+"""Keeps the published solver to the fewest micro-batches; its full search takes about a minute here."""
+FRAME = 9
+"""Columns of a chart beside its time: a node's name and the two sides."""
+
+OutFile = Annotated[Path, typer.Option("--out", help="Where auto's plan is written: .json or .txt.")]
+
+
+def demo(
+    out: OutFile = Path("seqloom-demo-plan.json"),
+    seed: Seed = 0,
+    json: AsJson = False,
+) -> None:
+    """Plan a long-tailed batch on 64 GPUs with every planner: table, timelines and a plan file.
+
+    \b
+    Example:
+        seqloom demo
+    """
+    from seqloom.api import cost_model
+    from seqloom.cli.compare import report
+    from seqloom.cli.progress import planning
+    from seqloom.cli.workload import Source, Workload
+
+    require_writable(out)
+    names, left_out = planners_here()
+    cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
+    workload = Workload.by_count(Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
+    with planning(len(names)) as progress:
+        row = run(names, workload.batches[0], cost, seed, progress)
+    row["auto"].plan.save(out)
+    if json:
+        print_json(report(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out)))
+    else:
+        _print_demo(cost, workload, row, left_out, out)
+
+
+def run(
+    names: list[str],
+    batch: Batch,
+    cost: CostModel,
+    seed: int,
+    progress: Callable[[str, int], None] | None,
+) -> dict[str, Outcome]:
+    """Plan the batch with every planner; the published solver is kept short, and auto sees its plan too."""
+    from seqloom.cli.outcome import Outcome, outcomes
+    from seqloom.planners import make_plan
+    from seqloom.simulate import simulate
+
+    quick = [name for name in names if name != "flexsp"]
+    [row] = outcomes(quick, [batch], cost, seed=seed, progress=progress)
+    if "flexsp" in names:
+        if progress is not None:
+            progress("flexsp", 0)
+        begin = time.perf_counter_ns()
+        plan = make_plan("flexsp", batch.lengths, cost, seed=seed, **SOLVER)
+        spent = time.perf_counter_ns() - begin
+        row["flexsp"] = Outcome(plan, simulate(plan, cost), row["auto"].bound_ns, spent)
+        row["auto"] = min(row["auto"], row["flexsp"], key=lambda outcome: outcome.simulation.step_ns)
+    return {name: row[name] for name in names}
+
+
+def planners_here() -> tuple[list[str], dict[str, str]]:
+    """The planners that this installation has, and why others are left out."""
+    from seqloom.cli.doctor import probe
+
+    solver = probe("highspy")
+    if solver.available:
+        return list(PLANNERS), {}
+    why = f"its solver highspy is {solver.problem}: pip install 'seqloom[exact]'"
+    return [name for name in PLANNERS if name != "flexsp"], {"flexsp": why}
+
+
+def _print_demo(
+    cost: CostModel, workload: Workload, row: dict[str, Outcome], left_out: dict[str, str], out: Path
+) -> None:
+    from rich.console import Console
+
+    from seqloom.cli.compare import columns
+    from seqloom.view import comparison_table, length_histogram
+
+    console = Console(highlight=False)
+    [batch] = workload.batches
+    console.print(f"One batch: {len(batch):,} sequences, {batch.tokens:,} tokens, longest {batch.longest:,}.")
+    for note in workload.notes():
+        console.print(f"{note[0].upper()}{note[1:]}.", markup=False)
+    console.print(length_histogram(batch.lengths))
+    console.print(
+        f"One step of {cost.model.name} on {cost.cluster.name} ({cost.ranks} GPUs, {cost.sharding} sharding) "
+        f"in a run with sequences of up to {MAX_LENGTH // 1024}K. Times are predictions with the constants "
+        f"that FlexSP's authors published (profile {cost.profile.name}), not measurements."
+    )
+    console.print(comparison_table(columns([row])))
+    if left_out:
+        console.print(f"flexsp is left out: {left_out['flexsp']}.", markup=False)
+    else:
+        console.print(
+            "flexsp is the published solver, here with its fewest micro-batches only; "
+            "seqloom compare runs its full search."
+        )
+    console.print()
+    _print_timelines(console, row)
+    _print_closing(console, row, out)
+
+
+def _print_timelines(console: Console, row: dict[str, Outcome]) -> None:
+    """Static and auto under each other, on one time scale: the narrower chart is the shorter step."""
+    from seqloom.view import gantt
+
+    drawn = {name: row[name].simulation for name in ("static", "auto")}
+    longest = max(simulation.step_ns for simulation in drawn.values())
+    room = console.width - FRAME
+    for name, simulation in drawn.items():
+        console.print(f"[bold]{name}[/bold]")
+        console.print(gantt(simulation, width=FRAME + round(room * simulation.step_ns / longest)))
+        console.print()
+
+
+def _print_closing(console: Console, row: dict[str, Outcome], out: Path) -> None:
+    faster = row["static"].simulation.step_ns / row["auto"].simulation.step_ns
+    setting = f"--cluster {CLUSTER} --model {MODEL} --profile {PROFILE} --max-length {MAX_LENGTH}"
+    lines = [
+        f"auto: {row['auto'].summary()}.",
+        f"static takes {faster:.2f}x as long on this batch. auto's plan is in {out}.",
+        "",
+        "Next: look at the plan again, plan your own data, take the mean over several batches.",
+        f"  seqloom simulate {out} {setting}",
+        "  seqloom plan --lengths YOUR.jsonl --cluster 8x8xH200 --model llama3-8b --view",
+        f"  seqloom compare --lengths {SAMPLER} {setting} --planners static,flex --batches 8",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,159 @@
+"""``seqloom doctor``: what is installed, and what would be chosen and why."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from seqloom.cli.options import AsJson, ClusterName, print_json
+from seqloom.errors import SeqloomError
+from seqloom.version import __version__
+
+
+class Extra(NamedTuple):
+    """An optional dependency: the extra that brings it, its package, and what it is for."""
+
+    extra: str
+    package: str
+    purpose: str
+
+
+EXTRAS = (
+    Extra("fast", "numba", "compiled planner loops"),
+    Extra("exact", "highspy", "planners exact and flexsp"),
+    Extra("data", "pyarrow", "lengths from .parquet"),
+    Extra("train", "torch", "running plans"),
+    Extra("hf", "transformers", "Hugging Face models"),
+)
+
+
+class Finding(NamedTuple):
+    """What a probe for one package found: a version, or the reason why there is none."""
+
+    version: str | None
+    problem: str | None
+
+    @property
+    def available(self) -> bool:
+        """Whether the package can be used."""
+        return self.version is not None
+
+
+def doctor(cluster: ClusterName = "8x8xH100", json: AsJson = False) -> None:
+    """Say what is installed, and what would be chosen and why.
+
+    \b
+    Example:
+        seqloom doctor --cluster 8x8xH200
+    """
+    report = examine(cluster)
+    if json:
+        print_json(report)
+    else:
+        _print_report(report)
+
+
+def examine(cluster: str) -> dict[str, Any]:
+    """Collect the report: versions, extras, GPUs, choices."""
+    found = {extra.package: probe(extra.package) for extra in EXTRAS}
+    return {
+        "versions": {
+            "seqloom": __version__,
+            "python": platform.python_version(),
+            "numpy": metadata.version("numpy"),
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        "extras": {
+            extra.extra: {
+                "package": extra.package,
+                "purpose": extra.purpose,
+                "version": found[extra.package].version,
+                "problem": found[extra.package].problem,
+            }
+            for extra in EXTRAS
+        },
+        "gpus": _gpus() if found["torch"].available else [],
+        "choices": {
+            "planner loops": _planner_loops(found["numba"]),
+            "exact solver": _exact_solver(found["highspy"]),
+            "profile": _profile(cluster),
+        },
+    }
+
+
+def probe(package: str) -> Finding:
+    """Import a package and return its version, or what went wrong; a broken install counts as absent."""
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        missing = error.name or package
+        return Finding(None, "not installed" if missing == package else f"broken: needs {missing}")
+    except Exception as error:  # whatever a broken binary raises at import must not stop the report
+        return Finding(None, f"broken: {type(error).__name__}: {error}")
+    try:
+        return Finding(metadata.version(package), None)
+    except metadata.PackageNotFoundError:
+        return Finding(str(getattr(module, "__version__", "unknown")), None)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return []
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices]
+
+
+def _choice(choice: str | None, why: str) -> dict[str, str | None]:
+    return {"choice": choice, "why": why}
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'seqloom[{extra}]'"
+
+
+def _planner_loops(numba: Finding) -> dict[str, str | None]:
+    if numba.available:
+        return _choice("compiled", f"numba {numba.version} is here; same plans as the plain loops")
+    return _choice("plain", f"numba {numba.problem}; same plans, slower: {_install('fast')}")
+
+
+def _exact_solver(highspy: Finding) -> dict[str, str | None]:
+    if highspy.available:
+        return _choice("highs", f"highspy {highspy.version} is here")
+    return _choice(None, f"highspy {highspy.problem}; planners exact and flexsp need {_install('exact')}")
+
+
+def _profile(cluster: str) -> dict[str, str | None]:
+    from seqloom.cost import Profile
+    from seqloom.describe import Cluster
+
+    device = Cluster.parse(cluster).device.name
+    try:
+        profile = Profile.for_device(device)
+    except SeqloomError as error:
+        return _choice(None, str(error))
+    return _choice(profile.name, f"lists the device {device} of {cluster}; --profile NAME overrides it")
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print("  ".join(f"{name} {value}" for name, value in report["versions"].items()))
+    extras = Table("extra", "package", "version", "for", title="Extras", title_justify="left", box=None)
+    for name, row in report["extras"].items():
+        extras.add_row(name, row["package"], row["version"] or f"- ({row['problem']})", row["purpose"])
+    choices = Table("what", "choice", "why", title="Choices", title_justify="left", box=None)
+    for name, row in report["choices"].items():
+        choices.add_row(name, row["choice"] or "-", row["why"])
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in report["gpus"])
+    console.print()
+    console.print(extras)
+    console.print()
+    console.print(choices)
+    console.print()
+    console.print(f"GPUs: {gpus or 'none seen; planning, simulating and viewing need none'}")

@@ -1,0 +1,91 @@
+"""``seqloom simulate PLAN``: read a plan file, check every rule, run it in the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from seqloom.cli.options import (
+    AsJson,
+    BudgetGib,
+    ClusterName,
+    ModelName,
+    ProfileName,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from seqloom.cli.outcome import Outcome
+    from seqloom.cost import CostModel
+    from seqloom.plan import Plan
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, .json or .txt.")]
+OwnSharding = Annotated[
+    str | None, typer.Option("--sharding", help="full, hybrid or none; without it, the plan's own.")
+]
+RunLength = Annotated[
+    int | None, typer.Option("--max-length", help="Longest sequence of the run, tokens, as when planning.")
+]
+
+
+def simulate(
+    plan: PlanFile,
+    cluster: ClusterName,
+    model: ModelName,
+    profile: ProfileName = None,
+    sharding: OwnSharding = None,
+    max_length: RunLength = None,
+    budget_gib: BudgetGib = None,
+    json: AsJson = False,
+) -> None:
+    """Simulate a plan file: step time, idle, communication, memory and a timeline.
+
+    \b
+    Example:
+        seqloom simulate plan.json --cluster 8x8xH200 --model llama3-8b
+    """
+    from seqloom.api import cost_model, simulated
+    from seqloom.cli.outcome import Outcome, setting
+    from seqloom.plan import Plan
+
+    loaded = Plan.load(plan)
+    cost = cost_model(
+        cluster,
+        model,
+        profile=profile,
+        sharding=loaded.sharding if sharding is None else sharding,
+        budget_gib=budget_gib,
+        max_length=max_length,
+    )
+    simulation = simulated(loaded, cost)
+    outcome = Outcome(loaded, simulation, bound_of(loaded, cost))
+    if json:
+        print_json({"plan": str(plan)} | setting(cost) | outcome.described())
+    else:
+        _print_simulation(cost, outcome)
+
+
+def bound_of(plan: Plan, cost: CostModel) -> int | None:
+    """ns that no plan for these documents can beat; None where the bound was not proven for such a plan."""
+    from seqloom.api import lower_bound
+
+    staged = any(len(pipeline.stages) > 1 or pipeline.stages[0].tensor > 1 for pipeline in plan.pipelines)
+    spans = sum(len(group.spans) for pipeline in plan.pipelines for entry in pipeline.rounds for group in entry.groups)
+    return None if staged or spans > len(plan.documents) else lower_bound(plan.documents, cost)
+
+
+def _print_simulation(cost: CostModel, outcome: Outcome) -> None:
+    from rich.console import Console
+
+    from seqloom.cli.outcome import heading
+    from seqloom.view import gantt, plan_table
+
+    console = Console(highlight=False)
+    console.print(heading(cost), markup=False)
+    console.print(repr(outcome.plan), markup=False)
+    console.print(plan_table(outcome.plan, outcome.simulation))
+    console.print(gantt(outcome.simulation))
+    console.print()
+    console.print(outcome.summary(), markup=False)

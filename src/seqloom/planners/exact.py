@@ -1,0 +1,183 @@
+"""Planner ``exact``: the proven best plan of a small batch, a mixed-integer programme over the plan space of ``flex``.
+
+The model reads from top to bottom: data, variables, constraints, objective. It is the yardstick of the fast planners,
+practical up to about 8 GPUs and a dozen documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
+from seqloom.planners.flex import plan_flex, tiles
+from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
+
+MOST_DOCUMENTS = 20
+MOST_RANKS = 16
+
+
+class Slot(NamedTuple):
+    """A group that may be opened: shape index, first rank, and the round it would run in."""
+
+    shape: int
+    start: int
+    degree: int
+    place: tuple[int, int]
+    """First rank and number of ranks that run this round together."""
+    round: int
+
+
+@dataclass
+class Model:
+    """A mixed-integer programme in rows, as arrays for the solver. Times in milliseconds, for its tolerances."""
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    rows: list[tuple[float, float, list[int], list[float]]] = field(default_factory=list)
+
+    def variable(self, *, upper: float, integer: bool) -> int:
+        """Add a variable between 0 and ``upper``; returns its column."""
+        self.lower.append(0.0)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.upper) - 1
+
+    def constrain(self, terms: dict[int, float], low: float, high: float) -> None:
+        """Require ``low <= sum(coefficient * variable) <= high``."""
+        self.rows.append((low, high, list(terms), list(terms.values())))
+
+    def minimise(self, column: int, start: list[float], nodes: int) -> np.ndarray:
+        """Solve for the least value of one variable from a known solution; returns all values, proven optimal."""
+        highspy = require_highspy()
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.setOptionValue("mip_rel_gap", 1e-7)
+        solver.setOptionValue("mip_max_nodes", nodes)
+        infinity = highspy.kHighsInf
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(self.upper), len(self.rows)
+        program.col_cost_ = np.array([float(index == column) for index in range(len(self.upper))])
+        program.col_lower_, program.col_upper_ = np.array(self.lower), np.minimum(self.upper, infinity)
+        program.row_lower_ = np.maximum([row[0] for row in self.rows], -infinity)
+        program.row_upper_ = np.minimum([row[1] for row in self.rows], infinity)
+        program.integrality_ = [
+            highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in self.integer
+        ]
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in self.rows)])
+        program.a_matrix_.index_ = np.concatenate([row[2] for row in self.rows]).astype(np.int32)
+        program.a_matrix_.value_ = np.concatenate([row[3] for row in self.rows])
+        solver.passModel(program)
+        known = highspy.HighsSolution()
+        known.col_value = start
+        solver.setSolution(known)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise SeqloomError(
+                f"no proof of optimality within {nodes} nodes; use fewer documents or GPUs, or the planner flex"
+            )
+        return np.array(solver.getSolution().col_value)
+
+
+def require_highspy() -> Any:
+    """The solver's module, or the error that says how to get it."""
+    try:
+        import highspy
+    except ImportError as error:
+        raise SeqloomError("this planner needs highspy; install it with: pip install 'seqloom[exact]'") from error
+    return highspy
+
+
+def slots_of(problem: Problem, rounds: int) -> Iterator[Slot]:
+    """Every group that a plan of at most ``rounds`` rounds per place may open."""
+    cost, degrees = problem.cost, problem.tables.degree.tolist()
+    island = cost.island_size
+    for shape, degree in enumerate(degrees):
+        if not tiles(degree, island, cost.node_size):
+            continue
+        for block in cost.family.blocks(degree):
+            ranks = max(island, degree)
+            place = (block.start // ranks * ranks, ranks) if degree <= island else (block.start, degree)
+            for index in range(rounds):
+                yield Slot(shape, block.start, degree, place, index)
+
+
+def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) -> Plan:
+    """The best plan of all variants, proven.
+
+    Args:
+        lengths: int64[n] tokens, at most 20 of them, on at most 16 ranks.
+        nodes: of the branch-and-bound tree, per variant; SeqloomError if the proof needs more.
+    """
+    if len(lengths) > MOST_DOCUMENTS or cost.ranks > MOST_RANKS:
+        raise SeqloomError(
+            f"exact takes at most {MOST_DOCUMENTS} documents on {MOST_RANKS} GPUs, not {len(lengths)} on {cost.ranks}; "
+            f"use flex, whose gap to the bound is printed"
+        )
+    plans = [exact_for(problem, nodes) for problem in fitting_problems(lengths, cost)]
+    return min(plans, key=cost.plan_ns)
+
+
+def exact_for(problem: Problem, nodes: int) -> Plan:
+    """The best plan under one variant: data, variables, constraints, objective."""
+    # data
+    cost, tables, n = problem.cost, problem.tables, len(problem.lengths)
+    known = plan_flex(problem.lengths, cost, only=problem.variant)
+    longest = cost.plan_ns(known) - cost.step_overhead_ns(problem.variant)
+    rounds = min(n, max(1, longest // max(1, int(tables.fixed.max(axis=0).min()))))
+    slots = list(slots_of(problem, rounds))
+    pairs = sorted({(slot.place, slot.round) for slot in slots})
+    # variables
+    model = Model()
+    step = model.variable(upper=longest / 1e6, integer=False)
+    time = {pair: model.variable(upper=longest / 1e6, integer=False) for pair in pairs}
+    opened = [model.variable(upper=1, integer=True) for _ in slots]
+    holds = [[model.variable(upper=1, integer=True) for _ in slots] for _ in range(n)]
+    # constraints
+    for k in range(n):
+        model.constrain({holds[k][s]: 1.0 for s in range(len(slots))}, 1, 1)
+    for s, slot in enumerate(slots):
+        room = slot.degree * tables.capacity
+        terms = {holds[k][s]: float(tables.tokens[k]) for k in range(n)}
+        model.constrain({**terms, opened[s]: -float(room)}, -np.inf, 0)
+        for lane in range(len(tables.cost)):
+            terms = {holds[k][s]: tables.cost[lane, slot.shape, k] / 1e6 for k in range(n)}
+            fixed = tables.fixed[lane, slot.shape] / 1e6
+            if fixed or any(terms.values()):
+                model.constrain({**terms, opened[s]: fixed, time[slot.place, slot.round]: -1.0}, -np.inf, 0)
+    for rank in range(cost.ranks):
+        for place, index in pairs:
+            here = [s for s, x in enumerate(slots) if (x.place, x.round) == (place, index)]
+            covers = [s for s in here if slots[s].start <= rank < slots[s].start + slots[s].degree]
+            if len(covers) > 1:
+                model.constrain({opened[s]: 1.0 for s in covers}, 0, 1)
+    for start in range(0, cost.ranks, cost.island_size):
+        runs = [pair for pair in pairs if pair[0][0] <= start < sum(pair[0])]
+        model.constrain({**{time[pair]: 1.0 for pair in runs}, step: -1.0}, -np.inf, 0)
+    for place, index in pairs:  # rounds of a place may be numbered by falling time
+        if (place, index + 1) in time:
+            model.constrain({time[place, index]: 1.0, time[place, index + 1]: -1.0}, 0, np.inf)
+    # objective
+    values = model.minimise(step, [], nodes)
+    return to_plan(problem, chosen_rounds(problem, slots, values, opened, holds), "exact")
+
+
+def chosen_rounds(
+    problem: Problem, slots: list[Slot], values: np.ndarray, opened: list[int], holds: list[list[int]]
+) -> list[list[Seat]]:
+    """The rounds of a solution; wide ones first, so that no island waits in between."""
+    rounds: dict[tuple[int, tuple[int, int], int], list[Seat]] = {}
+    for s, slot in enumerate(slots):
+        members = [k for k in range(len(holds)) if values[holds[k][s]] > 0.5]
+        if values[opened[s]] > 0.5 and members:
+            seat = Seat(problem.tables.shapes[slot.shape], slot.start, members)
+            rounds.setdefault((-slot.place[1], slot.place, slot.round), []).append(seat)
+    return [rounds[key] for key in sorted(rounds)]

@@ -1,0 +1,61 @@
+import subprocess
+import sys
+
+import pytest
+
+from seqloom.cli import main as command
+from seqloom.errors import SeqloomError
+from seqloom.version import __version__
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "seqloom", *arguments], capture_output=True, text=True)
+
+
+def test_version():
+    assert _run("--version").stdout.strip() == f"seqloom {__version__}"
+
+
+def test_every_verb_has_help_with_an_example():
+    verbs = [verb.name for verb in command.app.registered_commands]
+    assert "doctor" in verbs
+    for verb in verbs:
+        shown = _run(str(verb), "--help")
+        assert shown.returncode == 0
+        assert f"seqloom {verb}" in shown.stdout.partition("Example")[2], f"{verb} --help shows no example"
+        assert "--json" in shown.stdout
+
+
+def test_unknown_option_and_verb_exit_with_2():
+    assert _run("doctor", "--clutser", "x").returncode == 2
+    assert _run("docter").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (SeqloomError("no such thing; try another"), "seqloom: no such thing; try another\n"),
+        (
+            PermissionError(13, "Permission denied", "plan.json"),
+            "seqloom: cannot use 'plan.json': Permission denied; check the path and its permissions\n",
+        ),
+    ],
+)
+def test_a_refused_request_is_one_message_and_exit_code_2(error, message, monkeypatch, capsys):
+    def refuse(prog_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "app", refuse)
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ("", message)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(prog_name: str) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(command, "app", fail)
+    with pytest.raises(KeyError):
+        command.main()

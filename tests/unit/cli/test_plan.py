@@ -1,0 +1,144 @@
+import json
+
+import numpy as np
+import pytest
+
+from seqloom.plan import Plan
+
+BOX = "--cluster 1x8xH200 --model llama3-8b --planner adaptive"
+PLAN = f"plan --lengths lengths.txt {BOX}"
+FIGURES = {
+    "step_ms",
+    "bound_ms",
+    "plan_ms",
+    "rounds",
+    "comm_share",
+    "idle_share",
+    "peak_memory_gib",
+    "plan_hash",
+}
+
+
+@pytest.mark.parametrize("suffix", ["json", "txt"])
+def test_the_plan_is_written_and_reported(run, folder, suffix):
+    report = run(f"{PLAN} --out plan.{suffix} --json").json
+    plan = Plan.load(folder / f"plan.{suffix}")
+    assert report["plan_hash"] == plan.hash
+    assert report["sequences"] == len(plan.documents) == 12
+    assert report["planner"] == report["made_by"] == "adaptive"
+    assert report["gap"] == pytest.approx(report["step_ms"] / report["bound_ms"] - 1)
+    assert set(report) >= FIGURES | {"cluster", "model", "profile", "sharding", "seed", "version", "dropped"}
+
+
+def test_text_names_the_setting_the_gap_and_the_file(run):
+    result = run(f"{PLAN} --view --out plan.json")
+    assert result.code == 0
+    assert "8xH200, llama3-8b, profile h200, full sharding" in result.out
+    assert "above the bound" in result.out
+    assert result.out.endswith("wrote plan.json\n")
+    assert result.err == ""
+
+
+def test_auto_says_whom_it_chose(run):
+    report = run("plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --json").json
+    assert report["planner"] == "auto"
+    assert report["made_by"] in {"static", "adaptive", "flexsp", "flex"}
+
+
+def test_longer_sequences_are_dropped_and_counted(run):
+    report = run(f"{PLAN} --max-length 8192 --json").json
+    assert (report["dropped"], report["sequences"]) == (2, 10)
+    assert "2 sequences above 8,192 tokens dropped first" in run(f"{PLAN} --max-length 8192").out
+
+
+def test_batches_by_count_and_by_tokens(run):
+    assert run(f"{PLAN} --batch-size 5 --skip 1 --json").json["tokens"] == 260 + 33_000 + 2_048 + 800 + 610
+    assert run(f"{PLAN} --tokens-per-batch 4000 --json").json["tokens"] == 512 + 700 + 1_300 + 900
+    drawn = run(f"plan --lengths wikipedia {BOX} --tokens-per-batch 3000000 --seed 3 --json").json
+    assert 2_500_000 < drawn["tokens"] <= 3_000_000
+
+
+def test_a_stand_in_sampler_says_so(run):
+    line = f"plan --lengths commoncrawl {BOX} --batch-size 16"
+    assert "stand-in" in run(f"{line} --json").json["sampler"]
+    assert "stand-in" in run(line).out
+
+
+BAD_LENGTHS = {
+    "empty": ("empty.txt", "", "empty"),
+    "zero": ("zero.txt", "5\n0\n", "line 2: 0 is not a length"),
+    "negative": ("negative.txt", "-3\n", "line 1: -3 is not a length"),
+    "nan": ("nan.txt", "12\nnan\n", "line 2: 'nan' is not a length"),
+    "nan in jsonl": ("nan.jsonl", '{"length": NaN}\n', "line 1"),
+    "text": ("text.txt", "many\n", "'many' is not a length"),
+    "too long": ("long.txt", "2000000000\n", "the largest group"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LENGTHS)
+def test_bad_lengths_are_refused(refused, folder, case):
+    name, content, message = BAD_LENGTHS[case]
+    (folder / name).write_text(content)
+    assert message in refused(f"plan --lengths {name} {BOX} --out plan.json")
+
+
+def test_nan_in_an_array_and_a_wrong_column_are_refused(refused, folder):
+    np.save(folder / "nan.npy", np.array([4.0, np.nan]))
+    assert "nan" in refused(f"plan --lengths nan.npy {BOX} --out plan.json")
+    (folder / "table.csv").write_text("id,length\n1,20\n")
+    assert "length" in refused(f"plan --lengths table.csv --column lenght {BOX}")
+
+
+@pytest.mark.parametrize(
+    ("options", "nearest"),
+    [
+        ("--lengths wikipdia --cluster 1x8xH200 --model llama3-8b", "wikipedia"),
+        ("--lengths lengths.txt --cluster 8x8xH20 --model llama3-8b", "H200"),
+        ("--lengths lengths.txt --cluster 1x8xH200 --model lama3-8b", "llama3-8b"),
+        ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --profile h2000", "h200"),
+        ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner flexx", "flex"),
+        ("--lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --sharding ful", "full"),
+    ],
+)
+def test_unknown_names_offer_the_nearest(refused, options, nearest):
+    assert nearest in refused(f"plan {options} --out plan.json").partition(";")[2]
+
+
+@pytest.mark.parametrize("budget", ["0.5", "0", "-3", "nan"])
+def test_an_impossible_budget_is_refused(refused, budget):
+    assert "GiB" in refused(f"{PLAN} --budget-gib {budget} --out plan.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batch-size 0", "batch size 0"),
+        ("--skip -1", "skip -1"),
+        ("--skip 9", "make only 1"),
+        ("--max-length 0", "longest sequence of 0"),
+        ("--max-length 100", "all 12 sequences are longer"),
+        ("--batch-size 4 --tokens-per-batch 4", "leave the other out"),
+        ("--out plan.yaml", ".json or .txt"),
+        ("--out nowhere/plan.json", "'nowhere'"),
+        ("--lengths wikipedia --batch-size 100000000", "at most 10,000,000"),
+        ("--lengths missing.txt", "does not exist"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(refused, options, message):
+    assert message in refused(f"{PLAN} {options}")
+
+
+def test_a_misspelt_key_in_a_file_is_refused(refused, folder):
+    cluster = {"nodes": 1, "gpus_per_nodes": 8, "device": "H200"}
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    message = refused("plan --lengths lengths.txt --model llama3-8b --cluster cluster.json --out plan.json")
+    assert "'gpus_per_nodes'" in message
+    assert "'gpus_per_node'" in message
+
+
+def test_an_unwritable_file_is_refused_without_a_traceback(refused, folder, monkeypatch):
+    def forbid(self, path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Plan, "save", forbid)
+    assert "cannot use 'plan.json': Permission denied" in refused(f"{PLAN} --out plan.json")

@@ -1,0 +1,103 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from seqloom.api import cost_model
+from seqloom.cli.simulate import bound_of
+from seqloom.plan import Plan
+
+BOX = "--cluster 1x8xH200 --model llama3-8b"
+SIMULATE = f"simulate plan.json {BOX}"
+
+
+@pytest.fixture
+def planned(run):
+    """A plan in plan.json, and what `seqloom plan` said of it."""
+    return run(f"plan --lengths lengths.txt {BOX} --planner adaptive --out plan.json --json").json
+
+
+def test_it_says_what_planning_said(run, planned):
+    report = run(f"{SIMULATE} --json").json
+    same = (
+        "step_ms",
+        "bound_ms",
+        "gap",
+        "rounds",
+        "comm_share",
+        "idle_share",
+        "peak_memory_gib",
+        "plan_hash",
+    )
+    assert {key: report[key] for key in same} == {key: planned[key] for key in same}
+    assert report["plan"] == "plan.json"
+    assert report["plan_ms"] is None
+
+
+def test_text_has_table_and_timeline(run, planned):
+    result = run(SIMULATE)
+    assert result.code == 0
+    assert "8xH200, llama3-8b" in result.out
+    assert "rank 0" in result.out
+    assert "above the bound" in result.out
+
+
+def test_the_bound_is_given_only_where_it_is_proven(planned, folder):
+    plan, cost = Plan.load(folder / "plan.json"), cost_model("1x8xH200", "llama3-8b")
+    assert bound_of(plan, cost) == planned["bound_ms"] * 1e6
+    [pipeline] = plan.pipelines
+    [stage] = pipeline.stages
+    tensor = replace(plan, pipelines=(replace(pipeline, stages=(replace(stage, tensor=2),)),))
+    assert bound_of(tensor, cost) is None
+    assert bound_of(replace(plan, documents=plan.documents[:-1]), cost) is None
+
+
+def _first_group(content):
+    return content["pipelines"][0]["rounds"][0][0]["groups"][0]
+
+
+EDITS = {
+    "coverage": lambda content: content["documents"].append(77),
+    "documents": lambda content: content["documents"].__setitem__(0, -5),
+    "group-shape": lambda content: _first_group(content).update(ulysses=64),
+    "limits": lambda content: content["limits"].update(node_size=3),
+    "stage-ranks": lambda content: content["pipelines"][0]["stages"][0]["ranks"].append(0),
+    "capacity": lambda content: content["limits"].update(capacity=[["none", 1], ["selective", 1], ["full", 1]]),
+}
+
+
+@pytest.mark.parametrize("rule", EDITS)
+def test_a_plan_edited_by_hand_is_refused_with_the_rule(refused, planned, folder, rule):
+    content = json.loads((folder / "plan.json").read_text())
+    EDITS[rule](content)
+    (folder / "plan.json").write_text(json.dumps(content))
+    assert f"plan rule '{rule}'" in refused(SIMULATE)
+
+
+def test_a_misspelt_key_in_a_plan_is_refused(refused, planned, folder):
+    text = (folder / "plan.json").read_text()
+    (folder / "plan.json").write_text(text.replace('"sharding"', '"shardin"'))
+    assert "shardin" in refused(SIMULATE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--cluster 2x8xH200 --model llama3-8b", "it has 8 ranks, not 16"),
+        ("--cluster 2x4xH200 --model llama3-8b", "it has 8 ranks per node, not 4"),
+        ("--cluster 1x8xH200 --model gpt-7b", "it has 32 query heads, not 64"),
+        ("--cluster 1x8xH200 --model llama3-8b --sharding hybrid", "it has full sharding, not hybrid"),
+        ("--cluster 1x8xH200 --model llama3-8b --budget-gib 30", "GiB"),
+        ("--cluster 1x8xH200 --model llama3-9b", "llama3-8b"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused_with_the_values(refused, planned, options, message):
+    assert message in refused(f"simulate plan.json {options}")
+
+
+def test_missing_and_unreadable_files_are_refused(refused, folder):
+    assert "nowhere.json" in refused(f"simulate nowhere.json {BOX}")
+    assert ".json or .txt" in refused(f"simulate lengths.yaml {BOX}")
+    (folder / "broken.json").write_text('{"limits": ')
+    refused(f"simulate broken.json {BOX}")
+    refused(f"simulate lengths.txt {BOX}")

@@ -1,0 +1,97 @@
+"""The static planner: its packing, its choice of a degree, and the price that all planners share."""
+
+import numpy as np
+import pytest
+
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec, sample
+from seqloom.errors import SeqloomError
+from seqloom.planners.pricing import Pricer, price_rounds
+from seqloom.planners.problem import Problem, fitting_problems, to_plan
+from seqloom.planners.static import fastest_static_degree, homogeneous_answers, in_turn, pack, plan_static
+
+CLUSTER, MODEL = Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b")
+LENGTHS = sample("wikipedia", 200, seed=3, max_length=100_000)
+
+
+def published(sharding="full", **options):
+    return CostModel(CLUSTER, MODEL, "flexsp-a100", sharding, **options)
+
+
+def degrees_of(plan):
+    return {group.degree for line in plan.pipelines for current in line.rounds for group in current.groups}
+
+
+def test_best_fit_takes_the_fullest_bin_that_fits():
+    tokens = np.array([6, 5, 4, 3, 2])
+    assert pack(tokens, 10) == [[0, 2], [1, 3, 4]]
+
+
+@pytest.mark.parametrize(("sharding", "budget"), [("full", None), ("hybrid", None), ("none", 150)])
+def test_price_of_rounds_is_the_plan_s(sharding, budget):
+    cost = published(sharding, budget_gib=budget)
+    problem = Problem.of(LENGTHS, cost, cost.variants[0])
+    for answer in homogeneous_answers([problem], problem.tables.degree.tolist()):
+        plan = to_plan(problem, answer.rounds, "test")
+        plan.validate()
+        assert answer.ns == price_rounds(problem, answer.rounds) == cost.plan_ns(plan)
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def test_price_follows_the_checkpoint_that_each_round_gets(sharding):
+    cost = CostModel(Cluster.parse("2x4xH100"), ModelSpec.load("llama3-8b"), None, sharding)
+    roomy = max(fitting_problems(LENGTHS, cost), key=lambda problem: problem.tables.capacity)
+    pricer, upgraded = Pricer(roomy), set()
+    for shape in range(len(roomy.tables.shapes)):
+        rounds = in_turn(roomy, pack(roomy.tables.tokens, int(roomy.tables.tokens.max())), shape)
+        if int(roomy.tables.tokens.max()) <= roomy.tables.degree[shape] * roomy.tables.capacity:
+            plan = to_plan(roomy, rounds, "test")
+            assert pricer.step_ns(rounds) == cost.plan_ns(plan)
+            upgraded |= {current.work[0].checkpoint for current in plan.pipelines[0].rounds}
+    assert upgraded - {roomy.variant.checkpoint}
+
+
+def test_degree_is_the_fastest_that_holds_the_longest_allowed():
+    cost = published()
+    short = np.full(64, 5_000)
+    assert degrees_of(plan_static(short, cost)) == {1}
+    assert degrees_of(plan_static(short, cost, longest=100_000)) == {16}
+    assert degrees_of(plan_static(short, cost, degree=32)) == {32}
+    one, all_ = plan_static(LENGTHS, cost, degree=64), plan_static(LENGTHS, cost)
+    assert cost.plan_ns(all_) <= cost.plan_ns(one)
+
+
+def test_one_degree_for_a_run_holds_every_batch():
+    cost = published()
+    short, long = np.full(64, 5_000), np.array([150_000, 10])
+    assert fastest_static_degree([short], cost, 1) == 1
+    assert fastest_static_degree([short, long, short], cost, 1) in (32, 64)
+    assert fastest_static_degree([short], cost, 150_000) in (32, 64)
+    with pytest.raises(SeqloomError, match="at least one"):
+        fastest_static_degree([], cost, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"degree": 5}, "choose one of 16, 32, 64"),
+        ({"degree": 1}, "choose one of"),
+        ({"longest": 10**7}, "no group holds"),
+    ],
+)
+def test_refusals_name_the_way_out(options, message):
+    with pytest.raises(SeqloomError, match=message):
+        plan_static(np.array([90_000]), published(), **options)
+
+
+def test_a_batch_that_fits_nowhere_is_refused():
+    with pytest.raises(SeqloomError, match="--max-length"):
+        plan_static(np.array([10**7]), published())
+
+
+def test_bins_hold_nine_tenths_of_a_group():
+    cost = published()
+    problem = Problem.of(np.full(2 * 64, 3_200), cost, cost.variants[0])
+    (answer,) = homogeneous_answers([problem], [1])  # two fill 6400 of 6436 tokens, above nine tenths
+    assert {len(seat.documents) for seats in answer.rounds for seat in seats} == {1}
+    assert [len(seats) for seats in answer.rounds] == [64, 64]
