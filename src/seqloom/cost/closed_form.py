@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:
     """Latest finish over all islands, plus what a step costs once."""
-    ready = [0] * len(plan.islands)
-    island_of = {rank: i for i, island in enumerate(plan.islands) for rank in island}
+    works, islands = _works(plan), plan.islands
+    ready = [0] * len(islands)
+    island_of = {rank: i for i, island in enumerate(islands) for rank in island}
     overhead = 0
-    for work in _works(plan):
+    for work in works:
         variant = Variant(work.checkpoint, plan.reduce)
         overhead = max(overhead, cost.step_overhead_ns(variant))
         busy = _busy_ns(cost, work, variant)
-        for islands, ranks in _connected(work, island_of):
-            finish = max(ready[i] for i in islands) + max(busy[rank] for rank in ranks)
-            for i in islands:
+        for joined, ranks in _connected(work, island_of):
+            finish = max(ready[i] for i in joined) + max(busy[rank] for rank in ranks)
+            for i in joined:
                 ready[i] = finish
-    return max(ready) + overhead
+    return max(ready, default=0) + overhead
 
 
 def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
@@ -54,12 +55,7 @@ def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
 def _works(plan: Plan) -> list[Work]:
     """The work of every round, pipeline after pipeline (on disjoint islands, so their order is free)."""
     works: list[Work] = []
-    used: set[int] = set()
     for pipeline in plan.pipelines:
-        islands = {i for i, island in enumerate(plan.islands) if not set(island).isdisjoint(pipeline.ranks)}
-        if islands & used:
-            raise SeqloomError("pipelines that share parameter shards have no closed form; simulate the plan instead")
-        used |= islands
         if len(pipeline.stages) != 1:
             raise SeqloomError(
                 f"a pipeline of {len(pipeline.stages)} stages has no closed form; simulate the plan instead"

@@ -92,26 +92,40 @@ def _options(kind: type[Checkpoint] | type[Sharding] | type[Reduce]) -> str:
 
 
 def stage_ranks(plan: Plan) -> None:
-    """Pipelines have stages, stages have ranks of the world, and no rank is in two stages."""
-    world = plan.limits.ranks
+    """Pipelines have stages, stages have ranks of the world; two stages have the same ranks or none in common.
+
+    Only stages of one pipeline may have the same ranks. So ranks that share parameter shards (an island is a
+    host or a part of it) are in the same rounds without a rule of their own.
+    """
     owner: dict[int, tuple[int, int]] = {}
     if not plan.pipelines:
         raise broken("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
     for p, pipeline in enumerate(plan.pipelines):
         if not pipeline.stages:
             raise broken("stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single")
-        for s, stage in enumerate(pipeline.stages):
-            here = f"pipeline {p} stage {s}"
-            if not stage.ranks:
-                raise broken("stage-ranks", f"{here} has no ranks", "a stage has at least one", "leave the stage out")
-            for rank in stage.ranks:
-                if not whole_numbers([rank]) or not 0 <= rank < world:
-                    value = f"{here} uses rank {rank!r}"
-                    raise broken("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
-                if rank in owner:
-                    value = f"rank {rank} is in {here} and in pipeline {owner[rank][0]} stage {owner[rank][1]}"
-                    raise broken("stage-ranks", value, "a rank is in one stage only", "remove it from one of them")
-                owner[rank] = (p, s)
+        for ranks in pipeline.hosts:
+            s = next(s for s, stage in enumerate(pipeline.stages) if stage.ranks == ranks)
+            if not ranks:
+                value = f"pipeline {p} stage {s} has no ranks"
+                raise broken("stage-ranks", value, "a stage has at least one", "leave the stage out")
+            _claim(owner, (p, s), ranks, plan.limits.ranks)
+
+
+def _claim(owner: dict[int, tuple[int, int]], here: tuple[int, int], ranks: tuple[int, ...], world: int) -> None:
+    """Enter the ranks of a host, named by its first stage."""
+    name = f"pipeline {here[0]} stage {here[1]}"
+    for rank in ranks:
+        if not whole_numbers([rank]) or not 0 <= rank < world:
+            value = f"{name} uses rank {rank!r}"
+            raise broken("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
+        if rank in owner:
+            p, s = owner[rank]
+            value = f"rank {rank} is in {name} and in pipeline {p} stage {s}"
+            must = "stages have the same ranks in the same order (in one pipeline) or none in common"
+            same = p == here[0] and s != here[1]
+            way_out = "remove it from one of them" + (f", or give both the ranks of stage {s}" if same else "")
+            raise broken("stage-ranks", value, must, way_out)
+        owner[rank] = here
 
 
 def layers(plan: Plan) -> None:
@@ -130,33 +144,6 @@ def layers(plan: Plan) -> None:
     if len(set(totals)) > 1:
         value = f"pipelines have {', '.join(map(str, totals))} layers"
         raise broken("layers", value, "all pipelines run the same model", f"use {max(totals)} layers in each")
-
-
-def islands(plan: Plan) -> None:
-    """Ranks that share parameter shards run the same layers and rounds: an island lies inside one stage.
-
-    Inside a stage nothing can go wrong: ranks without tokens take part in the rounds of their island with
-    none. The rule fails when an island (the world under full sharding, a node under hybrid) reaches over two
-    stages, or holds both ranks of a stage and ranks of none.
-    """
-    if plan.sharding == Sharding.NONE:
-        return
-    home = {
-        rank: (p, s)
-        for p, line in enumerate(plan.pipelines)
-        for s, stage in enumerate(line.stages)
-        for rank in stage.ranks
-    }
-    for island in plan.islands:
-        homes = {home.get(rank) for rank in island}
-        if len(homes) > 1:
-            split = next(rank for rank in island if home.get(rank) != home.get(island[0]))
-            value = f"ranks {island[0]} and {split} share shards ({plan.sharding} sharding) but not a stage"
-            must = "an island takes part in the same rounds, so it lies inside one stage"
-            nearest = (
-                "hybrid sharding with stages of whole nodes, or none" if plan.sharding == Sharding.FULL else "none"
-            )
-            raise broken("islands", value, must, f"use stages of whole islands, or {nearest} as sharding")
 
 
 def work(plan: Plan) -> None:
@@ -237,7 +224,10 @@ def family(plan: Plan) -> None:
 
 
 def tensor(plan: Plan) -> None:
-    """The tensor degree divides a stage's ranks, and is an inner part of every group's Ulysses axis."""
+    """The tensor degree divides a stage's ranks, and is an inner part of every group's Ulysses axis.
+
+    A rank holds the same part of the weights in all rounds: groups keep the stage's tensor ranks together.
+    """
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             count, degree = len(stage.ranks), stage.tensor
@@ -246,8 +236,21 @@ def tensor(plan: Plan) -> None:
                 value = f"pipeline {p} stage {s} has tensor degree {degree} on {count} ranks"
                 raise broken("tensor", value, "the tensor degree divides the ranks of the stage", f"use {nearest}")
     for where, stage, share in each_work(plan):
+        if stage.tensor == 1:
+            continue
+        together = set(_cut(stage.ranks, stage.tensor))
         for g, group in enumerate(share.groups):
             if group.ulysses % stage.tensor:
                 value = f"{place(where)} group {g} has ulysses {group.ulysses}, tensor degree {stage.tensor}"
                 must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
                 raise broken("tensor", value, must, f"use ulysses {-(-group.ulysses // stage.tensor) * stage.tensor}")
+            strange = [part for part in _cut(group.ranks, stage.tensor) if part not in together]
+            if strange:
+                value = f"{place(where)} group {g} has {list(strange[0])} as tensor ranks"
+                must = f"tensor ranks are the stage's ranks cut every {stage.tensor}"
+                nearest = next(part for part in _cut(stage.ranks, stage.tensor) if strange[0][0] in part)
+                raise broken("tensor", value, must, f"use {list(nearest)}")
+
+
+def _cut(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    return [ranks[k : k + size] for k in range(0, len(ranks), size)]

@@ -193,16 +193,16 @@ def remap(plan: Plan) -> None:
     Ranks of one island take part in the same rounds, so such a transfer can never wait for a rank that skips
     the round.
     """
-    islands = plan.islands
-    size = len(islands[0])
-    for where, _, share in each_work(plan):
-        if share.attention is None and share.linear is None:
-            continue
+    explicit = [entry for entry in each_work(plan) if entry[2].attention is not None or entry[2].linear is not None]
+    islands = plan.islands if explicit else ()
+    home = np.zeros(plan.limits.ranks, dtype=np.int64)
+    for number, island in enumerate(islands):
+        home[list(island)] = number
+    for where, _, share in explicit:
         move = move_between(share.attention_layout(), share.linear_layout())
-        away = np.flatnonzero(move.sender // size != move.receiver // size)
+        away = np.flatnonzero(home[move.sender] != home[move.receiver])
         if len(away):
             sender, receiver = int(move.sender[away[0]]), int(move.receiver[away[0]])
-            home = islands[sender // size]
             value = f"{place(where)} remaps document {move.item[away[0]]} from rank {sender} to {receiver}"
             must = f"a remap stays inside an island ({plan.sharding} sharding)"
-            raise broken("remap", value, must, f"use ranks {home.start} to {home.stop - 1}")
+            raise broken("remap", value, must, f"use ranks among {list(islands[home[sender]])}")

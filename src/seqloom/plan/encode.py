@@ -8,6 +8,7 @@
                                              "spans": [[0, 0, 5120]]}]}]],
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
+`actions` has one row per host: the distinct `ranks` of the stages, in the order in which these name them.
 Reading is strict: an unknown, missing or repeated key and a value of the wrong type are refused, with its
 place.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +11,10 @@ from seqloom.plan.round import Checkpoint
 
 
 class Sharding(StrEnum):
-    """How far parameters are sharded: over all ranks, over the ranks of a node, or not at all."""
+    """How far the parameters of a host's stages are sharded: over its ranks, its ranks in one node, or not at all.
+
+    A plan of one stage has one host, the world: there full sharding is over all ranks, hybrid over a node's.
+    """
 
     FULL = "full"
     HYBRID = "hybrid"
@@ -53,8 +57,13 @@ class Limits:
         """Return `tokens` rounded up to the granule."""
         return -(-tokens // self.granule) * self.granule
 
-    def islands(self, sharding: Sharding) -> tuple[range, ...]:
-        """Return the blocks of ranks that share parameter shards, and so take part in the same rounds."""
-        sizes = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size, Sharding.NONE: 1}
-        size = sizes[sharding]
-        return tuple(range(start, start + size) for start in range(0, self.ranks, size))
+    def islands(self, sharding: Sharding, host: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Cut a host's ranks into islands: ranks that share parameter shards, and so take part in the same rounds."""
+        if sharding == Sharding.FULL:
+            return (tuple(host),)
+        if sharding == Sharding.NONE:
+            return tuple((rank,) for rank in host)
+        nodes: dict[int, list[int]] = {}
+        for rank in host:
+            nodes.setdefault(rank // self.node_size, []).append(rank)
+        return tuple(map(tuple, nodes.values()))

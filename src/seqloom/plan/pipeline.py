@@ -13,7 +13,18 @@ from seqloom.plan.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages on disjoint ranks, rounds in their total order, and one row of actions per stage."""
+    """Stages, rounds in their total order, and one row of actions per host.
+
+    Two stages have the same ranks or none in common. A host is a tuple of ranks that one or more stages have;
+    hosts are numbered in the order in which the stages name them. Its row holds the actions of all its stages
+    in the order in which its ranks run them. With ranks a and b:
+
+        stages 0-1 on  a b        host 0 runs stage 0, host 1 runs stage 1
+        stages 0-3 on  a b a b    interleaved: host 0 runs stages 0 and 2, host 1 runs 1 and 3
+        stages 0-3 on  a b b a    V: host 0 runs stages 0 and 3, host 1 runs 1 and 2
+
+    What a stage makes reaches the next one by SEND and RECV, or without any when both are on one host.
+    """
 
     stages: tuple[Stage, ...]
     rounds: tuple[Round, ...]
@@ -21,8 +32,22 @@ class Pipeline:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of all stages, stage by stage."""
-        return tuple(rank for stage in self.stages for rank in stage.ranks)
+        """The ranks of all hosts, host by host."""
+        return tuple(rank for host in self.hosts for rank in host)
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every host."""
+        return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
+
+    def host_of(self, stage: int) -> int:
+        """Return the host, and so the row of `actions`, that runs a stage."""
+        return self.hosts.index(self.stages[stage].ranks)
+
+    def stages_of(self, host: int) -> tuple[int, ...]:
+        """Return the stages that a host runs."""
+        ranks = self.hosts[host]
+        return tuple(s for s, stage in enumerate(self.stages) if stage.ranks == ranks)
 
     @classmethod
     def single(

@@ -43,9 +43,14 @@ class Plan:
         return known
 
     @property
-    def islands(self) -> tuple[range, ...]:
-        """Blocks of ranks that share parameter shards, and so take part in the same rounds."""
-        return self.limits.islands(self.sharding)
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share parameter shards, and so take part in the same rounds, host by host.
+
+        An island is a whole host (full sharding), a host's ranks in one node (hybrid) or one rank (none).
+        Ranks of no stage are in no island.
+        """
+        hosts = (host for pipeline in self.pipelines for host in pipeline.hosts)
+        return tuple(island for host in hosts for island in self.limits.islands(self.sharding, host))
 
     @property
     def rounds(self) -> int:

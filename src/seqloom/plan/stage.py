@@ -9,7 +9,10 @@ from dataclasses import dataclass
 class Stage:
     """Ranks that run layers `layers[0] .. layers[1] - 1`.
 
-    With a tensor degree t above 1 the weights are split over t neighbouring ranks. Tokens and heads are then
+    Several stages of a pipeline may have the same ranks, see `Pipeline`.
+
+    With a tensor degree t above 1 the weights are split over t neighbours: ranks 0 to t - 1 of the stage, the
+    next t, and so on. Tokens and heads are then
     split over these ranks exactly as over Ulysses ranks, so tensor ranks are the innermost part of a group's
     Ulysses axis: every group of the stage has a `ulysses` that is a multiple of t.
     """

@@ -11,10 +11,11 @@
     round 0 stage 0 checkpoint selective
       group ranks 0-3 ulysses 4 ring 1: 0[0:4096)
       group ranks 4 ulysses 1 ring 1: 1 2
-    stage 0: 0F0 0B0 0REDUCE
+    host 0: 0F0 0B0 0REDUCE
 
 A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
-layout follows its groups, one line per rank. Blank lines and lines that begin with # are skipped.
+layout follows its groups, one line per rank. Host 0 is the ranks of stage 0, host 1 the next ranks that a stage
+names, and so on; stages with the same ranks share a row, such as `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank lines and lines that begin with # are skipped.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
         for s, work in enumerate(current.work):
             yield f"round {r} stage {s} checkpoint {work.checkpoint}"
             yield from _work_lines(work, documents)
-    for s, row in enumerate(pipeline.actions):
-        yield f"stage {s}: {' '.join(map(str, row))}".rstrip()
+    for h, row in enumerate(pipeline.actions):
+        yield f"host {h}: {' '.join(map(str, row))}".rstrip()
 
 
 def _work_lines(work: Work, documents: tuple[int, ...]) -> Iterator[str]:

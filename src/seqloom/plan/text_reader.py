@@ -24,7 +24,7 @@ _ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+))?")
 _GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+):(.*)")
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
 _RANK = re.compile(r"rank (\d+):(.*)")
-_ACTIONS = re.compile(r"stage (\d+):(.*)")
+_ACTIONS = re.compile(r"host (\d+):(.*)")
 _RUN = re.compile(r"(\d+)(?:-(\d+))?")
 _BOX = re.compile(r"(\d+)(?:\[(\d+):(\d+)\)(?:x\[(\d+):(\d+)\))?)?")
 _MOST_RANKS = 2**20
@@ -157,13 +157,13 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
         stages.append(Stage(_read_ranks(lines, ranks), extent, lines.number(tensor)))
     rounds = _read_rounds(lines, documents)
     rows: list[tuple[Action, ...]] = []
-    while lines.peek().startswith("stage "):
-        number, words = lines.match(_ACTIONS, "stage 0: 0F0 0B0").groups()
-        lines.expect_number("row", number, len(rows))
+    while lines.peek().startswith("host "):
+        number, words = lines.match(_ACTIONS, "host 0: 0F0 0B0").groups()
+        lines.expect_number("host", number, len(rows))
         rows.append(_read_actions(lines, words))
     if lines.peek() and not lines.peek().startswith("pipeline "):
         lines.take()
-        lines.refuse("expected a stage, round, group, layout, action or pipeline line, in this order")
+        lines.refuse("expected a stage, round, group, layout, host or pipeline line, in this order")
     return Pipeline(tuple(stages), rounds, tuple(rows))
 
 

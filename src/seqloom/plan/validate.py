@@ -20,7 +20,6 @@ RULES: dict[str, Callable[[Plan], None]] = {
     "limits": check_structure.limits,
     "stage-ranks": check_structure.stage_ranks,
     "layers": check_structure.layers,
-    "islands": check_structure.islands,
     "work": check_structure.work,
     "group-ranks": check_structure.group_ranks,
     "group-shape": check_structure.group_shape,

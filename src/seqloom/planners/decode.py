@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     widen: np.ndarray
     """int64[n]: degrees a document is moved up beyond the smallest that meets the target."""
     rung: np.ndarray
-    """int64[m]: the limit to take for the i-th filled round (counted cyclically), as a step of its ladder; -1 = the most efficient."""
+    """int64[m]: step of its ladder that the i-th filled round takes (counted cyclically); -1 = the most efficient."""
     step: int
     """Growth from one limit of the ladder to the next, per cent."""
 
@@ -181,7 +181,7 @@ def limit_ladder(t: Tables, k: int, budget: int, step: int, ladder: np.ndarray) 
 def fill_island(
     t: Tables, target: int, island: int, waiting: np.ndarray, keys: Keys, filled: int, draft: Draft
 ) -> tuple[np.ndarray, int]:
-    """Fill one island up to the target, round by round; returns the documents still waiting and the rounds filled so far."""
+    """Fill one island up to the target, round by round; returns who still waits and how many rounds are filled."""
     lanes = t.cost.shape[0]
     shapes = np.empty(t.island, np.int64)
     starts = np.empty(t.island, np.int64)

@@ -1,0 +1,37 @@
+"""The bound of a batch: the best of its parts, over every choice that a plan may make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from seqloom.cost import CostModel, Variant
+from seqloom.planners.bounds.lock_step import lock_step_bound
+from seqloom.planners.bounds.options import Options, longest_bound
+from seqloom.planners.bounds.roundings import PRECISION
+from seqloom.planners.bounds.throughput import throughput_bound
+from seqloom.planners.bounds.timeline import timeline_bound
+
+
+def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
+    """A time in ns that no plan for these documents beats, including what a step costs once."""
+    return min(
+        variants_bound(lengths, cost, [v for v in cost.variants if v.reduce == reduce])
+        for reduce in {v.reduce for v in cost.variants}
+    )
+
+
+def variants_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> int:
+    """The bound for plans whose rounds use any of these variants (which differ in checkpointing only)."""
+    best = 0.0
+    for lane in range(3):
+        options = Options.of(np.asarray(lengths, np.int64), cost, variants, lane)
+        if not options.cost.any() and not options.fixed.any():
+            continue
+        best = max(best, longest_bound(options))
+        best = max(best, throughput_bound(options, best))
+        best = max(best, timeline_bound(options, best))
+        if options.island == options.ranks:
+            best = max(best, lock_step_bound(options))
+    return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in variants)

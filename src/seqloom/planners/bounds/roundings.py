@@ -1,0 +1,54 @@
+"""Dual feasible functions: parts that sum to at most one still do so after rounding.
+
+They round up what a document keeps others from using. Two documents that each fill more than half of a group cannot
+share it, so each may be counted as a whole group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Rounding = Callable[[np.ndarray], np.ndarray]
+
+PRECISION = 1e-7
+"""Relative slack against rounding in floating point; the bound stays below the truth."""
+
+
+def identity(share: np.ndarray) -> np.ndarray:
+    """Count every part as it is."""
+    return share
+
+
+def steps(count: int) -> Rounding:
+    """The dual feasible function ``floor((count + 1) x) / count``, exact at multiples of ``1 / (count + 1)``."""
+
+    def rounding(share: np.ndarray) -> np.ndarray:
+        scaled = share * (count + 1)
+        whole = np.abs(scaled - np.rint(scaled)) < PRECISION
+        return np.where(whole, share, np.floor(scaled) / count)
+
+    return rounding
+
+
+def without_small(least: float) -> Rounding:
+    """The dual feasible function that ignores parts below ``least`` and rounds parts above ``1 - least`` up to one."""
+
+    def rounding(share: np.ndarray) -> np.ndarray:
+        kept = np.where(share < least + PRECISION, 0.0, share)
+        return np.where(share > 1 - least + PRECISION, 1.0, kept)
+
+    return rounding
+
+
+ROUNDINGS: tuple[Rounding, ...] = (
+    identity,
+    steps(1),
+    steps(2),
+    steps(3),
+    without_small(0.15),
+    without_small(0.25),
+    without_small(0.35),
+    without_small(0.45),
+)
