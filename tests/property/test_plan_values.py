@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from seqloom.plan import Action, ActionKind, Plan, Round
@@ -18,6 +19,16 @@ relaxed = settings(max_examples=80, deadline=None)
 @given(plans())
 def test_drawn_plans_are_valid(plan: Plan) -> None:
     plan.validate()
+
+
+@pytest.mark.parametrize("shape", ["0101", "0110", "00", "010"])
+def test_stages_that_share_their_ranks_are_drawn(shape: str) -> None:
+    """Interleaved, V-shaped with the last stage on the first host, and others."""
+
+    def placed(plan: Plan) -> bool:
+        return any("".join(str(p.host_of(s)) for s in range(len(p.stages))) == shape for p in plan.pipelines)
+
+    find(plans(), placed, settings=settings(max_examples=2000, derandomize=True, phases=[Phase.generate]))
 
 
 @relaxed

@@ -4,13 +4,14 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import ActionKind, Group, Pipeline, Plan, Round, Sharding, Span, Work
-from seqloom.simulate import simulate
+from seqloom.plan import ActionKind, Group, Pipeline, Plan, PlanError, Round, Sharding, Span, Work
+from seqloom.simulate import DeadlockError, simulate
 from seqloom.testing.strategies import plans
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
@@ -88,6 +89,28 @@ def test_any_valid_plan_runs_and_adds_up(plan):
         assert found.step_ns >= exact
         if plan.sharding == Sharding.FULL or all(map(in_turn, plan.pipelines)):
             assert found.step_ns == exact
+
+
+@given(plans(), st.data())
+def test_a_table_that_passes_the_rules_ends_and_one_that_does_not_is_stuck(plan, data):
+    """Move one action of one row. Under full sharding a host is one island: rule and simulator must agree."""
+    line = data.draw(st.sampled_from(plan.pipelines))
+    rows = [list(row) for row in line.actions]
+    row = data.draw(st.sampled_from(rows))
+    action = row.pop(data.draw(st.integers(0, len(row) - 1))) if row else None
+    if action is not None:
+        row.insert(data.draw(st.integers(0, len(row))), action)
+    other = replace(line, actions=tuple(map(tuple, rows)))
+    lines = tuple(other if each is line else each for each in plan.pipelines)
+    moved = replace(plan, sharding=Sharding.FULL, pipelines=lines)
+    try:
+        moved.validate()
+    except PlanError as error:
+        if error.rule == "deadlock":
+            with pytest.raises(DeadlockError):
+                simulate(*priced(moved))
+    else:
+        simulate(*priced(moved))
 
 
 def priced(plan):

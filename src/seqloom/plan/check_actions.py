@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.error import broken
@@ -16,82 +16,115 @@ if TYPE_CHECKING:
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
-SEND_F, RECV_F = ActionKind.SEND_F, ActionKind.RECV_F
-SEND_B, RECV_B = ActionKind.SEND_B, ActionKind.RECV_B
 UNSHARD, RESHARD, REDUCE = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE
 _WITHOUT_ROUND = frozenset((UNSHARD, RESHARD, REDUCE))
 
 Row = tuple[Action, ...]
-Positions = dict[tuple[ActionKind, int | None], int]
 
 
-def _rows(plan: Plan) -> Iterator[tuple[str, Pipeline, int, Row]]:
+class Lane(NamedTuple):
+    """One stage's part of its host's row."""
+
+    here: str
+    pipeline: Pipeline
+    stage: int
+    row: Row
+    at: dict[tuple[ActionKind, int | None], int]
+    """Where in the row the stage has which action."""
+
+    def backward(self, number: int) -> int:
+        """Return where the stage makes the gradient of its input: at B or I."""
+        whole = self.at.get((B, number))
+        return self.at[I, number] if whole is None else whole
+
+    def expect(self, first: int, second: int, must: str, rule: str = "order") -> None:
+        """Refuse a row in which `first` comes after `second`."""
+        if first > second:
+            early, late = self.row[second], self.row[first]
+            value = f"{self.here} has {early} (action {second}) before {late} (action {first})"
+            raise broken(rule, value, must, f"put {late} before {early}")
+
+
+def each_lane(plan: Plan) -> Iterator[Lane]:
+    """Yield the lanes of the whole plan, pipeline by pipeline, in the order of the stages."""
     for p, pipeline in enumerate(plan.pipelines):
-        for s, row in enumerate(pipeline.actions):
-            yield f"pipeline {p} stage {s}", pipeline, s, row
-
-
-def _positions(row: Row) -> Positions:
-    return {(action.kind, action.round): k for k, action in enumerate(row)}
-
-
-def _rounds_of(row: Row, kind: ActionKind) -> list[int]:
-    return [action.round for action in row if action.kind == kind and action.round is not None]
+        positions: list[dict[tuple[ActionKind, int | None], int]] = [{} for _ in pipeline.stages]
+        for row in pipeline.actions:
+            for k, action in enumerate(row):
+                positions[action.stage][action.kind, action.round] = k
+        for s, at in enumerate(positions):
+            h = pipeline.host_of(s)
+            yield Lane(f"pipeline {p} host {h}", pipeline, s, pipeline.actions[h], at)
 
 
 def table(plan: Plan) -> None:
-    """Every stage has a row, with exactly one F and one B (or one I and one W) for every round."""
+    """Every host has a row; every stage has there exactly one F and one B (or one I and one W) for every round."""
     for p, pipeline in enumerate(plan.pipelines):
-        if len(pipeline.actions) != len(pipeline.stages):
-            value = f"pipeline {p} has {len(pipeline.actions)} rows of actions for {len(pipeline.stages)} stages"
-            raise broken("table", value, "one row per stage", f"give {len(pipeline.stages)}")
-    for here, pipeline, s, row in _rows(plan):
-        count = Counter(row)
-        rounds = len(pipeline.rounds)
-        for action, times in count.items():
-            known = action.round is None if action.kind in _WITHOUT_ROUND else False
-            if action.stage != s or not (known or (action.round is not None and 0 <= action.round < rounds)):
-                value = f"{here} has the action {action}"
-                must = f"its row holds actions of stage {s} for rounds 0 to {rounds - 1}"
-                raise broken("table", value, must, f"use {Action(s, action.kind, 0 if rounds else None)}, for example")
-            if times > 1 and action.kind not in (UNSHARD, RESHARD):
-                value = f"{here} has {action} {times} times"
-                raise broken("table", value, "every action happens once", "remove the others")
-        for r in range(rounds):
-            halves = (count[Action(s, I, r)], count[Action(s, W, r)])
-            if (count[Action(s, F, r)], count[Action(s, B, r)], *halves) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-                present = [str(Action(s, kind, r)) for kind in (F, B, I, W) if count[Action(s, kind, r)]]
-                value = f"{here} has {' '.join(present) or 'nothing'} for round {r}"
-                must = "every round has one F and one B, or one F, one I and one W"
-                raise broken("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}")
+        hosts = len(pipeline.hosts)
+        if len(pipeline.actions) != hosts:
+            value = f"pipeline {p} has {len(pipeline.actions)} rows of actions for {hosts} hosts"
+            must = "one row per host, that is, per distinct ranks of the stages"
+            raise broken("table", value, must, f"give {hosts}")
+        for h, row in enumerate(pipeline.actions):
+            count = Counter(row)
+            _known(f"pipeline {p} host {h}", count, pipeline.stages_of(h), len(pipeline.rounds))
+            for s in pipeline.stages_of(h):
+                _complete(f"pipeline {p} host {h}", count, s, len(pipeline.rounds))
+
+
+def _known(here: str, count: Counter[Action], stages: tuple[int, ...], rounds: int) -> None:
+    """Refuse actions of other hosts and rounds, and repeated ones."""
+    for action, times in count.items():
+        known = action.round is None if action.kind in _WITHOUT_ROUND else False
+        if action.stage not in stages or not (known or (action.round is not None and 0 <= action.round < rounds)):
+            names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+            must = f"its row holds actions of {names} for rounds 0 to {rounds - 1}"
+            example = Action(stages[0], action.kind, 0 if rounds else None)
+            raise broken("table", f"{here} has the action {action}", must, f"use {example}, for example")
+        if times > 1 and action.kind not in (UNSHARD, RESHARD):
+            value = f"{here} has {action} {times} times"
+            raise broken("table", value, "every action happens once", "remove the others")
+
+
+def _complete(here: str, count: Counter[Action], s: int, rounds: int) -> None:
+    for r in range(rounds):
+        found = tuple(count[Action(s, kind, r)] for kind in (F, B, I, W))
+        if found not in ((1, 1, 0, 0), (1, 0, 1, 1)):
+            present = [str(Action(s, kind, r)) for kind in (F, B, I, W) if count[Action(s, kind, r)]]
+            value = f"{here} has {' '.join(present) or 'nothing'} for round {r} of stage {s}"
+            must = "every stage has for every round one F and one B, or one F, one I and one W"
+            raise broken("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}")
 
 
 def order(plan: Plan) -> None:
-    """Forwards ascend, F comes before B (and I before W), and pieces of a document go backward in reverse."""
-    chained = [_chained(plan, pipeline) for pipeline in plan.pipelines]
-    links = {id(pipeline): pairs for pipeline, pairs in zip(plan.pipelines, chained, strict=True)}
-    for here, pipeline, _, row in _rows(plan):
-        at = _positions(row)
-        forwards = _rounds_of(row, F)
-        if forwards != sorted(forwards):
-            value = f"{here} runs forwards in the order {forwards}"
+    """Forwards of a stage ascend, F comes before B, I before W, and pieces of a document go backward in reverse.
+
+    Where two stages that follow each other are on one host, its row also runs them one after the other.
+    """
+    links = {id(pipeline): _chained(plan, pipeline) for pipeline in plan.pipelines}
+    before: Lane | None = None
+    for lane in each_lane(plan):
+        at = lane.at
+        forwards = [action.round for action in lane.row if action.kind == F and action.stage == lane.stage]
+        rounds = range(len(lane.pipeline.rounds))
+        if forwards != list(rounds):
+            value = f"{lane.here} runs the forwards of stage {lane.stage} in the order {forwards}"
             raise broken("order", value, "rounds are totally ordered, forwards run in that order", "sort them")
-        for r in range(len(pipeline.rounds)):
+        for r in rounds:
             if (B, r) in at:
-                _expect(here, row, at[F, r], at[B, r], "a round's F comes before its B")
+                lane.expect(at[F, r], at[B, r], "a round's F comes before its B")
             else:
-                _expect(here, row, at[F, r], at[I, r], "a round's F comes before its I")
-                _expect(here, row, at[I, r], at[W, r], "a round's I comes before its W")
-        for early, late in links[id(pipeline)]:
-            first = at[(B, late) if (B, late) in at else (I, late)]
-            second = at[(B, early) if (B, early) in at else (I, early)]
-            _expect(here, row, first, second, "pieces of one document go backward in reverse order")
-
-
-def _expect(here: str, row: Row, first: int, second: int, must: str, rule: str = "order") -> None:
-    if first > second:
-        value = f"{here} has {row[second]} (action {second}) before {row[first]} (action {first})"
-        raise broken(rule, value, must, f"put {row[first]} before {row[second]}")
+                lane.expect(at[F, r], at[I, r], "a round's F comes before its I")
+                lane.expect(at[I, r], at[W, r], "a round's I comes before its W")
+        for early, late in links[id(lane.pipeline)]:
+            must = "pieces of one document go backward in reverse order"
+            lane.expect(lane.backward(late), lane.backward(early), must)
+        if before is not None and lane.stage > 0 and before.here == lane.here:
+            must = f"stages {before.stage} and {lane.stage} are on one host, which runs one after the other"
+            for r in rounds:
+                lane.expect(before.at[F, r], at[F, r], must)
+                lane.expect(lane.backward(r), before.backward(r), must)
+        before = lane
 
 
 def _chained(plan: Plan, pipeline: Pipeline) -> set[tuple[int, int]]:
@@ -109,118 +142,40 @@ def _chained(plan: Plan, pipeline: Pipeline) -> set[tuple[int, int]]:
 
 def reduce(plan: Plan) -> None:
     """Gradients are reduced after the backward: of every round, or of the last, as the plan says."""
-    for here, pipeline, s, row in _rows(plan):
-        at = _positions(row)
-        per_round = plan.reduce == Reduce.ROUND
-        rounds = range(len(pipeline.rounds))
+    per_round = plan.reduce == Reduce.ROUND
+    for lane in each_lane(plan):
+        rounds = range(len(lane.pipeline.rounds))
         wanted = set(rounds) if per_round else {None}
-        found = {number for kind, number in at if kind == REDUCE}
+        found = {number for kind, number in lane.at if kind == REDUCE}
         if found != wanted:
-            names = [str(Action(s, REDUCE, number)) for number in found]
-            value = f"{here} has {' '.join(sorted(names)) or 'no REDUCE'}"
-            must = (
-                "reduce 'round' needs one REDUCE per round"
-                if per_round
-                else "reduce 'step' needs one REDUCE at the end"
-            )
+            names = [str(Action(lane.stage, REDUCE, number)) for number in found]
+            value = f"{lane.here} has {' '.join(sorted(names)) or f'no REDUCE for stage {lane.stage}'}"
+            must = f"reduce 'step' needs one REDUCE at the end of stage {lane.stage}"
+            if per_round:
+                must = f"reduce 'round' needs one REDUCE per round of stage {lane.stage}"
             nearest = min(wanted ^ found, key=lambda number: -1 if number is None else number)
             verb = "add" if nearest in wanted else "remove"
-            raise broken("reduce", value, must, f"{verb} {Action(s, REDUCE, nearest)}")
+            raise broken("reduce", value, must, f"{verb} {Action(lane.stage, REDUCE, nearest)}")
         for r in rounds:
-            backward = at[(B, r) if (B, r) in at else (W, r)]
-            after = at[REDUCE, r if per_round else None]
-            _expect(
-                here,
-                row,
-                backward,
-                after,
-                "gradients are reduced after the backward that makes them",
-                "reduce",
-            )
+            backward = lane.at[(B, r) if (B, r) in lane.at else (W, r)]
+            after = lane.at[REDUCE, r if per_round else None]
+            lane.expect(backward, after, "gradients are reduced after the backward that makes them", "reduce")
 
 
 def shards(plan: Plan) -> None:
-    """UNSHARD and RESHARD, where a row has them, alternate, and all computation lies between."""
-    for here, _, s, row in _rows(plan):
-        if not any(action.kind in (UNSHARD, RESHARD) for action in row):
+    """UNSHARD and RESHARD, where a stage has them, alternate, and all its computation lies between."""
+    for lane in each_lane(plan):
+        own = [(k, action) for k, action in enumerate(lane.row) if action.stage == lane.stage]
+        if not any(action.kind in (UNSHARD, RESHARD) for _, action in own):
             continue
         gathered = False
-        for k, action in enumerate(row):
+        for k, action in own:
             wrong = (action.kind == UNSHARD and gathered) or (action.kind in (F, B, I, W, RESHARD) and not gathered)
             if wrong:
                 state = "gathered" if gathered else "not gathered"
-                value = f"{here} has {action} (action {k}) while parameters are {state}"
-                must = "UNSHARD and RESHARD alternate, and computation lies between them"
-                raise broken("shards", value, must, f"put {Action(s, RESHARD if gathered else UNSHARD)} before it")
+                value = f"{lane.here} has {action} (action {k}) while parameters are {state}"
+                must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
+                way_out = f"put {Action(lane.stage, RESHARD if gathered else UNSHARD)} before it"
+                raise broken("shards", value, must, way_out)
             if action.kind in (UNSHARD, RESHARD):
                 gathered = action.kind == UNSHARD
-
-
-def messages(plan: Plan) -> None:
-    """Neighbours send and receive every round once, in one order, after making and before using it."""
-    for here, pipeline, s, row in _rows(plan):
-        at = _positions(row)
-        first, last = s == 0, s == len(pipeline.stages) - 1
-        expected = {SEND_F: not last, RECV_B: not last, RECV_F: not first, SEND_B: not first}
-        for kind, wanted in expected.items():
-            numbers = _rounds_of(row, kind)
-            if sorted(numbers) != (list(range(len(pipeline.rounds))) if wanted else []):
-                value = f"{here} has {kind} for rounds {numbers}"
-                must = "a stage sends to and receives from its neighbours once per round, and nobody else"
-                raise broken("messages", value, must, f"{'add or remove' if wanted else 'remove'} {kind} actions")
-        for r in range(len(pipeline.rounds)):
-            backward = (B, r) if (B, r) in at else (I, r)
-            pairs = [
-                ((RECV_F, r), (F, r)),
-                ((F, r), (SEND_F, r)),
-                ((RECV_B, r), backward),
-                (backward, (SEND_B, r)),
-            ]
-            for before, after in pairs:
-                if before in at and after in at:
-                    must = "a message is received before it is used and made before it is sent"
-                    _expect(here, row, at[before], at[after], must, "messages")
-    for p, pipeline in enumerate(plan.pipelines):
-        for s in range(len(pipeline.stages) - 1):
-            for sends, receives in (((s, SEND_F), (s + 1, RECV_F)), ((s + 1, SEND_B), (s, RECV_B))):
-                sent = _rounds_of(pipeline.actions[sends[0]], sends[1])
-                got = _rounds_of(pipeline.actions[receives[0]], receives[1])
-                if sent != got:
-                    value = f"pipeline {p} stage {sends[0]} sends {sent}, stage {receives[0]} receives {got}"
-                    must = "two stages send and receive in the same order"
-                    raise broken("messages", value, must, f"receive in the order {sent}")
-
-
-def deadlock(plan: Plan) -> None:
-    """All rows can be run to their end when a receive waits for its send."""
-    for p, pipeline in enumerate(plan.pipelines):
-        if len(pipeline.stages) == 1:
-            continue
-        stuck = _run(pipeline.actions)
-        if stuck:
-            grid = ", ".join(f"stage {s} at {action} (action {k})" for s, k, action in stuck)
-            must = "a receive waits for its send, so the rows together must have an order that ends"
-            way_out = f"move {stuck[0][2]} later in its row, or the send it waits for earlier"
-            raise broken("deadlock", f"pipeline {p} stops with {grid}", must, way_out)
-
-
-def _run(rows: tuple[Row, ...]) -> list[tuple[int, int, Action]]:
-    """Run all rows as far as they go; return where each unfinished one stands."""
-    at = [0] * len(rows)
-    sent: set[tuple[int, ActionKind, int | None]] = set()
-    awaited = {RECV_F: (-1, SEND_F), RECV_B: (1, SEND_B)}
-    moved = True
-    while moved:
-        moved = False
-        for s, row in enumerate(rows):
-            while at[s] < len(row):
-                action = row[at[s]]
-                if action.kind in (SEND_F, SEND_B):
-                    sent.add((s, action.kind, action.round))
-                elif action.kind in awaited:
-                    back, kind = awaited[action.kind]
-                    if (s + back, kind, action.round) not in sent:
-                        break
-                at[s] += 1
-                moved = True
-    return [(s, k, rows[s][k]) for s, k in enumerate(at) if k < len(rows[s])]

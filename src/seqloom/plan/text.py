@@ -15,7 +15,8 @@
 
 A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
 layout follows its groups, one line per rank. Host 0 is the ranks of stage 0, host 1 the next ranks that a stage
-names, and so on; stages with the same ranks share a row, such as `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank lines and lines that begin with # are skipped.
+names, and so on; stages with the same ranks share a row, such as `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank
+lines and lines that begin with # are skipped.
 """
 
 from __future__ import annotations

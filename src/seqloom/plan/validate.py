@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from seqloom.plan import check_actions, check_structure, check_tokens
+from seqloom.plan import check_actions, check_messages, check_structure, check_tokens
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -37,8 +37,8 @@ RULES: dict[str, Callable[[Plan], None]] = {
     "order": check_actions.order,
     "reduce": check_actions.reduce,
     "shards": check_actions.shards,
-    "messages": check_actions.messages,
-    "deadlock": check_actions.deadlock,
+    "messages": check_messages.messages,
+    "deadlock": check_messages.deadlock,
 }
 """Every rule by its name, in the order in which they are checked."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.plan import Checkpoint, Plan, Work
 from seqloom.simulate.split import NAMES, computing_ns, forward_ns, table, total_ns, weights_ns
-from seqloom.simulate.window import GroupTimes, Window, window_of
+from seqloom.simulate.window import GroupTimes, Islands, Window, window_of
 
 
 class Place(NamedTuple):
@@ -23,8 +23,7 @@ class Place(NamedTuple):
 
 def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every group once, and turn every `Work` into its window."""
-    island_size = len(plan.islands[0])
-    members = [[frozenset(stage.ranks) for stage in line.stages] for line in plan.pipelines]
+    islands = Islands.of(plan)
     windows = {}
     for checkpoint, works in _by_checkpoint(plan).items():
         groups = [group for _, work in works for group in work.groups]
@@ -40,8 +39,7 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
                 forward=forward_ns(own, checkpoint),
                 weights=weights_ns(own, checkpoint),
             )
-            ranks = members[place.pipeline][place.stage]
-            windows[place] = window_of(work, times, island_size, ranks)
+            windows[place] = window_of(work, times, islands)
     return windows
 
 

@@ -1,10 +1,12 @@
 """From a plan's tables of actions to tasks of the engine.
 
 F, B, I, W    a task per component of the round's window, on the streams of its islands: a round starts when
-              all ranks of the islands it joins are free, and ranks without tokens take part with no work
-SEND, RECV    one task per message, on the outgoing link of one stage and the incoming link of the other. It
+              all ranks of the islands it joins are free, and ranks without tokens take part with no work. Ranks
+              of a host run its row in order, whatever stages the actions belong to.
+SEND, RECV    one task per message, on the outgoing link of one host and the incoming link of the other. It
               starts when the sender has made it; the sender works on. A receiver waits for it where its row
-              says RECV. A stage hands a round over as a whole.
+              says RECV. A stage hands a round over as a whole. Between two stages of one host there is no
+              message: the later one waits for the documents of the earlier one and takes them in no time.
 REDUCE, UNSHARD, RESHARD
               no tasks: a round's gathers and reductions are part of its price (they run behind it), and what
               is reduced once per step is part of the step's end
@@ -17,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, ActionKind, Pipeline, Plan
+from seqloom.plan import Action, ActionKind, Pipeline, Plan, Work
 from seqloom.simulate.engine import Engine
 from seqloom.simulate.price import Place
 from seqloom.simulate.transfer import message_ns
@@ -78,8 +82,9 @@ def translate(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> Prog
         for message in _messages(program.engine, cost, pipeline, number):
             program.messages.append(message)
             messages[message.sender.stage, message.kind, message.sender.round] = message.task
-        for stage, row in enumerate(pipeline.actions):
-            _row(program, windows, number, stage, row, messages)
+        for row in pipeline.actions:
+            _row(program, windows, number, row, messages)
+        _hand_over(program, windows, number, pipeline)
     return program
 
 
@@ -101,10 +106,11 @@ def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) 
             waiting = receives[stage, kind, r]
             missing = f"{waiting} of pipeline {number} is never sent; add {Action(stage, kind, r)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
+    host = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
     for stage, kind, r in sorted(sends):
         other = stage + _TO_NEXT[kind]
         ns = message_ns(cost, pipeline, r, min(stage, other))
-        links = ((number, stage, "out"), (number, other, "in"))
+        links = ((number, host[stage], "out"), (number, host[other], "in"))
         task = engine.add(ns, links=links)
         yield Message(Place(number, stage, r), Place(number, other, r), kind, ns, task)
 
@@ -113,29 +119,53 @@ def _row(
     program: Program,
     windows: dict[Place, Window],
     pipeline: int,
-    stage: int,
     row: tuple[Action, ...],
     messages: dict[tuple[int, ActionKind, int], int],
 ) -> None:
-    """Add the tasks of one stage. A receive is remembered per island until the island's next action."""
+    """Add the tasks of one host. A receive is remembered per island until the island's next action."""
     engine = program.engine
     awaited: dict[int, set[int]] = {}
     for action in row:
         if action.round is None:
             continue
-        place = Place(pipeline, stage, action.round)
+        place = Place(pipeline, action.stage, action.round)
         if action.kind in WORKING:
             phase = windows[place].phase(action.kind)
             program.steps.append(Step(place, action.kind, phase, len(engine)))
             for islands, ns in zip(windows[place].islands, phase.duration.tolist(), strict=True):
                 after = set().union(*(awaited.pop(island, ()) for island in islands))
-                engine.add(ns, streams=[(pipeline, stage, island) for island in islands], after=after)
+                engine.add(ns, streams=islands, after=after)
         elif action.kind in _TO_NEXT or action.kind in _FROM:
             joined = [island for islands in windows[place].islands for island in islands]
             if action.kind in _TO_NEXT:
-                made = engine.last((pipeline, stage, island) for island in joined)
-                engine.require(messages[stage, action.kind, action.round], made)
+                before = set(engine.last(joined)).union(*(awaited.get(island, ()) for island in joined))
+                engine.require(messages[action.stage, action.kind, action.round], before)
                 continue
             back, kind = _FROM[action.kind]
             for island in joined:
-                awaited.setdefault(island, set()).add(messages[stage + back, kind, action.round])
+                awaited.setdefault(island, set()).add(messages[action.stage + back, kind, action.round])
+
+
+def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipeline: Pipeline) -> None:
+    """Let every document wait for itself, from one stage to the next (or back) on the same host."""
+    local = {s for s in range(1, len(pipeline.stages)) if pipeline.stages[s].ranks == pipeline.stages[s - 1].ranks}
+    if not local:
+        return
+    own = (step for step in program.steps if step.place.pipeline == number and step.kind != ActionKind.W)
+    first = {(step.place, step.kind == ActionKind.F): step.first for step in own}
+    for s in local:
+        for r, current in enumerate(pipeline.rounds):
+            places = (Place(number, s - 1, r), Place(number, s, r))
+            early, late = (_components(current.work[p.stage], windows[p]) for p in places)
+            for document, component in early.items():
+                down = [first[place, True] for place in places]
+                up = [first[place, False] for place in places]
+                program.engine.require(down[1] + late[document], [down[0] + component])
+                program.engine.require(up[0] + component, [up[1] + late[document]])
+
+
+def _components(work: Work, window: Window) -> dict[int, int]:
+    """Return the component of every document of a round."""
+    starts = np.searchsorted(window.group, np.arange(len(work.groups)))
+    of_group = window.component[starts].tolist()
+    return {span.document: k for group, k in zip(work.groups, of_group, strict=True) for span in group.spans}

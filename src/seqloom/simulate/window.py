@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqloom.plan import ActionKind, Work
+from seqloom.plan import ActionKind, Plan, Work
 
 _BITS = 20  # shares are in units of 2**-20: products with times up to 2**43 ns (two hours) stay in int64
 
@@ -86,33 +86,42 @@ class GroupTimes:
     weights: np.ndarray
 
 
-def window_of(work: Work, times: GroupTimes, island_size: int, stage_ranks: frozenset[int]) -> Window:
+@dataclass(frozen=True, slots=True)
+class Islands:
+    """The islands of a plan, numbered."""
+
+    of_rank: dict[int, int]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Islands:
+        """Number the islands over all pipelines: no two have the same number."""
+        islands = plan.islands
+        return cls({rank: i for i, island in enumerate(islands) for rank in island}, tuple(map(len, islands)))
+
+
+def window_of(work: Work, times: GroupTimes, islands: Islands) -> Window:
     """Spread the groups over their ranks and find out who waits for whom.
 
     Args:
         work: the stage's share of the round.
         times: prices of its groups.
-        island_size: ranks that share parameter shards.
-        stage_ranks: ranks of the stage; those of an island that the round touches take part in it.
+        islands: of the plan; all ranks of an island that the round touches take part in it.
     """
     degrees = np.array([len(group.ranks) for group in work.groups])
     group = np.repeat(np.arange(len(degrees)), degrees)
     rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
-    component, islands = _components(work, island_size)
+    component, joined = _components(work, islands.of_rank)
     member = component[group]
     total = times.total[group]
     before, load = _in_turn(rank, total)
-    length = np.zeros(len(islands), dtype=np.int64)
+    length = np.zeros(len(joined), dtype=np.int64)
     np.maximum.at(length, member, load[rank])
     longest = np.flatnonzero(load[rank] == length[member])
     _, first = np.unique(member[longest], return_index=True)
     slowest = rank[longest[first]]  # one rank per component
     forward = _share(_in_turn(rank, times.forward[group])[1][slowest], length)
     weights = (1 << _BITS) - _share(_in_turn(rank, times.weights[group])[1][slowest], length)
-    whole = len(stage_ranks) % island_size == 0
-    held = [
-        len(joined) * island_size if whole else len(_ranks_of(joined, island_size) & stage_ranks) for joined in islands
-    ]
     return Window(
         rank=rank,
         group=group,
@@ -124,17 +133,13 @@ def window_of(work: Work, times: GroupTimes, island_size: int, stage_ranks: froz
         length=length,
         forward=forward,
         weights=np.maximum(weights, forward),
-        islands=islands,
-        held=np.array(held, dtype=np.int64),
+        islands=joined,
+        held=np.array([sum(islands.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
     )
 
 
 def _share(time: np.ndarray, length: np.ndarray) -> np.ndarray:
     return (time << _BITS) // np.maximum(length, 1)
-
-
-def _ranks_of(islands: tuple[int, ...], size: int) -> set[int]:
-    return {rank for island in islands for rank in range(island * size, (island + 1) * size)}
 
 
 def _in_turn(rank: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +155,7 @@ def _in_turn(rank: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return before, load
 
 
-def _components(work: Work, island_size: int) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+def _components(work: Work, island_of: dict[int, int]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
     """(int64[groups] component of every group, islands of every component)."""
     parent: dict[int, int] = {}
 
@@ -162,7 +167,7 @@ def _components(work: Work, island_size: int) -> tuple[np.ndarray, tuple[tuple[i
 
     firsts = []
     for group in work.groups:
-        touched = {rank // island_size for rank in group.ranks}
+        touched = {island_of[rank] for rank in group.ranks}
         first = min(touched)
         firsts.append(first)
         for island in touched:

@@ -1,20 +1,24 @@
 """Hypothesis strategies for the values of `seqloom.plan`. Every plan they draw is valid.
 
-`plans` draws several pipelines and stages, documents in pieces, groups that share ranks, tensor degrees,
-split backwards and explicit layouts, all small: what a rule can break on, it breaks on with few ranks.
+`plans` draws several pipelines and stages, stages that share their ranks (interleaved, in a V, anyhow), documents
+in pieces, groups that share ranks, tensor degrees, split backwards and explicit layouts, all small: what a rule
+can break on, it breaks on with few ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
 
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
 from seqloom.plan import (
-    Action,
     ActionKind,
     Checkpoint,
     Group,
@@ -29,6 +33,7 @@ from seqloom.plan import (
     Stage,
     Work,
 )
+from seqloom.testing.tables import completed, greedy_order, rows_in_order
 
 Shape = tuple[tuple[int, ...], int, int]
 """Ranks, ulysses and ring of a group."""
@@ -86,16 +91,20 @@ def limits(draw: st.DrawFn, *, max_nodes: int = 3) -> Limits:
 
 @st.composite
 def group_shapes(draw: st.DrawFn, own: Limits, ranks: Sequence[int], tensor: int = 1) -> Shape:
-    """Draw ranks, ulysses and ring of a legal group inside `ranks`."""
-    allowed = set(ranks)
+    """Draw ranks, ulysses and ring of a legal group inside `ranks`, which keeps tensor ranks together."""
+    allowed = set(_cut(ranks, tensor))
     blocks = {
-        size: [tuple(block) for block in own.family.blocks(size) if allowed.issuperset(block)]
+        size: [tuple(block) for block in own.family.blocks(size) if allowed.issuperset(_cut(block, tensor))]
         for size in own.family.sizes
         if size <= own.heads and size % tensor == 0
     }
     ulysses = draw(st.sampled_from([size for size, found in blocks.items() if found]))
     chosen = draw(st.lists(st.sampled_from(blocks[ulysses]), min_size=1, max_size=3, unique=True))
     return tuple(rank for block in chosen for rank in block), ulysses, len(chosen)
+
+
+def _cut(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(ranks[k : k + size]) for k in range(0, len(ranks), size)]
 
 
 @st.composite
@@ -124,13 +133,12 @@ def plans(draw: st.DrawFn, *, max_documents: int = 8, longest: int = 40, max_nod
     sharding = draw(st.sampled_from((Sharding.HYBRID, Sharding.NONE, Sharding.FULL)))
     reduce = draw(st.sampled_from(Reduce))
     documents = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=max_documents)))
-    stages = draw(_stages(own, sharding))
+    stages = draw(_stages(own))
     home = [draw(st.integers(0, len(stages) - 1)) for _ in documents]
     pipelines = []
     for number, line in enumerate(stages):
         mine = [document for document, pipeline in enumerate(home) if pipeline == number]
-        islands = own.islands(sharding)
-        pipelines.append(draw(_pipelines(own, line, {k: documents[k] for k in mine}, islands, reduce)))
+        pipelines.append(draw(_pipelines(own, line, {k: documents[k] for k in mine}, sharding, reduce)))
     plan = Plan(own, sharding, reduce, documents, tuple(pipelines), draw(st.sampled_from(("drawn", "", "a b\n"))))
     slack = draw(st.integers(0, 3))
     capacity = tuple((checkpoint, need + slack) for checkpoint, need in _needs(plan).items())
@@ -154,36 +162,40 @@ def _needs(plan: Plan) -> dict[Checkpoint, int]:
 
 
 @st.composite
-def _stages(draw: st.DrawFn, own: Limits, sharding: Sharding) -> list[tuple[Stage, ...]]:
-    """Draw pipelines as tuples of stages, each of whole islands; some islands may stay unused."""
-    islands = own.islands(sharding)
-    cuts = draw(st.sets(st.integers(1, len(islands) - 1), min_size=1, max_size=3)) if len(islands) > 1 else set()
-    blocks = [islands[low:high] for low, high in pairwise([0, *sorted(cuts), len(islands)])]
-    if len(blocks) > 2 and draw(st.booleans()):
-        blocks.pop()
-    blocks = draw(st.permutations(blocks))
-    ends = draw(st.sets(st.sampled_from(range(1, len(blocks))), max_size=1)) if len(blocks) > 1 else set()
-    lines = [blocks[low:high] for low, high in pairwise([0, *sorted(ends), len(blocks)])]
+def _stages(draw: st.DrawFn, own: Limits) -> list[tuple[Stage, ...]]:
+    """Draw pipelines as tuples of stages; some ranks may stay unused."""
+    cuts = draw(st.sets(st.integers(1, own.ranks - 1), min_size=1, max_size=3)) if own.ranks > 1 else set()
+    hosts = [tuple(range(low, high)) for low, high in pairwise([0, *sorted(cuts), own.ranks])]
+    if len(hosts) > 2 and draw(st.booleans()):
+        hosts.pop()
+    hosts = draw(st.permutations(hosts))
+    ends = draw(st.sets(st.sampled_from(range(1, len(hosts))), max_size=1)) if len(hosts) > 1 else set()
+    lines = [draw(_placements(hosts[low:high])) for low, high in pairwise([0, *sorted(ends), len(hosts)])]
     layers = max(map(len, lines)) + draw(st.integers(0, 3))
     return [tuple(draw(_line(own, line, layers))) for line in lines]
 
 
 @st.composite
-def _line(draw: st.DrawFn, own: Limits, blocks: Sequence[Sequence[range]], layers: int) -> list[Stage]:
-    """Draw one pipeline's stages over `layers` layers, one per block of islands."""
-    inner = draw(st.permutations(range(1, layers)))[: len(blocks) - 1]
+def _placements(draw: st.DrawFn, hosts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Draw the ranks of every stage: one stage per host, or several: in turn, in a V, or anyhow."""
+    kind = draw(st.sampled_from(("once", "in turn", "V", "anyhow")))
+    more = {"once": [], "in turn": hosts, "V": hosts[::-1]}
+    return hosts + (more[kind] if kind in more else draw(st.lists(st.sampled_from(hosts), max_size=3)))
+
+
+@st.composite
+def _line(draw: st.DrawFn, own: Limits, hosts: Sequence[tuple[int, ...]], layers: int) -> list[Stage]:
+    """Draw one pipeline's stages over `layers` layers, on the hosts given."""
+    inner = draw(st.permutations(range(1, layers)))[: len(hosts) - 1]
     extents = pairwise([0, *sorted(inner), layers])
     stages = []
-    for block, extent in zip(blocks, extents, strict=True):
-        ranks = tuple(rank for island in block for rank in island)
+    for ranks, extent in zip(hosts, extents, strict=True):
         degrees = [
             size
             for size in own.family.sizes
-            if size <= own.heads
-            and len(ranks) % size == 0
-            and any(set(ranks).issuperset(b) for b in own.family.blocks(size))
+            if size <= own.heads and set(_cut(ranks, size)) <= {tuple(block) for block in own.family.blocks(size)}
         ]
-        stages.append(Stage(ranks, extent, draw(st.sampled_from([1, *degrees]))))
+        stages.append(Stage(ranks, extent, draw(st.sampled_from(degrees))))
     return stages
 
 
@@ -193,7 +205,7 @@ def _pipelines(
     own: Limits,
     stages: tuple[Stage, ...],
     documents: dict[int, int],
-    islands: tuple[range, ...],
+    sharding: Sharding,
     reduce: Reduce,
 ) -> Pipeline:
     """Draw the rounds and the table of one pipeline; `documents` maps ids to lengths."""
@@ -208,27 +220,27 @@ def _pipelines(
         [draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(draw(st.integers(1, 3)))] for stage in stages
     ]
     home = {document: [draw(st.sampled_from(choice)) for choice in shapes] for document in documents}
+    islands = [own.islands(sharding, stage.ranks) for stage in stages]
     found = [
         Round(
-            tuple(draw(_works(spans, [home[span.document][s] for span in spans], islands)) for s in range(len(stages)))
+            tuple(
+                draw(_works(spans, [home[span.document][s] for span in spans], islands[s])) for s in range(len(stages))
+            )
         )
         for spans in pieces
         if spans
     ]
-    apart = all(span.tokens == documents[span.document] for spans in pieces for span in spans)
     if len(stages) == 1 and draw(st.booleans()):
         return replace(Pipeline.single(stages[0].ranks, stages[0].layers, found, reduce), stages=stages)
-    style = {
-        "split": draw(st.booleans()),
-        "unshard": draw(st.booleans()),
-        "alternate": apart and draw(st.booleans()),
-    }
-    rows = tuple(tuple(table_row(s, len(stages), len(found), reduce, **style)) for s in range(len(stages)))
-    return Pipeline(stages, tuple(found), rows)
+    split = [draw(st.booleans()) for _ in stages]
+    kinds = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+    first = draw(st.permutations([(kind, s) for kind in kinds for s in range(len(stages))]))
+    table = rows_in_order(stages, greedy_order(len(stages), found, split, first))
+    return Pipeline(stages, tuple(found), completed(stages, table, reduce, unshard=draw(st.booleans())))
 
 
 @st.composite
-def _works(draw: st.DrawFn, spans: list[Span], shapes: list[Shape], islands: tuple[range, ...]) -> Work:
+def _works(draw: st.DrawFn, spans: list[Span], shapes: list[Shape], islands: tuple[tuple[int, ...], ...]) -> Work:
     """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then."""
     by_shape: dict[Shape, list[Span]] = {}
     for span, shape in zip(spans, shapes, strict=True):
@@ -241,48 +253,62 @@ def _works(draw: st.DrawFn, spans: list[Span], shapes: list[Shape], islands: tup
     if kind == "derived":
         return work
     attention = work.attention_layout()
-    size = len(islands[0])
-    shift = draw(st.integers(0, size - 1))
-    moved = attention.rank // size * size + (attention.rank % size + shift) % size
+    shift = draw(st.integers(0, max(map(len, islands)) - 1))
+    onward = {rank: island[(k + shift) % len(island)] for island in islands for k, rank in enumerate(island)}
+    moved = np.array([onward[rank] for rank in attention.rank.tolist()], dtype=np.int64)
     linear = Layout(moved, attention.item, attention.start, attention.stop)
     explicit = {"attention": (attention, None), "linear": (None, linear), "both": (attention, linear)}[kind]
     return replace(work, attention=explicit[0], linear=explicit[1])
 
 
-def table_row(
-    stage: int,
-    stages: int,
-    rounds: int,
-    reduce: Reduce,
-    *,
-    split: bool = False,
-    unshard: bool = False,
-    alternate: bool = False,
-) -> Iterable[Action]:
-    """Yield a simple valid row: all forwards, then all backwards in reverse; or round by round.
+@st.composite
+def batches(draw: st.DrawFn, *, max_documents: int = 60, longest: int = 60_000) -> np.ndarray:
+    """Draw the lengths of a batch, int64[n]: anything, a long tail, equal lengths, one giant, or tiny documents."""
+    count = draw(st.integers(1, max_documents))
+    kind = draw(st.sampled_from(("tail", "any", "equal", "giant", "tiny")))
+    if kind == "equal":
+        return np.full(count, draw(st.integers(1, longest)), dtype=np.int64)
+    if kind == "tiny":
+        return np.array(draw(st.lists(st.integers(1, 40), min_size=count, max_size=count)), dtype=np.int64)
+    random = np.random.default_rng(draw(st.integers(0, 2**16)))
+    if kind == "any":
+        return random.integers(1, longest, count, endpoint=True)
+    lengths = np.minimum(random.lognormal(np.log(longest / 40), 1.3, count).astype(np.int64) + 1, longest)
+    if kind == "giant":
+        lengths[draw(st.integers(0, count - 1))] = longest
+    return lengths
+
+
+@st.composite
+def cost_models(
+    draw: st.DrawFn, *, max_nodes: int = 4, max_ranks: int = 32, published: bool | None = None
+) -> CostModel:
+    """Draw a cost model of a small cluster: memory from tight to roomy, every sharding, published or analytic.
 
     Args:
-        stage: the row's stage.
-        stages: stages of the pipeline.
-        rounds: rounds of the pipeline.
-        reduce: when gradients are reduced.
-        split: I and W instead of B.
-        unshard: put UNSHARD and RESHARD around the computation.
-        alternate: forward and backward of one round before the next; not for documents in pieces.
+        draw: given by hypothesis.
+        max_nodes: nodes, at most.
+        max_ranks: GPUs, at most.
+        published: whether the additive constants of FlexSP price it; None draws that.
     """
-    first, last = stage == 0, stage == stages - 1
-    forward = ([] if first else ["RECV_F"]) + ["F"] + ([] if last else ["SEND_F"])
-    backward = ([] if last else ["RECV_B"]) + (["I"] if split else ["B"]) + ([] if first else ["SEND_B"])
-    backward += ["W"] * split + ["REDUCE"] * (reduce == Reduce.ROUND)
-    order = [(words, r) for r in range(rounds) for words in (forward, backward)]
-    if not alternate:
-        order = [(forward, r) for r in range(rounds)] + [(backward, r) for r in reversed(range(rounds))]
-    if unshard and rounds:
-        yield Action(stage, ActionKind.UNSHARD)
-    for words, number in order:
-        for word in words:
-            yield Action(stage, ActionKind(word), number)
-    if unshard and rounds:
-        yield Action(stage, ActionKind.RESHARD)
-    if reduce == Reduce.STEP:
-        yield Action(stage, ActionKind.REDUCE)
+    published = draw(st.booleans()) if published is None else published
+    gpus = draw(st.sampled_from([size for size in (8, 4, 6, 3, 2, 1) if size <= max_ranks]))
+    nodes = draw(st.integers(1, 1 if published and gpus < 8 else min(max_nodes, max_ranks // gpus)))
+    sharding = draw(st.sampled_from(("full", "hybrid", "none")))
+    tier = draw(st.integers(0, 3))
+    if published:
+        return roomy_cost_model(f"{nodes}x{gpus}xA100-40G", "gpt-7b", "flexsp-a100", sharding, tier)
+    model = draw(st.sampled_from(("qwen3-0.6b", "qwen3-4b", "llama3-8b")))
+    return roomy_cost_model(f"{nodes}x{gpus}x{draw(st.sampled_from(('H100', 'H200')))}", model, None, sharding, tier)
+
+
+@lru_cache(maxsize=1024)
+def roomy_cost_model(cluster: str, model: str, profile: str | None, sharding: str, tier: int) -> CostModel:
+    """The cost model of the ``tier``-th budget, or of the first larger one that holds the model at all."""
+    parts = (Cluster.parse(cluster), ModelSpec.load(model), profile, sharding)
+    for budget in (14.0, 24.0, 40.0, 75.0, 130.0, 260.0)[tier:]:
+        try:
+            return CostModel(*parts, budget_gib=budget)
+        except SeqloomError:
+            continue
+    raise SeqloomError(f"{model} on {cluster}: no budget of this strategy holds it")

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Stage, Work
-from seqloom.testing.strategies import table_row
+from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Stage, Work
 
 LENGTHS = (100, 60, 40, 8)
 
@@ -40,5 +39,11 @@ def staged() -> Plan:
         work = [Work((Group(ranks, 2, 2, spans),), Checkpoint.FULL) for ranks in ((0, 1, 2, 3), (4, 5, 6, 7))]
         rounds.append(Round(tuple(work)))
     stages = (Stage((0, 1, 2, 3), (0, 2)), Stage((4, 5, 6, 7), (2, 4), tensor=2))
-    rows = tuple(tuple(table_row(s, 2, 2, Reduce.STEP)) for s in range(2))
+    rows = tuple(
+        tuple(map(Action.parse, row.split()))
+        for row in (
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0 0REDUCE",
+            "1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0 1REDUCE",
+        )
+    )
     return Plan(limits(), Sharding.HYBRID, Reduce.STEP, LENGTHS, (Pipeline(stages, tuple(rounds), rows),), "hand")

@@ -26,6 +26,7 @@ from seqloom.plan import (
     Round,
     Sharding,
     Span,
+    Stage,
     Work,
 )
 
@@ -46,9 +47,18 @@ def test_numpy_numbers_give_the_same_hash(plain: Plan) -> None:
 
 
 def test_islands(plain: Plan) -> None:
-    assert plain.islands == (range(8),)
-    assert replace(plain, sharding=Sharding.HYBRID).islands == (range(4), range(4, 8))
-    assert len(replace(plain, sharding=Sharding.NONE).islands) == 8
+    assert plain.islands == (tuple(range(8)),)
+    assert replace(plain, sharding=Sharding.HYBRID).islands == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert replace(plain, sharding=Sharding.NONE).islands == tuple((rank,) for rank in range(8))
+
+
+def test_islands_lie_inside_a_host(plain: Plan) -> None:
+    """Stages on ranks 0-1, 2-5 and 0-1 again: two hosts, of which the second lies in two nodes."""
+    stages = (Stage((0, 1), (0, 1)), Stage((2, 3, 4, 5), (1, 2)), Stage((0, 1), (2, 4)))
+    plan = replace(plain, pipelines=(replace(plain.pipelines[0], stages=stages),))
+    assert plan.islands == ((0, 1), (2, 3, 4, 5))
+    assert replace(plan, sharding=Sharding.HYBRID).islands == ((0, 1), (2, 3), (4, 5))
+    assert len(replace(plan, sharding=Sharding.NONE).islands) == 6
 
 
 @pytest.mark.parametrize("suffix", ["json", "txt"])
@@ -163,7 +173,7 @@ round 1 stage 0 checkpoint full
   group ranks 4-7 ulysses 2 ring 2: 1
   group ranks 4-5 ulysses 2 ring 1: 2
   group ranks 0 ulysses 1 ring 1: 3
-stage 0: 0F0 0B0 0F1 0B1 0REDUCE
+host 0: 0F0 0B0 0F1 0B1 0REDUCE
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,16 +23,23 @@ def rounds_needed(options: Options) -> int:
     return max(1, int(np.ceil(least * (1 - PRECISION))))
 
 
-def lock_step_bound(options: Options) -> float:
-    """The bound where every rank takes part in every round: the best number of rounds, each with its best longest round."""
-    base = float(options.fixed.min())
-    share = tuned_share(options, float(NEVER))
-    freely = _best_compromise(options, share, None)  # however many rounds there are
+def lock_step_bound(lanes: Sequence[Options]) -> float:
+    """The bound where every rank takes part in every round: the best number of rounds and the best longest round.
+
+    Lanes are looked at together, since they share the number of rounds: few rounds crowd the memory, which costs
+    recomputation or wider groups in one lane; many rounds gather parameters more often in another.
+    """
+    shares = [tuned_share(lane, float(NEVER)) for lane in lanes]
+    freely = [_best_compromise(lane, share, None) for lane, share in zip(lanes, shares, strict=True)]
+    bases = [float(lane.fixed.min()) for lane in lanes]
     best = np.inf
-    rounds = rounds_needed(options)
-    while rounds * base + freely < best:
-        best = min(best, rounds * base + _best_compromise(options, share, rounds))
+    rounds = max(rounds_needed(lane) for lane in lanes)
+    while max(rounds * base + net for base, net in zip(bases, freely, strict=True)) < best:
+        crowded = [_best_compromise(lane, share, rounds) for lane, share in zip(lanes, shares, strict=True)]
+        best = min(best, max(rounds * base + net for base, net in zip(bases, crowded, strict=True)))
         rounds += 1
+        if rounds * max(bases) == 0:
+            break  # rounds cost nothing: more of them change nothing
     return best
 
 
@@ -82,8 +90,10 @@ def _crowded_rounds(options: Options, open_to: np.ndarray, share: np.ndarray, ro
     if taken:
         filled[options.degree[:, 0] == options.ranks] = 0.0
     work = np.where(open_to, options.degree * options.cost, np.inf)
+    mean = float(work.min(axis=0).sum()) / (options.ranks * rounds)
+    prices = np.concatenate([float(options.fixed.min()) * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
     bound = 0.0
-    for price in float(options.fixed.min()) * 2.0 ** np.arange(4):
+    for price in prices:
         priced = float((work + price * filled).min(axis=0).sum())
         bound = max(bound, priced - price * options.ranks * (rounds - taken))
     return bound / options.ranks

@@ -8,6 +8,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.planners.bounds.lock_step import lock_step_bound
+from seqloom.planners.bounds.mixture import mixture_bound
 from seqloom.planners.bounds.options import Options, longest_bound
 from seqloom.planners.bounds.roundings import PRECISION
 from seqloom.planners.bounds.throughput import throughput_bound
@@ -24,14 +25,14 @@ def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
 
 def variants_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> int:
     """The bound for plans whose rounds use any of these variants (which differ in checkpointing only)."""
-    best = 0.0
-    for lane in range(3):
-        options = Options.of(np.asarray(lengths, np.int64), cost, variants, lane)
-        if not options.cost.any() and not options.fixed.any():
-            continue
-        best = max(best, longest_bound(options))
-        best = max(best, throughput_bound(options, best))
-        best = max(best, timeline_bound(options, best))
-        if options.island == options.ranks:
-            best = max(best, lock_step_bound(options))
+    lanes = [Options.of(np.asarray(lengths, np.int64), cost, variants, lane) for lane in range(3)]
+    used = [lane for lane in lanes if lane.cost.any() or lane.fixed.any()]
+    best = longest_bound(used[0])
+    for lane in used:
+        best = max(best, throughput_bound(lane, best))
+        best = max(best, timeline_bound(lane, best))
+    if cost.island_size == cost.ranks:
+        best = max(best, lock_step_bound(used))
+        if len(variants) > 1:
+            best = max(best, mixture_bound(np.asarray(lengths, np.int64), cost, variants))
     return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in variants)

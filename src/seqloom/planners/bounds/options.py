@@ -14,7 +14,7 @@ from seqloom.planners.fill import NEVER
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Every way to run a document, under all variants that a plan may mix: ``O`` ways, ``n`` documents, one lane. ns."""
+    """Every way to run a document, under all variants a plan may mix: ``O`` ways, ``n`` documents, one lane. ns."""
 
     degree: np.ndarray
     """float64[O, 1]"""
