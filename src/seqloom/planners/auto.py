@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.adaptive import plan_adaptive
 from seqloom.planners.flex import plan_flex
@@ -43,5 +45,6 @@ def plan_auto(
     if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
         from seqloom.planners.flexsp import plan_flexsp
 
-        candidates.append(plan_flexsp(lengths, cost, seed=seed))
+        with suppress(SeqloomError):  # its degrees are powers of two: it may refuse what the others hold
+            candidates.append(plan_flexsp(lengths, cost, seed=seed))
     return best_of([*candidates, *known], cost)

@@ -5,7 +5,10 @@ The loops use integers and IEEE doubles only, so both give the same plan to the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -19,7 +22,22 @@ COMPILED: bool = numba is not None
 
 
 def kernel(function: Function) -> Function:
-    """Compile a hot loop if numba is there (cached on disk after the first call), else return it unchanged."""
+    """Compile a hot loop if numba is there (kept on disk after the first call), else return it unchanged."""
     if numba is None:
         return function
-    return cast(Function, numba.njit(cache=True, nogil=True)(function))
+    dispatcher = numba.njit(nogil=True)(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError:  # no folder to write to: compile in every process
+        return cast(Function, dispatcher)
+    # numba looks only at the file that a kernel stands in, but a kernel contains the ones it calls: what is on disk
+    # counts only while none of them has changed.
+    dispatcher._cache._cache_file._version = f"{numba.__version__} {sources()}"
+    return cast(Function, dispatcher)
+
+
+@cache
+def sources() -> str:
+    """Hash of every file that kernels stand in."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -178,77 +178,98 @@ def limit_ladder(t: Tables, k: int, budget: int, step: int, ladder: np.ndarray) 
 
 
 @kernel
+def best_rung(
+    t: Tables,
+    budget: int,
+    waiting: np.ndarray,
+    least: int,
+    falling: bool,
+    ladder: np.ndarray,
+    joined: np.ndarray,
+    shapes: np.ndarray,
+    starts: np.ndarray,
+    load: np.ndarray,
+    tokens: np.ndarray,
+) -> int:
+    """The most efficient way to fill a round: value placed per rank-nanosecond spent.
+
+    Every limit of the ladder is tried with groups of any size, and the longest one with groups of each size or more:
+    where memory is tight, larger groups pack better. The arrays from ``joined`` on are those of ``fill_round``.
+    """
+    useful = t.fixed.max() * 6 // 5 + 1  # less time than this left over is as good as lost
+    last = ladder.shape[0] - 1
+    best, best_gain = last, -1.0
+    for index in range(last + np.searchsorted(t.degrees, t.island, "right")):
+        rung, floor = min(index, last), max(0, index - last)
+        if t.island % t.degrees[floor]:
+            continue  # groups all of a size that does not tile the island leave ranks idle
+        groups, longest, value = fill_round(
+            t, ladder[rung], floor, t.island, waiting, least, falling, joined, shapes, starts, load, tokens
+        )
+        spent = longest if budget - longest >= useful else budget
+        gain = value / (max(spent, 1) * t.island)
+        if groups > 0 and gain > best_gain:
+            best, best_gain = rung + floor * LADDER_STEPS, gain
+    return best
+
+
+@kernel
+def keep_round(
+    island: int,
+    waiting: np.ndarray,
+    groups: int,
+    joined: np.ndarray,
+    shapes: np.ndarray,
+    starts: np.ndarray,
+    draft: Draft,
+) -> None:
+    """Write a filled round into the draft."""
+    first, index = draft.count[0], draft.count[1]
+    draft.group_shape[first : first + groups] = shapes[:groups]
+    draft.group_start[first : first + groups] = starts[:groups]
+    draft.group_round[first : first + groups] = index
+    for place in range(waiting.shape[0]):
+        if joined[place] >= 0:
+            draft.group_of[waiting[place]] = first + joined[place]
+    draft.round_island[index] = island
+    draft.round_width[index] = 1
+    draft.count[0] += groups
+    draft.count[1] += 1
+
+
+@kernel
 def fill_island(
     t: Tables, target: int, island: int, waiting: np.ndarray, keys: Keys, filled: int, draft: Draft
 ) -> tuple[np.ndarray, int]:
     """Fill one island up to the target, round by round; returns who still waits and how many rounds are filled."""
-    lanes = t.cost.shape[0]
-    shapes = np.empty(t.island, np.int64)
-    starts = np.empty(t.island, np.int64)
-    load = np.empty((lanes, t.island), np.int64)
-    tokens = np.empty(t.island, np.int64)
+    shapes, starts, tokens = np.empty(t.island, np.int64), np.empty(t.island, np.int64), np.empty(t.island, np.int64)
+    load = np.empty((t.cost.shape[0], t.island), np.int64)
     ladder = np.empty(LADDER_STEPS + 2, np.int64)
-    useful = t.fixed.max() * 6 // 5 + 1  # less time than this left over is as good as lost
     while waiting.shape[0] > 0:
         budget = target - draft.load[island]
-        first = 0
         rungs = 0
-        while first < waiting.shape[0]:  # the longest document that this island can still finish in time
-            rungs = limit_ladder(t, waiting[first], budget, keys.step, ladder)
+        for k in waiting:  # the longest document that this island can still finish in time sets the ladder
+            rungs = limit_ladder(t, k, budget, keys.step, ladder)
             if rungs > 0:
                 break
-            first += 1
         if rungs == 0:
             break
-        joined = np.empty(waiting.shape[0], np.int64)
         least = t.tokens[waiting].min()
-        floors = np.searchsorted(t.degrees, t.island, "right")
+        joined = np.empty(waiting.shape[0], np.int64)
         rung = keys.rung[filled % keys.rung.shape[0]]
         if rung < 0:
-            best_gain = -1.0
-            for index in range(rungs + floors - 1):
-                limit, floor = ladder[min(index, rungs - 1)], max(0, index - rungs + 1)
-                if t.island % t.degrees[floor]:
-                    continue  # groups all of a size that does not tile the island leave ranks idle
-                groups, longest, value = fill_round(
-                    t,
-                    limit,
-                    floor,
-                    t.island,
-                    waiting,
-                    least,
-                    keys.falling,
-                    joined,
-                    shapes,
-                    starts,
-                    load,
-                    tokens,
-                )
-                spent = longest if budget - longest >= useful else budget
-                gain = value / (max(spent, 1) * t.island)
-                if groups > 0 and gain > best_gain:
-                    best_gain = gain
-                    rung = min(index, rungs - 1) + floor * LADDER_STEPS
+            tried = ladder[:rungs]
+            rung = best_rung(t, budget, waiting, least, keys.falling, tried, joined, shapes, starts, load, tokens)
         joined[:] = -1
-        limit, floor = ladder[min(rung % LADDER_STEPS, rungs - 1)], rung // LADDER_STEPS % floors
-        groups, longest, value = fill_round(
+        limit = ladder[min(rung % LADDER_STEPS, rungs - 1)]
+        floor = rung // LADDER_STEPS % np.searchsorted(t.degrees, t.island, "right")
+        groups, longest, _ = fill_round(
             t, limit, floor, t.island, waiting, least, keys.falling, joined, shapes, starts, load, tokens
         )
         draft.rung[filled] = rung
         if groups == 0:
             break
-        first_group, index = draft.count[0], draft.count[1]
-        for group in range(groups):
-            draft.group_shape[first_group + group] = shapes[group]
-            draft.group_start[first_group + group] = starts[group]
-            draft.group_round[first_group + group] = index
-        for place in range(waiting.shape[0]):
-            if joined[place] >= 0:
-                draft.group_of[waiting[place]] = first_group + joined[place]
-        draft.round_island[index] = island
-        draft.round_width[index] = 1
-        draft.count[0] += groups
-        draft.count[1] += 1
+        keep_round(island, waiting, groups, joined, shapes, starts, draft)
         draft.load[island] += longest
         filled += 1
         waiting = waiting[joined < 0]

@@ -6,7 +6,7 @@ practical up to about 8 GPUs and a dozen documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.flex import plan_flex, tiles
+from seqloom.planners.flex import finish_searches, start_searches, tiles, work_bound
 from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
 
 MOST_DOCUMENTS = 20
@@ -23,7 +23,10 @@ MOST_RANKS = 16
 
 
 class Slot(NamedTuple):
-    """A group that may be opened: shape index, first rank, and the round it would run in."""
+    """A group that may be opened: what its round keeps, shape index, first rank, and the round it would run in."""
+
+    kept: int
+    """Index of the problem whose variant prices the round."""
 
     shape: int
     start: int
@@ -31,6 +34,11 @@ class Slot(NamedTuple):
     place: tuple[int, int]
     """First rank and number of ranks that run this round together."""
     round: int
+
+    @property
+    def pair(self) -> tuple[tuple[int, int], int, int]:
+        """The round: where it runs, what it keeps, its number."""
+        return self.place, self.kept, self.round
 
 
 @dataclass
@@ -96,8 +104,8 @@ def require_highspy() -> Any:
     return highspy
 
 
-def slots_of(problem: Problem, rounds: int) -> Iterator[Slot]:
-    """Every group that a plan of at most ``rounds`` rounds per place may open."""
+def slots_of(problem: Problem, kept: int, rounds: int) -> Iterator[Slot]:
+    """Every group that a plan of at most ``rounds`` rounds per place may open under this variant."""
     cost, degrees = problem.cost, problem.tables.degree.tolist()
     island = cost.island_size
     for shape, degree in enumerate(degrees):
@@ -107,34 +115,38 @@ def slots_of(problem: Problem, rounds: int) -> Iterator[Slot]:
             ranks = max(island, degree)
             place = (block.start // ranks * ranks, ranks) if degree <= island else (block.start, degree)
             for index in range(rounds):
-                yield Slot(shape, block.start, degree, place, index)
+                yield Slot(kept, shape, block.start, degree, place, index)
 
 
 def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) -> Plan:
-    """The best plan of all variants, proven.
+    """The best plan, proven: over every way to reduce gradients, and in each over what every round keeps.
 
     Args:
         lengths: int64[n] tokens, at most 20 of them, on at most 16 ranks.
-        nodes: of the branch-and-bound tree, per variant; SeqloomError if the proof needs more.
+        nodes: of the branch-and-bound tree, per way to reduce; SeqloomError if the proof needs more.
     """
     if len(lengths) > MOST_DOCUMENTS or cost.ranks > MOST_RANKS:
         raise SeqloomError(
             f"exact takes at most {MOST_DOCUMENTS} documents on {MOST_RANKS} GPUs, not {len(lengths)} on {cost.ranks}; "
             f"use flex, whose gap to the bound is printed"
         )
-    plans = [exact_for(problem, nodes) for problem in fitting_problems(lengths, cost)]
+    fitting = fitting_problems(lengths, cost)
+    plans = []
+    for reduce in dict.fromkeys(problem.variant.reduce for problem in fitting):
+        array = fitting[0].lengths
+        alike = [Problem(array, cost, v, cost.tables(array, v)) for v in cost.variants if v.reduce == reduce]
+        plans.append(exact_for(alike, nodes))
     return min(plans, key=cost.plan_ns)
 
 
-def exact_for(problem: Problem, nodes: int) -> Plan:
-    """The best plan under one variant: data, variables, constraints, objective."""
+def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
+    """The best plan whose rounds use any of these variants: data, variables, constraints, objective."""
     # data
-    cost, tables, n = problem.cost, problem.tables, len(problem.lengths)
-    known = plan_flex(problem.lengths, cost, only=problem.variant)
-    longest = cost.plan_ns(known) - cost.step_overhead_ns(problem.variant)
-    rounds = min(n, max(1, longest // max(1, int(tables.fixed.max(axis=0).min()))))
-    slots = list(slots_of(problem, rounds))
-    pairs = sorted({(slot.place, slot.round) for slot in slots})
+    cost, n = problems[0].cost, len(problems[0].lengths)
+    longest = min(searched_ns(problem) for problem in problems if problem.fits)
+    rounds = min(n, max(1, longest // max(1, min(int(p.tables.fixed.max(axis=0).min()) for p in problems))))
+    slots = [slot for kept, problem in enumerate(problems) for slot in slots_of(problem, kept, rounds)]
+    pairs = sorted({slot.pair for slot in slots})
     # variables
     model = Model()
     step = model.variable(upper=longest / 1e6, integer=False)
@@ -145,6 +157,7 @@ def exact_for(problem: Problem, nodes: int) -> Plan:
     for k in range(n):
         model.constrain({holds[k][s]: 1.0 for s in range(len(slots))}, 1, 1)
     for s, slot in enumerate(slots):
+        tables = problems[slot.kept].tables
         room = slot.degree * tables.capacity
         terms = {holds[k][s]: float(tables.tokens[k]) for k in range(n)}
         model.constrain({**terms, opened[s]: -float(room)}, -np.inf, 0)
@@ -152,32 +165,38 @@ def exact_for(problem: Problem, nodes: int) -> Plan:
             terms = {holds[k][s]: tables.cost[lane, slot.shape, k] / 1e6 for k in range(n)}
             fixed = tables.fixed[lane, slot.shape] / 1e6
             if fixed or any(terms.values()):
-                model.constrain({**terms, opened[s]: fixed, time[slot.place, slot.round]: -1.0}, -np.inf, 0)
+                model.constrain({**terms, opened[s]: fixed, time[slot.pair]: -1.0}, -np.inf, 0)
     for rank in range(cost.ranks):
-        for place, index in pairs:
-            here = [s for s, x in enumerate(slots) if (x.place, x.round) == (place, index)]
+        for pair in pairs:
+            here = [s for s, slot in enumerate(slots) if slot.pair == pair]
             covers = [s for s in here if slots[s].start <= rank < slots[s].start + slots[s].degree]
             if len(covers) > 1:
                 model.constrain({opened[s]: 1.0 for s in covers}, 0, 1)
     for start in range(0, cost.ranks, cost.island_size):
         runs = [pair for pair in pairs if pair[0][0] <= start < sum(pair[0])]
         model.constrain({**{time[pair]: 1.0 for pair in runs}, step: -1.0}, -np.inf, 0)
-    for place, index in pairs:  # rounds of a place may be numbered by falling time
-        if (place, index + 1) in time:
-            model.constrain({time[place, index]: 1.0, time[place, index + 1]: -1.0}, 0, np.inf)
+    for place, kept, index in pairs:  # rounds of a place that keep the same may be numbered by falling time
+        if (place, kept, index + 1) in time:
+            model.constrain({time[place, kept, index]: 1.0, time[place, kept, index + 1]: -1.0}, 0, np.inf)
     # objective
     values = model.minimise(step, [], nodes)
-    return to_plan(problem, chosen_rounds(problem, slots, values, opened, holds), "exact")
+    return to_plan(problems[0], chosen_rounds(problems[0], slots, values, opened, holds), "exact")
+
+
+def searched_ns(problem: Problem) -> int:
+    """ns of a step that ``flex`` finds under one variant, without the step's overhead: the optimum is no longer."""
+    bound = work_bound(problem.search)
+    return finish_searches(start_searches(problem.search, bound), bound, None, 0).best_ns
 
 
 def chosen_rounds(
     problem: Problem, slots: list[Slot], values: np.ndarray, opened: list[int], holds: list[list[int]]
 ) -> list[list[Seat]]:
     """The rounds of a solution; wide ones first, so that no island waits in between."""
-    rounds: dict[tuple[int, tuple[int, int], int], list[Seat]] = {}
+    rounds: dict[tuple[int, tuple[int, int], int, int], list[Seat]] = {}
     for s, slot in enumerate(slots):
         members = [k for k in range(len(holds)) if values[holds[k][s]] > 0.5]
         if values[opened[s]] > 0.5 and members:
             seat = Seat(problem.tables.shapes[slot.shape], slot.start, members)
-            rounds.setdefault((-slot.place[1], slot.place, slot.round), []).append(seat)
+            rounds.setdefault((-slot.place[1], *slot.pair), []).append(seat)
     return [rounds[key] for key in sorted(rounds)]

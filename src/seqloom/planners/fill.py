@@ -192,6 +192,24 @@ def smallest_opening(
 
 
 @kernel
+def open_group(
+    t: Tables,
+    s: int,
+    start: int,
+    group: int,
+    shapes: np.ndarray,
+    starts: np.ndarray,
+    load: np.ndarray,
+    tokens: np.ndarray,
+    taken: np.ndarray,
+) -> None:
+    """Open an empty group of shape ``s`` from rank ``start`` on."""
+    shapes[group], starts[group], tokens[group] = s, start, 0
+    load[:, group] = t.fixed[:, s]
+    taken[start : start + t.shape_degree[s]] = 1
+
+
+@kernel
 def fill_round(
     t: Tables,
     limit: int,
@@ -214,20 +232,17 @@ def fill_round(
         least: tokens of the smallest of them.
         falling: whether that order is by falling length, which lets runs of documents that cannot fit be skipped.
         joined: int64[w], receives the group of each document that is placed; other entries stay as they are.
-        shapes: int64[ranks], receives each group's shape.
-        starts: int64[ranks], receives each group's first rank, counted from the round's own.
+        shapes, starts, tokens: int64[ranks], receive each group's shape, first rank (of the round's own) and tokens.
         load: int64[L, ranks], receives each group's lanes, ns.
-        tokens: int64[ranks], receives each group's tokens.
 
     Returns:
         groups opened, time of the round (ns), total value placed.
     """
-    lanes = t.cost.shape[0]
     listed = np.empty((t.shape_degree.shape[0], ranks), np.int64)  # open groups by shape, least time left first
     size = np.zeros(t.shape_degree.shape[0], np.int64)
-    free, groups, longest, value = ranks, 0, 0, 0
     taken = np.zeros(ranks, np.int64)
     cursor = np.zeros(t.degrees.shape[0], np.int64)
+    free, groups, longest, value = ranks, 0, 0, 0
     place = 0
     while place < waiting.shape[0]:
         k = waiting[place]
@@ -235,17 +250,14 @@ def fill_round(
         most = t.degrees[wanted] if wanted >= 0 else ranks
         s, at = find_group(t, k, limit, most, listed, size, load, tokens)
         if s < 0 and wanted < 0:
-            place = (
-                next_fitting(t, limit, waiting, place, listed, size, load, tokens)
-                if falling and free == 0
-                else place + 1
-            )
+            skip = falling and free == 0
+            place = next_fitting(t, limit, waiting, place, listed, size, load, tokens) if skip else place + 1
             continue
         if s < 0:
-            s, at = t.alone_shape[wanted, k], size[t.alone_shape[wanted, k]]
-            shapes[groups], starts[groups], tokens[groups], listed[s, at] = s, start, 0, groups
-            taken[start : start + t.shape_degree[s]] = 1
-            load[:, groups] = t.fixed[:, s]
+            s = t.alone_shape[wanted, k]
+            at = size[s]
+            listed[s, at] = groups
+            open_group(t, s, start, groups, shapes, starts, load, tokens, taken)
             free -= t.shape_degree[s]
             groups += 1
             size[s] += 1
@@ -253,7 +265,7 @@ def fill_round(
         joined[place] = group
         value += t.value[k]
         tokens[group] += t.tokens[k]
-        for lane in range(lanes):
+        for lane in range(t.cost.shape[0]):
             load[lane, group] += t.cost[lane, s, k]
             longest = max(longest, load[lane, group])
         while at > 0 and load[0, listed[s, at - 1]] < load[0, group]:
@@ -261,8 +273,7 @@ def fill_round(
             at -= 1
         listed[s, at] = group
         if tokens[group] + least > t.shape_degree[s] * t.capacity:  # full: nobody need look at it again
-            for later in range(at + 1, size[s]):
-                listed[s, later - 1] = listed[s, later]
+            listed[s, at : size[s] - 1] = listed[s, at + 1 : size[s]]
             size[s] -= 1
         place += 1
     return groups, longest, value

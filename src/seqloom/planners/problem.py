@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables, Shape, Variant
+from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
 from seqloom.planners.fill import NEVER, Tables
@@ -43,7 +44,7 @@ class Problem:
     @classmethod
     def of(cls, lengths: Sequence[int] | np.ndarray, cost: CostModel, variant: Variant) -> Problem:
         """Price the documents; SeqloomError if one of them fits on no group."""
-        array = np.asarray(lengths, dtype=np.int64)
+        array = Batch.of(lengths).lengths
         problem = cls(array, cost, variant, cost.tables(array, variant))
         if not problem.fits:
             raise problem.too_long()
@@ -106,7 +107,7 @@ class Problem:
 
 def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> list[Problem]:
     """The batch under every variant whose memory holds it; SeqloomError if there is none."""
-    array = np.asarray(lengths, dtype=np.int64)
+    array = Batch.of(lengths).lengths
     problems = [Problem(array, cost, variant, cost.tables(array, variant)) for variant in cost.variants]
     fitting = [problem for problem in problems if problem.fits]
     if not fitting:

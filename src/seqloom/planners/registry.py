@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Plan
 
@@ -77,7 +78,7 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
     base, given = parse_name(name)
     if base in ("flexsp", "flex", "auto"):
         given["seed"] = seed
-    plan = planner(base)(np.asarray(lengths, np.int64), cost, **given, **options)
+    plan = planner(base)(Batch.of(lengths).lengths, cost, **given, **options)
     plan.validate()
     return plan
 

@@ -304,11 +304,14 @@ def cost_models(
 
 @lru_cache(maxsize=1024)
 def roomy_cost_model(cluster: str, model: str, profile: str | None, sharding: str, tier: int) -> CostModel:
-    """The cost model of the ``tier``-th budget, or of the first larger one that holds the model at all."""
+    """The cost model of the ``tier``-th of a list of budgets that hold the model at all, or of the largest."""
     parts = (Cluster.parse(cluster), ModelSpec.load(model), profile, sharding)
-    for budget in (14.0, 24.0, 40.0, 75.0, 130.0, 260.0)[tier:]:
+    found: list[CostModel] = []
+    for budget in (14.0, 24.0, 40.0, 75.0, 130.0, 150.0, 260.0):
         try:
-            return CostModel(*parts, budget_gib=budget)
+            found.append(CostModel(*parts, budget_gib=budget))
         except SeqloomError:
             continue
-    raise SeqloomError(f"{model} on {cluster}: no budget of this strategy holds it")
+        if len(found) > tier:
+            break
+    return found[-1]

@@ -1,0 +1,93 @@
+"""A result as a JSON file: the figures, and where, when and with what they were measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common import Check, source_name
+
+
+def write(
+    out: Path | None, script: str, arguments: argparse.Namespace, figures: dict[str, Any], checks: Sequence[Check]
+) -> None:
+    """Write the figures with what is needed to judge and repeat them."""
+    if out is None:
+        return
+    result = {
+        "benchmark": Path(script).stem,
+        "command": _command(script, arguments),
+        "lengths": source_name(arguments.lengths),
+        "quick": arguments.quick,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "hardware": hardware(),
+        "libraries": libraries(),
+        "install": "fast" if libraries()["numba"] else "base",
+        "targets": [asdict(check) | {"passed": check.passed} for check in checks],
+        "figures": figures,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1, default=float) + "\n")
+    part.replace(out)
+
+
+def _command(script: str, arguments: argparse.Namespace) -> str:
+    """The command line without folders of this machine."""
+    words = ["python", f"benchmarks/{Path(script).name}"]
+    for name, value in vars(arguments).items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if name == "out":
+            words.append(f"benchmarks/results/{value.name}")
+        elif value is not True:
+            words.append(Path(value).name if name == "lengths" else str(value))
+    return shlex.join(words)
+
+
+def hardware() -> str:
+    """Cores, kind of processor and memory, in words."""
+    try:
+        model = Path("/proc/cpuinfo").read_text()
+        memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    except (OSError, ValueError):
+        model, memory = platform.processor(), ""
+    server = "server " if any(name in model for name in ("EPYC", "Xeon", "Neoverse")) else ""
+    return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} {server}CPU{memory}"
+
+
+@cache
+def commit() -> str:
+    """The commit at the first call; says so if the library's sources differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent.parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        status = [*git, "status", "--porcelain", "--", "src"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + (", with changes in src" if changed else "")
+
+
+def libraries() -> dict[str, str | None]:
+    """Versions of what plans are made with; None where a library is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("numpy", "numba", "highspy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

@@ -1,0 +1,104 @@
+"""The lower bound against the optimum: never above it, and near it."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from seqloom.errors import SeqloomError
+from seqloom.planners import make_plan
+from seqloom.planners.bounds import lower_bound
+from seqloom.planners.bounds.lock_step import lock_step_bound, rounds_needed
+from seqloom.planners.bounds.options import Options, first_feasible, longest_bound
+from seqloom.planners.bounds.throughput import throughput_bound
+from seqloom.planners.bounds.timeline import timeline_bound
+from seqloom.testing.brute_force import shortest_step
+from seqloom.testing.strategies import roomy_cost_model
+
+CLUSTERS = ("1x8xA100-40G", "1x4xA100-40G", "1x2xA100-40G")
+SHARDINGS = ("full", "hybrid", "none")
+
+
+def case(seed):
+    """Seeded small case: lengths and a cost model with a single variant, so that the oracle sees every plan."""
+    random = np.random.default_rng(seed)
+    cost = roomy_cost_model(CLUSTERS[seed // 3 % 3], "gpt-7b", "flexsp-a100", SHARDINGS[seed % 3], seed // 9 % 3)
+    count = int(random.integers(10, 13))
+    room = cost.ranks * cost.capacity(cost.variants[0]) // cost.granule * cost.granule
+    lengths = random.lognormal(np.log(room / 12), random.uniform(0.4, 1.4), count).astype(np.int64) + 1
+    return np.minimum(lengths, room), cost
+
+
+@cache
+def measured(seed):
+    """Bound, optimum and flex of a seeded case, ns."""
+    lengths, cost = case(seed)
+    optimum = shortest_step(lengths, cost, cost.variants[0]) + cost.step_overhead_ns(cost.variants[0])
+    return lower_bound(lengths, cost), optimum, cost.plan_ns(make_plan("flex", lengths, cost))
+
+
+LOOSE = {8: 0.78}
+"""Where the bound is known to be below 0.8 of the optimum: memory of one rank for little more than one document."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bound_optimum_and_flex_stand_in_this_order(seed):
+    bound, optimum, flex = measured(seed)
+    assert LOOSE.get(seed, 0.8) * optimum < bound <= optimum <= flex <= 1.06 * optimum
+
+
+@pytest.mark.slow
+def test_quality_on_many_small_cases():
+    bound, optimum, flex = np.array([measured(seed) for seed in range(250)]).T
+    assert (bound <= optimum).all() and (optimum <= flex).all()
+    assert (flex / optimum).mean() <= 1.02
+    assert (bound / optimum).mean() >= 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="seed 187: two GPUs, 98 % of memory filled, flex 6.75 % above the optimum")
+def test_worst_of_many_small_cases():
+    _, optimum, flex = np.array([measured(seed) for seed in range(250)]).T
+    assert (flex / optimum).max() <= 1.06
+
+
+@pytest.mark.parametrize("seed", range(0, 18, 3))
+def test_every_part_of_the_bound_is_one(seed):
+    lengths, cost = case(seed)
+    optimum = shortest_step(lengths, cost, cost.variants[0])
+    options = Options.of(lengths, cost, cost.variants, 0)
+    longest = longest_bound(options)
+    parts = [throughput_bound(options, longest), timeline_bound(options, longest), lock_step_bound([options])]
+    assert longest > 0 and all(longest <= part * (1 + 1e-9) and part <= optimum * (1 + 1e-9) for part in parts)
+    plan = make_plan("flex", lengths, cost)
+    assert 1 <= rounds_needed(options) <= len(plan.pipelines[0].rounds)
+
+
+def test_one_document_needs_its_own_time():
+    _, cost = case(0)
+    tables = cost.tables(np.array([9_000]), cost.variants[0])
+    fits = tables.degree * tables.capacity >= tables.tokens[0]
+    alone = int((tables.cost[:, :, 0] + tables.fixed).max(axis=0)[fits].min())
+    assert 0.999 * alone <= lower_bound(np.array([9_000]), cost) <= alone
+
+
+def test_bisection_finds_the_end_of_the_impossible():
+    assert first_feasible(lambda step: False, 7.0) == 7.0
+    assert 999 <= first_feasible(lambda step: step < 1_000, 7.0) <= 1_000
+
+
+@pytest.mark.xfail(
+    strict=True, reason="lower_bound does not ask whether memory holds the batch; it hangs, warnings aside"
+)
+@pytest.mark.filterwarnings("error")
+def test_an_impossible_batch_is_refused():
+    with pytest.raises(SeqloomError, match="--max-length"):
+        lower_bound(np.array([10**7]), case(0)[1])
+
+
+@pytest.mark.xfail(strict=True, reason="likewise, where gradients reduced once per step leave too little memory")
+@pytest.mark.filterwarnings("error")
+def test_a_way_to_reduce_that_does_not_hold_the_batch_is_left_out():
+    cost = roomy_cost_model("1x4xH100", "qwen3-4b", None, "full", 1)
+    lengths = np.array([4 * max(cost.capacity(variant) for variant in cost.variants)])
+    assert 0 < lower_bound(lengths, cost) <= cost.plan_ns(make_plan("flex", lengths, cost))

@@ -1,0 +1,73 @@
+"""What a planner is asked, and how its answer becomes a plan."""
+
+import numpy as np
+import pytest
+
+from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint
+from seqloom.planners.fill import NEVER
+from seqloom.planners.problem import CHECKPOINTS, Problem, Seat, fitting_problems, to_plan
+from seqloom.testing.strategies import roomy_cost_model
+
+PUBLISHED = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
+ANALYTIC = roomy_cost_model("1x4xH100", "qwen3-0.6b", None, "full", 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "empty"),
+        ([5, 0], "sequence 1: 0 is not a length"),
+        ([-7], "-7 is not a length"),
+        ([3.5], "3.5 is not a length"),
+        ([float("nan")], "nan is not a length"),
+    ],
+)
+def test_what_is_no_batch_is_refused(lengths, message):
+    with pytest.raises(SeqloomError, match=message):
+        fitting_problems(np.array(lengths), PUBLISHED)
+    with pytest.raises(SeqloomError, match=message):
+        Problem.of(lengths, PUBLISHED, PUBLISHED.variants[0])
+
+
+def test_too_long_names_the_document_and_a_length_that_fits():
+    with pytest.raises(SeqloomError, match=r"sequence 1 has 10000000 tokens.*--max-length (\d+)") as refused:
+        Problem.of([7, 10**7], PUBLISHED, PUBLISHED.variants[0])
+    room = int(str(refused.value).split("--max-length ")[1].split(")")[0])
+    assert Problem.of([room], PUBLISHED, PUBLISHED.variants[0]).fits
+    with pytest.raises(SeqloomError):
+        Problem.of([room + 1], PUBLISHED, PUBLISHED.variants[0])
+
+
+def test_only_variants_that_hold_the_batch_are_left():
+    capacity = sorted({ANALYTIC.capacity(variant) for variant in ANALYTIC.variants})
+    most = max(shape.degree for shape in ANALYTIC.shapes)
+    assert len(fitting_problems([1], ANALYTIC)) == len(ANALYTIC.variants)
+    (only,) = fitting_problems([most * capacity[-1]], ANALYTIC)
+    assert only.tables.capacity == capacity[-1]
+
+
+def test_tables_for_the_hot_loops_agree_with_the_prices():
+    problem = Problem.of([100, 9_000, 40_000], PUBLISHED, PUBLISHED.variants[0])
+    search = problem.search
+    for d, degree in enumerate(search.degrees.tolist()):
+        for k, tokens in enumerate(search.tokens.tolist()):
+            fits = tokens <= degree * search.capacity
+            shape = int(search.alone_shape[d, k])
+            assert search.shape_degree[shape] == degree
+            assert search.alone[d, k] == (problem.tables.group_ns(shape, np.array([k])) if fits else NEVER)
+    assert (search.value >= 1).all() and (np.diff(search.value) > 0).all()
+    assert len(search.cost) == len(search.fixed) == 1  # lanes that the published constants never use are left out
+
+
+def test_each_round_keeps_as_much_as_its_memory_allows():
+    capacity = {
+        v.checkpoint: ANALYTIC.capacity(v) for v in ANALYTIC.variants if v.reduce == ANALYTIC.variants[0].reduce
+    }
+    lengths = [capacity[Checkpoint.NONE], capacity[Checkpoint.SELECTIVE], capacity[Checkpoint.FULL]]
+    roomiest = next(v for v in ANALYTIC.variants if v.checkpoint == Checkpoint.FULL)
+    problem = Problem.of(lengths, ANALYTIC, roomiest)
+    shape = problem.tables.shapes[0]
+    plan = to_plan(problem, [[Seat(shape, 0, [k])] for k in range(3)], "test")
+    plan.validate()
+    assert [current.work[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])

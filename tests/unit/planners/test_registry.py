@@ -1,0 +1,83 @@
+"""Planners by name, their options, and whole runs."""
+
+import numpy as np
+import pytest
+
+from seqloom.describe import sample
+from seqloom.errors import SeqloomError
+from seqloom.planners import PLANNERS, make_plan, plan_batches
+from seqloom.planners.registry import parse_name, planner
+from seqloom.testing.strategies import roomy_cost_model
+
+COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
+
+
+def degrees_of(plan):
+    return {group.degree for current in plan.pipelines[0].rounds for group in current.groups}
+
+
+def test_static_takes_a_degree():
+    assert parse_name("static:64") == ("static", {"degree": 64}) and parse_name("flex") == ("flex", {})
+    assert degrees_of(make_plan("static:4", np.array([900, 800]), COST)) == {4}
+    with pytest.raises(SeqloomError, match="choose one of 1, 2, 4, 8"):
+        make_plan("static:3", np.array([900]), COST)
+
+
+@pytest.mark.parametrize("name", ["flex:8", "static:", "static:zero", "static:0", "static:-2", "auto:1", "static:1.5"])
+def test_other_options_are_refused(name):
+    with pytest.raises(SeqloomError, match="only static takes an option"):
+        parse_name(name)
+
+
+@pytest.mark.parametrize(("name", "near"), [("flx", "flex"), ("Static", "static"), ("adaptve:3", "adaptive")])
+def test_unknown_names_are_refused_with_the_nearest(name, near):
+    for ask in (parse_name, lambda name: make_plan(name, np.array([9]), COST)):
+        with pytest.raises(SeqloomError, match=f"unknown planner.*did you mean.*{near}"):
+            ask(name)
+    with pytest.raises(SeqloomError, match="unknown planner"):
+        planner("nothing")
+    with pytest.raises(SeqloomError, match="unknown planner"):
+        plan_batches([name], [np.array([9])], COST)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("length", [1, 128, 40_000])
+def test_one_document(name, length):
+    plan = make_plan(name, np.array([length]), COST)
+    assert plan.documents == (length,) and len(plan.pipelines[0].rounds) == 1
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_an_impossible_batch_is_refused_alike(name):
+    with pytest.raises(SeqloomError, match="--max-length"):
+        make_plan(name, np.array([10**7, 5]), COST)
+    with pytest.raises(SeqloomError, match="empty"):
+        make_plan(name, np.array([]), COST)
+    with pytest.raises(SeqloomError, match="not a length"):
+        make_plan(name, np.array([0]), COST)
+
+
+def test_a_run_has_one_static_degree_and_names_as_given():
+    short, long = np.full(30, 2_000), np.array([40_000, 10])
+    seen = []
+    found = plan_batches(
+        ["auto", "static", "static:8"], [short, long], COST, progress=lambda name, index: seen.append((name, index))
+    )
+    assert [list(batch) for batch in found] == [["auto", "static", "static:8"]] * 2
+    assert len({frozenset(degrees_of(batch["static"].plan)) for batch in found}) == 1
+    assert degrees_of(make_plan("static", short, COST)) == {1} != degrees_of(found[0]["static"].plan)
+    assert all(degrees_of(batch["static:8"].plan) == {8} for batch in found)
+    assert seen == [(name, index) for index in (0, 1) for name in ("static", "static:8", "auto")]
+    assert all(planned.plan_ns > 0 for batch in found for planned in batch.values())
+    assert plan_batches(["flex"], [], COST) == []
+
+
+@pytest.mark.parametrize("cluster", ["3x4xH100", "2x6xH100", "1x6xH100", "3x8xH100"])
+def test_degrees_that_are_no_powers_of_two_are_used_where_cheaper(cluster):
+    used = set()
+    for sharding in ("full", "hybrid"):
+        cost = roomy_cost_model(cluster, "llama3-8b", None, sharding, 0)
+        for seed in range(3):
+            plan = make_plan("flex", sample("commoncrawl", 40, seed=seed, max_length=60_000), cost, evaluations=40)
+            used |= degrees_of(plan)
+    assert any(degree & (degree - 1) for degree in used), used

@@ -1,0 +1,57 @@
+"""Seating the groups of a draft on real ranks."""
+
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from seqloom.planners.decode import decode
+from seqloom.planners.fill import NEVER
+from seqloom.planners.flex import Search, rounds_of, virtual_islands, work_bound
+from seqloom.planners.pricing import price_rounds
+from seqloom.planners.problem import Problem, to_plan
+from seqloom.planners.settle import settle
+from seqloom.testing.strategies import batches, cost_models
+
+
+@st.composite
+def drafts(draw):
+    """A complete draft over a drawn virtual island."""
+    cost = draw(cost_models(max_ranks=24))
+    variant, lengths = draw(st.sampled_from(cost.variants)), draw(batches())
+    problem = Problem(lengths, cost, variant, cost.tables(lengths, variant))
+    assume(problem.fits)
+    search = Search.over(problem.search, draw(st.sampled_from(virtual_islands(problem.search))))
+    target = work_bound(problem.search) * draw(st.integers(100, 300)) // 100
+    while decode(search.tables, target, search.keys, search.draft):
+        target = target * 3 // 2
+    return problem, search
+
+
+@given(drafts())
+def test_seated_groups_make_a_valid_plan_of_that_time(drawn):
+    problem, search = drawn
+    step = int(settle(search.tables, search.draft, search.island, search.seats))
+    if step >= NEVER:
+        assert search.tables.island != search.island  # only groups from wider islands may find no place
+        return
+    rounds = rounds_of(problem, search.draft, search.seats)
+    plan = to_plan(problem, rounds, "test")
+    plan.validate()
+    ends = problem.cost.plan_ns(plan)
+    assert ends == price_rounds(problem, rounds)
+    overhead = problem.cost.step_overhead_ns(problem.variant)
+    # a round may keep more activations than it was drafted with, which only makes it shorter
+    assert ends == step + overhead if len(problem.cost.variants) == 1 else ends <= step + overhead
+    assert step == search.seats.load.max()
+
+
+@given(drafts())
+def test_real_islands_keep_the_drafted_ranks(drawn):
+    problem, search = drawn
+    if search.tables.island == search.island:
+        assert settle(search.tables, search.draft, search.island, search.seats) == search.draft.load.max()
+        groups = int(search.draft.count[0])
+        first = search.draft.round_island[search.draft.group_round[:groups]] * search.island
+        assert (search.seats.start[:groups] == first + search.draft.group_start[:groups]).all()
+        assert (np.diff(np.unique(search.seats.round_of[:groups])) == 1).all()
+        assert problem.cost.island_size == search.island

@@ -1,0 +1,70 @@
+"""Every benchmark runs: its smallest mode, from start to the written result. What it measures is not judged here."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("bench_*.py"))
+FIELDS = {"benchmark", "command", "lengths", "date", "commit", "hardware", "libraries", "install", "targets", "figures"}
+LONGEST_SCRIPT = 150
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_smallest_mode_writes_a_result(name, tmp_path, capsys):
+    if name == "bench_flexsp_solver":
+        pytest.importorskip("highspy")
+    out = tmp_path / "result.json"
+    importlib.import_module(name).main(["--quick", "--out", str(out)])
+    assert capsys.readouterr().out.strip()
+    result = json.loads(out.read_text())
+    assert set(result) >= FIELDS
+    assert result["benchmark"] == name
+    assert str(tmp_path) not in out.read_text()
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_script_is_short(path):
+    assert len(path.read_text().splitlines()) <= LONGEST_SCRIPT
+
+
+def test_readme_names_every_script_and_result():
+    text = (FOLDER / "README.md").read_text()
+    assert [name for name in SCRIPTS if f"benchmarks/{name}.py" not in text] == []
+    assert [path.name for path in (FOLDER / "results").glob("*.json") if path.name not in text] == []
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_result_is_whole_and_names_no_folder(path):
+    result = json.loads(path.read_text())
+    assert set(result) >= FIELDS
+    assert not result["quick"]
+    assert not re.search(r'[\s"=]/\w', path.read_text())
+
+
+def test_a_miss_is_a_miss():
+    common = importlib.import_module("common")
+    assert not common.Check("gap, %", 5.1, 5).passed
+    assert not common.Check("bound / optimum", 0.9, 0.93, at_least=True).passed
+    assert common.Check("gap, %", 5.0, 5).passed
+
+
+def test_simple_bound_is_below_the_plan():
+    from seqloom.api import cost_model
+    from seqloom.planners import make_plan
+
+    gap = importlib.import_module("bench_gap")
+    common = importlib.import_module("common")
+    for setting, sharding in ((common.A100, "full"), (common.A100, "hybrid"), (common.H200, "full")):
+        cluster, model, profile = setting
+        cost = cost_model(cluster, model, profile=profile, sharding=sharding, max_length=gap.CONTEXT)
+        [lengths] = common.batches("commoncrawl", 1, seed=0, context=gap.CONTEXT, size=64)
+        assert 0 < gap.simple_bound(lengths, cost) <= cost.plan_ns(make_plan("flex", lengths, cost))
