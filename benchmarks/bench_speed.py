@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from common import A100, H200, Check, options, progress, show, show_checks, source_name
 from plan_timer import PLANNERS, Case
-from record import write
+from record import commit, write
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 LIMITS = {64: (50.0, 150.0), 1024: (1000.0, 1000.0)}
@@ -35,9 +35,9 @@ def cases(quick: bool) -> list[Case]:
     ways = [(sharding, data) for sharding in ("full", "hybrid") for data in ("Wikipedia", "CommonCrawl")]
     if quick:
         return [Case(install, *A100, "full", "Wikipedia", 32, 2) for install in ("fast", "base")]
-    fast = [Case("fast", *setting, *way, 512, 120) for setting in (A100, H200) for way in ways]
+    fast = [Case("fast", *setting, *way, 512, 100) for setting in (A100, H200) for way in ways]
     fast += [Case("fast", *setting, *way, 8192, 5) for setting in large for way in ways]
-    base = [Case("base", *setting, *way, 512, 3) for setting in (A100, H200) for way in ways]
+    base = [Case("base", *setting, *way, 512, 2) for setting in (A100, H200) for way in ways]
     return [*fast, *base, Case("base", *large[0], "full", "Wikipedia", 8192, 1)]
 
 
@@ -71,12 +71,16 @@ def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Measure every row."""
     arguments = options(__doc__).parse_args(argv)
+    commit()  # what runs from here on, whatever is committed in the meantime
     rows, checks, shown = [], [], []
     installs = ("fast", "base") if find_spec("numba") else ("base",)
     planned = [case for case in cases(arguments.quick) if case.install in installs]
     progress("the first plan of an installation")
     compiling = first_plan(planned[0], arguments) if "fast" in installs and not arguments.quick else None
-    worker(planned[0]._replace(plans=1), arguments)  # what is compiled is on disk from here on
+    for case in {
+        (c.install, c.cluster, c.sharding): c for c in planned if c.install == "fast" and c.size <= 512
+    }.values():
+        worker(case._replace(plans=1), arguments)  # what is compiled is on disk from here on
     for case in planned:
         progress(f"{case.install} {case.cluster} {case.sharding} {case.data}: {case.plans} x {case.size}")
         row = measured(case, arguments)

@@ -33,7 +33,6 @@ def test_nothing_counts_nothing_and_the_whole_counts_one(rounding):
     assert rounding(np.array([0.0, 1.0])).tolist() == [0.0, 1.0]
 
 
-@pytest.mark.xfail(strict=True, reason="steps() takes parts just below a multiple as if they reached it")
 def test_parts_just_below_a_multiple_do_not_count_as_one():
     tiny = 2e-8
     shares = np.array([0.25 - tiny, 0.25 - tiny, 0.5 + 2 * tiny])

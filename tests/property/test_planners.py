@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan, plan_batches
-from seqloom.planners.bounds import variants_bound
-from seqloom.planners.problem import fitting_problems
+from seqloom.planners.bounds import lower_bound
 from seqloom.simulate import simulate
 from seqloom.testing.strategies import batches, cost_models
-
-
-def bound_of(lengths, cost):
-    """The lower bound over the ways to reduce gradients whose memory holds the batch."""
-    reduces = {problem.variant.reduce for problem in fitting_problems(lengths, cost)}
-    return min(variants_bound(lengths, cost, [v for v in cost.variants if v.reduce == reduce]) for reduce in reduces)
 
 
 def holds(lengths, cost):
@@ -52,7 +45,7 @@ def test_every_plan_is_valid_priced_and_above_the_bound(name, cost, lengths):
     if not holds(lengths, cost):
         check_refused([name], lengths, cost)
         return
-    check(make_plan(name, lengths, cost), lengths, cost, bound_of(lengths, cost))
+    check(make_plan(name, lengths, cost), lengths, cost, lower_bound(lengths, cost))
 
 
 @settings(max_examples=25)
@@ -67,7 +60,7 @@ def test_auto_is_never_above_any_planner(cost, lengths):
         plans["flexsp"] = make_plan("flexsp", lengths, cost)
     except SeqloomError as error:  # its degrees are powers of two: not every node has one that is wide enough
         assert "use planner adaptive or flex" in str(error)
-    bound = bound_of(lengths, cost)
+    bound = lower_bound(lengths, cost)
     for plan in plans.values():
         check(plan, lengths, cost, bound)
     times = {name: cost.plan_ns(plan) for name, plan in plans.items()}
@@ -87,7 +80,7 @@ def test_auto_is_never_above_any_planner_of_a_run(cost, several):
         assert list(found) == names
         times = {name: cost.plan_ns(planned.plan) for name, planned in found.items()}
         assert times["auto"] == min(times.values()) and times["adaptive"] <= times["static"]
-        check(found["auto"].plan, lengths, cost, bound_of(lengths, cost))
+        check(found["auto"].plan, lengths, cost, lower_bound(lengths, cost))
         degrees |= {g.degree for r in found["static"].plan.pipelines[0].rounds for g in r.groups}
     assert len(degrees) == 1  # one degree for the whole run
 

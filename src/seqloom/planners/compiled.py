@@ -25,7 +25,9 @@ def kernel(function: Function) -> Function:
     """Compile a hot loop if numba is there (kept on disk after the first call), else return it unchanged."""
     if numba is None:
         return function
-    dispatcher = numba.njit(nogil=True)(function)
+    dispatcher: Any = numba.njit(nogil=True)(function)
+    if dispatcher is function:  # compilation is switched off in numba itself
+        return function
     try:
         dispatcher.enable_caching()
     except RuntimeError:  # no folder to write to: compile in every process

@@ -12,8 +12,9 @@ The budget counts decodings, so the same inputs give the same plan on any machin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -35,6 +36,10 @@ SMALL_CLUSTER = 16
 """Up to this many ranks every virtual island is tried."""
 LARGE_PROBLEM = 1 << 20
 """Ranks times documents from which on only the real islands are tried."""
+MOST_FLOORS = 16
+"""Random changes draw the least degree of a round from the first so many, counted cyclically."""
+SETTLED = 66
+"""Decodings after which a change that is only as good is taken too, to get away from where nothing improves."""
 ORDERED_BELOW = 64
 """Batches of fewer documents than this may change the order of placement."""
 
@@ -101,37 +106,52 @@ class Search:
         while self.evaluations < stop and self.best_ns > bound + bound // 1000:
             target = self.reached - self.reached // STRIDE
             left = self.attempt(target, keys)
-            rungs = self.draft.rung[: max(1, self.draft.count[1])].copy()
-            for candidate in self.neighbours(keys, rungs, random):
+            rungs, first = self.rungs_taken(), self.evaluations
+            for change in changes(len(rungs), random):
                 if left == 0 or self.evaluations >= stop:
                     break
+                candidate = change(keys, rungs)
                 remaining = self.attempt(target, candidate)
-                if remaining <= left:
-                    if remaining < left:
-                        rungs = self.draft.rung[: max(1, self.draft.count[1])].copy()
-                    keys, left = candidate, remaining
+                if remaining < left or (remaining == left and self.evaluations > first + SETTLED):
+                    keys, left, rungs = candidate, remaining, self.rungs_taken()
             if left:
                 break
             self.bisect(bound, keys, 3)
 
-    def neighbours(self, keys: Keys, rungs: np.ndarray, random: Random) -> Iterator[Keys]:
-        """Keys that differ from these in one respect, nearest first; endless."""
-        for step in (1, -1, 2, -2, 3, -3, 5, -4, 7, -6, 9):
-            for index in range(min(len(rungs), 6)):
-                rung = int(rungs[index]) + step
-                if rung >= 0:
-                    yield keys._replace(rung=replaced(keys.rung, index, rung))
-        while True:
-            draw = random.random()
-            if len(keys.order) <= ORDERED_BELOW and draw < 0.5:
-                yield keys._replace(order=shuffled(keys.order, random), falling=False)
-            elif draw < 0.7:
-                document = int(keys.order[int(len(keys.order) * random.random() ** 2)])
-                yield keys._replace(widen=replaced(keys.widen, document, 1 - int(keys.widen[document])))
-            else:
-                floors = len(self.tables.degrees)
-                rung = int(random.random() * LADDER_STEPS * floors) if random.random() < 0.85 else -1
-                yield keys._replace(rung=replaced(keys.rung, int(len(rungs) * random.random()), rung))
+    def rungs_taken(self) -> np.ndarray:
+        """The steps of their ladders that the rounds of the last decoding took."""
+        return self.draft.rung[: max(1, self.draft.count[1])].copy()
+
+
+Change = Callable[[Keys, np.ndarray], Keys]
+"""From the current keys, and the rungs that they led to, to keys that differ in one respect."""
+
+
+def changes(rounds: int, random: Random) -> Iterator[Change]:
+    """Changes to try, endless: first every early round's limit, nearest steps first, then anything at random."""
+    for step in (1, -1, 2, -2, 3, -3, 5, -4, 7, -6, 9):
+        for index in range(min(rounds, 6)):
+            yield partial(shift_rung, index=index, step=step)
+    while True:
+        yield partial(change_at_random, random=random)
+
+
+def shift_rung(keys: Keys, rungs: np.ndarray, *, index: int, step: int) -> Keys:
+    """Take a neighbouring limit for one of the first rounds."""
+    index = min(index, len(rungs) - 1)
+    return keys._replace(rung=replaced(keys.rung, index, max(0, int(rungs[index]) + step)))
+
+
+def change_at_random(keys: Keys, rungs: np.ndarray, *, random: Random) -> Keys:
+    """Change the order (of small batches), the degree that a document starts from, or some round's limit."""
+    n, draw = len(keys.order), random.random()
+    if n < ORDERED_BELOW and draw < 0.5:
+        return keys._replace(order=shuffled(keys.order, random), falling=False)
+    if draw < 0.7:
+        document = int(keys.order[int(n * random.random() ** 2)])
+        return keys._replace(widen=replaced(keys.widen, document, 1 - int(keys.widen[document])))
+    rung = int(random.random() * LADDER_STEPS * MOST_FLOORS) if random.random() < 0.85 else -1
+    return keys._replace(rung=replaced(keys.rung, int(len(rungs) * random.random()), rung))
 
 
 def replaced(array: np.ndarray, index: int, value: int) -> np.ndarray:

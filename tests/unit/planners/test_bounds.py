@@ -52,14 +52,13 @@ def test_quality_on_many_small_cases():
     bound, optimum, flex = np.array([measured(seed) for seed in range(250)]).T
     assert (bound <= optimum).all() and (optimum <= flex).all()
     assert (flex / optimum).mean() <= 1.02
+    assert (flex / optimum).max() <= 1.06
     assert (bound / optimum).mean() >= 0.93
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="seed 187: two GPUs, 98 % of memory filled, flex 6.75 % above the optimum")
-def test_worst_of_many_small_cases():
-    _, optimum, flex = np.array([measured(seed) for seed in range(250)]).T
-    assert (flex / optimum).max() <= 1.06
+def test_memory_filled_to_the_brim_is_packed():
+    _, optimum, flex = measured(187)  # two GPUs, 98 % full: only a few of the divisions in two fit
+    assert flex <= 1.02 * optimum
 
 
 @pytest.mark.parametrize("seed", range(0, 18, 3))
@@ -87,16 +86,12 @@ def test_bisection_finds_the_end_of_the_impossible():
     assert 999 <= first_feasible(lambda step: step < 1_000, 7.0) <= 1_000
 
 
-@pytest.mark.xfail(
-    strict=True, reason="lower_bound does not ask whether memory holds the batch; it hangs, warnings aside"
-)
 @pytest.mark.filterwarnings("error")
 def test_an_impossible_batch_is_refused():
     with pytest.raises(SeqloomError, match="--max-length"):
         lower_bound(np.array([10**7]), case(0)[1])
 
 
-@pytest.mark.xfail(strict=True, reason="likewise, where gradients reduced once per step leave too little memory")
 @pytest.mark.filterwarnings("error")
 def test_a_way_to_reduce_that_does_not_hold_the_batch_is_left_out():
     cost = roomy_cost_model("1x4xH100", "qwen3-4b", None, "full", 1)

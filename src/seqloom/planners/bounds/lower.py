@@ -13,14 +13,16 @@ from seqloom.planners.bounds.options import Options, longest_bound
 from seqloom.planners.bounds.roundings import PRECISION
 from seqloom.planners.bounds.throughput import throughput_bound
 from seqloom.planners.bounds.timeline import timeline_bound
+from seqloom.planners.problem import fitting_problems
 
 
 def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
-    """A time in ns that no plan for these documents beats, including what a step costs once."""
-    return min(
-        variants_bound(lengths, cost, [v for v in cost.variants if v.reduce == reduce])
-        for reduce in {v.reduce for v in cost.variants}
-    )
+    """A time in ns that no plan for these documents beats, including what a step costs once.
+
+    SeqloomError if no plan can hold them.
+    """
+    possible = {problem.variant.reduce for problem in fitting_problems(lengths, cost)}
+    return min(variants_bound(lengths, cost, [v for v in cost.variants if v.reduce == reduce]) for reduce in possible)
 
 
 def variants_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> int:

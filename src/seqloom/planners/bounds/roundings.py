@@ -26,7 +26,7 @@ def steps(count: int) -> Rounding:
 
     def rounding(share: np.ndarray) -> np.ndarray:
         scaled = share * (count + 1)
-        whole = np.abs(scaled - np.rint(scaled)) < PRECISION
+        whole = np.abs(scaled - np.rint(scaled)) < 1e-12  # a part just below must not count as if it reached
         return np.where(whole, share, np.floor(scaled) / count)
 
     return rounding
