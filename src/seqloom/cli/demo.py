@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from seqloom.cli.options import AsJson, Seed, print_json, require_writable
+from seqloom.cli.options import AsJson, Picture, Seed, print_json, require_picture, require_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,7 @@ OutFile = Annotated[Path, typer.Option("--out", help="Where auto's plan is writt
 
 def demo(
     out: OutFile = Path("seqloom-demo-plan.json"),
+    picture: Picture = None,
     seed: Seed = 0,
     json: AsJson = False,
 ) -> None:
@@ -48,6 +49,7 @@ def demo(
     from seqloom.cli.workload import Source, Workload
 
     require_writable(out)
+    require_picture(picture)
     names, left_out = planners_here()
     cost = cost_model(CLUSTER, MODEL, profile=PROFILE, max_length=MAX_LENGTH)
     workload = Workload.by_count(Source(SAMPLER, seed, MAX_LENGTH), SEQUENCES)
@@ -58,6 +60,10 @@ def demo(
         print_json(report(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out)))
     else:
         _print_demo(cost, workload, row, left_out, out)
+    if picture is not None:
+        from seqloom.view import save_picture
+
+        save_picture(picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
 
 
 def run(
@@ -101,8 +107,7 @@ def _print_demo(
 ) -> None:
     from rich.console import Console
 
-    from seqloom.cli.compare import columns
-    from seqloom.view import comparison_table, length_histogram
+    from seqloom.view import length_histogram
 
     console = Console(highlight=False)
     [batch] = workload.batches
@@ -110,12 +115,7 @@ def _print_demo(
     for note in workload.notes():
         console.print(f"{note[0].upper()}{note[1:]}.", markup=False)
     console.print(length_histogram(batch.lengths))
-    console.print(
-        f"One step of {cost.model.name} on {cost.cluster.name} ({cost.ranks} GPUs, {cost.sharding} sharding) "
-        f"in a run with sequences of up to {MAX_LENGTH // 1024}K. Times are predictions with the constants "
-        f"that FlexSP's authors published (profile {cost.profile.name}), not measurements."
-    )
-    console.print(comparison_table(columns([row])))
+    _draw_comparison(console, cost, row)
     if left_out:
         console.print(f"flexsp is left out: {left_out['flexsp']}.", markup=False)
     else:
@@ -124,8 +124,22 @@ def _print_demo(
             "seqloom compare runs its full search."
         )
     console.print()
-    _print_timelines(console, row)
     _print_closing(console, row, out)
+
+
+def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Outcome]) -> None:
+    """The table of planners and the two timelines."""
+    from seqloom.cli.compare import columns
+    from seqloom.view import comparison_table
+
+    console.print(
+        f"One step of {cost.model.name} on {cost.cluster.name} ({cost.ranks} GPUs, {cost.sharding} sharding) "
+        f"in a run with sequences of up to {MAX_LENGTH // 1024}K. Times are predictions with the constants "
+        f"that FlexSP's authors published (profile {cost.profile.name}), not measurements."
+    )
+    console.print(comparison_table(columns([row])))
+    console.print()
+    _print_timelines(console, row)
 
 
 def _print_timelines(console: Console, row: dict[str, Outcome]) -> None:

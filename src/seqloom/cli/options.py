@@ -53,16 +53,26 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", help="Write the plan to this file: .json, or .txt with one line per action."),
 ]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", help="Write what is shown to this .svg file as well, in colour.")
+]
 Draw = Annotated[bool, typer.Option("--view", help="Draw the lengths and the timeline as well.")]
 
 
-def require_writable(path: Path) -> None:
-    """Refuse, before any planning, a file that a plan cannot be written to."""
-    if path.suffix not in (".json", ".txt"):
-        raise SeqloomError(f"{str(path)!r}: a plan file ends in .json or .txt; rename it")
+def require_writable(path: Path | None, what: str = "plan", suffixes: tuple[str, ...] = (".json", ".txt")) -> None:
+    """Refuse, before any planning, a file that cannot be written to; None is a file that nobody asked for."""
+    if path is None:
+        return
+    if path.suffix not in suffixes:
+        raise SeqloomError(f"{str(path)!r}: a {what} file ends in {' or '.join(suffixes)}; rename it")
     if path.is_dir() or not path.absolute().parent.is_dir():
         wrong = "is a folder" if path.is_dir() else f"needs the folder {str(path.parent)!r}, which does not exist"
         raise SeqloomError(f"{str(path)!r} {wrong}; choose another file")
+
+
+def require_picture(path: Path | None) -> None:
+    """Refuse, before any planning, a file that a picture cannot be written to."""
+    require_writable(path, "picture", (".svg",))
 
 
 def print_json(value: Any) -> None:

@@ -17,17 +17,21 @@ from seqloom.cli.options import (
     MaxLength,
     ModelName,
     Out,
+    Picture,
     ProfileName,
     Seed,
     ShardingName,
     Skip,
     Tokenizer,
     print_json,
+    require_picture,
     require_writable,
 )
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from seqloom.cli.outcome import Outcome
     from seqloom.cli.workload import Source, Workload
     from seqloom.cost import CostModel
@@ -60,6 +64,7 @@ def plan(
     column: Column = None,
     tokenizer: Tokenizer = None,
     out: Out = None,
+    picture: Picture = None,
     seed: Seed = 0,
     json: AsJson = False,
     view: Draw = False,
@@ -75,8 +80,8 @@ def plan(
     from seqloom.cli.progress import planning
     from seqloom.cli.workload import Source
 
-    if out is not None:
-        require_writable(out)
+    require_writable(out)
+    require_picture(picture)
     cost = cost_model(
         cluster,
         model,
@@ -102,6 +107,10 @@ def plan(
     else:
         _print_plan(cost, workload, outcome, view)
         _print_end(planner, outcome, out)
+    if picture is not None:
+        from seqloom.view import save_picture
+
+        save_picture(picture, "seqloom plan", lambda console: _draw_plan(console, cost, workload, outcome, True))
 
 
 def one_batch(source: Source, size: int | None, tokens: int | None, skip: int) -> Workload:
@@ -121,10 +130,13 @@ def one_batch(source: Source, size: int | None, tokens: int | None, skip: int) -
 def _print_plan(cost: CostModel, workload: Workload, outcome: Outcome, view: bool) -> None:
     from rich.console import Console
 
+    _draw_plan(Console(highlight=False), cost, workload, outcome, view)
+
+
+def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: Outcome, view: bool) -> None:
     from seqloom.cli.outcome import heading
     from seqloom.view import gantt, length_histogram, plan_table
 
-    console = Console(highlight=False)
     [batch] = workload.batches
     console.print(heading(cost), markup=False)
     console.print(f"{len(batch):,} sequences, {batch.tokens:,} tokens, longest {batch.longest:,}")

@@ -12,11 +12,15 @@ from seqloom.cli.options import (
     BudgetGib,
     ClusterName,
     ModelName,
+    Picture,
     ProfileName,
     print_json,
+    require_picture,
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from seqloom.cli.outcome import Outcome
     from seqloom.cost import CostModel
     from seqloom.plan import Plan
@@ -38,6 +42,7 @@ def simulate(
     sharding: OwnSharding = None,
     max_length: RunLength = None,
     budget_gib: BudgetGib = None,
+    picture: Picture = None,
     json: AsJson = False,
 ) -> None:
     """Simulate a plan file: step time, idle, communication, memory and a timeline.
@@ -50,6 +55,7 @@ def simulate(
     from seqloom.cli.outcome import Outcome, setting
     from seqloom.plan import Plan
 
+    require_picture(picture)
     loaded = Plan.load(plan)
     cost = cost_model(
         cluster,
@@ -65,6 +71,10 @@ def simulate(
         print_json({"plan": str(plan)} | setting(cost) | outcome.described())
     else:
         _print_simulation(cost, outcome)
+    if picture is not None:
+        from seqloom.view import save_picture
+
+        save_picture(picture, "seqloom simulate", lambda console: _draw_simulation(console, cost, outcome))
 
 
 def bound_of(plan: Plan, cost: CostModel) -> int | None:
@@ -79,10 +89,13 @@ def bound_of(plan: Plan, cost: CostModel) -> int | None:
 def _print_simulation(cost: CostModel, outcome: Outcome) -> None:
     from rich.console import Console
 
+    _draw_simulation(Console(highlight=False), cost, outcome)
+
+
+def _draw_simulation(console: Console, cost: CostModel, outcome: Outcome) -> None:
     from seqloom.cli.outcome import heading
     from seqloom.view import gantt, plan_table
 
-    console = Console(highlight=False)
     console.print(heading(cost), markup=False)
     console.print(repr(outcome.plan), markup=False)
     console.print(plan_table(outcome.plan, outcome.simulation))

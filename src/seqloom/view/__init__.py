@@ -1,7 +1,8 @@
-"""Plans and simulations to look at. For the terminal: tables, a Gantt chart, a histogram of lengths."""
+"""Plans and simulations to look at: tables, a Gantt chart, a histogram of lengths; in the terminal or as a picture."""
 
 from __future__ import annotations
 
+from seqloom.view.picture import save_picture
 from seqloom.view.terminal import comparison_table, gantt, length_histogram, plan_table
 
-__all__ = ["comparison_table", "gantt", "length_histogram", "plan_table"]
+__all__ = ["comparison_table", "gantt", "length_histogram", "plan_table", "save_picture"]

@@ -15,7 +15,8 @@ from seqloom.view.numbers import duration
 from seqloom.view.occupancy import Occupancy, occupancy, row_labels
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
-COLOURS = ("bright_blue", "cyan", "green", "yellow", "bright_red", "magenta", "blue", "red", "bright_green")
+COLOURS = ("bright_blue", "cyan", "green", "yellow", "bright_red", "magenta", "red", "blue", "white")
+BETWEEN = ("bright_blue", "bright_cyan", "bright_green", "bright_yellow", "bright_magenta", "bright_white")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 END_MARK = "="
 LEAST_COLUMNS = 10
@@ -66,6 +67,12 @@ def gantt(simulation: Simulation, width: int | None = None, rows: int = 16) -> G
     return Gantt(simulation, width, rows)
 
 
+def colour(degree: int) -> str:
+    """The colour of a degree, the same in every chart: one per power of two, brighter for the degrees between."""
+    colours = COLOURS if degree & (degree - 1) == 0 else BETWEEN
+    return colours[(degree.bit_length() - 1) % len(colours)]
+
+
 def _axis(step_ns: int, margin: int, columns: int) -> Text:
     """Return the line below the chart: zero on the left, the step's time on the right."""
     return Text(" " * (margin + 1) + "0" + duration(step_ns).rjust(columns - 1), "dim", no_wrap=True)
@@ -88,10 +95,7 @@ class _Pen:
         wide = [degree for degree in grid.degrees if degree >= 10]
         letters = {degree: LETTERS[k % len(LETTERS)] for k, degree in enumerate(wide)}
         marks = tuple(END_MARK if degree == 0 else letters.get(degree, str(degree)) for degree in grid.degrees)
-        first = int(0 in grid.degrees)
-        styles = tuple(
-            "white" if degree == 0 else COLOURS[(k - first) % len(COLOURS)] for k, degree in enumerate(grid.degrees)
-        )
+        styles = tuple("white" if degree == 0 else colour(degree) for degree in grid.degrees)
         return cls(marks, styles, coloured, "." if ascii_only else "·", "|" if ascii_only else "│")
 
     def cell(self, grid: Occupancy, row: int, column: int) -> tuple[str, str]:

@@ -142,3 +142,10 @@ def test_an_unwritable_file_is_refused_without_a_traceback(refused, folder, monk
 
     monkeypatch.setattr(Plan, "save", forbid)
     assert "cannot use 'plan.json': Permission denied" in refused(f"{PLAN} --out plan.json")
+
+
+def test_a_picture_is_written_beside_the_text(run, refused, folder):
+    result = run(f"{PLAN} --picture plan.svg")
+    assert result.code == 0 and "above the bound" in result.out
+    assert (folder / "plan.svg").read_text().startswith("<svg")
+    assert "ends in .svg" in refused(f"{PLAN} --picture plan.png")

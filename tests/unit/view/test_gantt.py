@@ -104,3 +104,10 @@ def test_nothing_happened():
     simulation = simulation_of([], 2, 100, 2)
     lines = text_of(gantt(simulation, width=30)).splitlines()
     assert lines[0] == "rank 0 │" + "·" * 21 + "│"
+
+
+def test_a_degree_has_one_colour_in_every_chart():
+    from seqloom.view.gantt import colour
+
+    assert len({colour(1 << power) for power in range(8)}) == 8
+    assert colour(3) not in {colour(2), colour(4)}
