@@ -61,7 +61,8 @@ def measured(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one row and sum it up."""
     found = worker(case, arguments)
     source = arguments.lengths if case.data == "Wikipedia" else "commoncrawl"
-    row = case._asdict() | {"gpus": found["gpus"], "lengths": source_name(source), "peak_mb": found["peak_mb"]}
+    row = case._asdict() | {key: found[key] for key in ("gpus", "warm_up_ms", "peak_mb")}
+    row["lengths"] = source_name(source)
     for kind in ("wall_ms", "processor_ms"):
         for name, times in found[kind].items():
             row[f"{name}_{kind}"] = {q: float(np.percentile(times, int(q[1:]))) for q in ("p50", "p99")}
