@@ -35,11 +35,13 @@ STRIDE = 400
 SMALL_CLUSTER = 16
 """Up to this many ranks every virtual island is tried."""
 LARGE_PROBLEM = 1 << 20
-"""Ranks times documents from which on only the real islands are tried."""
+"""Ranks times documents from which on only the real islands are tried, with fewer limits per round, and no further."""
 MOST_FLOORS = 16
 """Random changes draw the least degree of a round from the first so many, counted cyclically."""
 SETTLED = 66
 """Decodings after which a change that is only as good is taken too, to get away from where nothing improves."""
+NEAR_BOUND = 64
+"""One part in this many above the bound, and virtual islands are not tried on a large batch."""
 ORDERED_BELOW = 64
 """Batches of fewer documents than this may change the order of placement."""
 
@@ -65,10 +67,12 @@ class Search:
     def over(cls, tables: Tables, virtual: int) -> Search:
         """Start a search with islands of ``virtual`` ranks."""
         n = len(tables.tokens)
-        usable = [tiles(int(degree), virtual, tables.node) for degree in tables.degrees]
+        large = tables.ranks * n > LARGE_PROBLEM
+        usable = [usable_degree(int(degree), virtual, tables) for degree in tables.degrees]
         alone = np.where(np.array(usable)[:, None], tables.alone, NEVER)
         order = np.argsort(-tables.tokens, kind="stable")
-        keys = Keys(order, True, np.zeros(n, np.int64), np.full(n, -1, np.int64), LADDER_GROWTH)
+        growth = LADDER_GROWTH * 2 if large else LADDER_GROWTH
+        keys = Keys(order, True, np.zeros(n, np.int64), np.full(n, -1, np.int64), growth)
         draft = Draft.empty(n, tables.ranks // virtual)
         seats = Seats.empty(n, tables.ranks // tables.island)
         return cls(tables._replace(island=virtual, alone=alone), tables.island, keys, draft, seats)
@@ -175,6 +179,13 @@ def tiles(degree: int, island: int, node: int) -> bool:
     return degree % island == 0 if degree > island else island >= node or island % degree == 0
 
 
+def usable_degree(degree: int, virtual: int, tables: Tables) -> bool:
+    """Whether groups of this degree can be decoded on virtual islands and then always be seated on the real ones."""
+    if not tiles(degree, virtual, tables.node):
+        return False
+    return virtual == tables.island or max(degree, tables.island) % min(degree, tables.island) == 0
+
+
 def virtual_islands(tables: Tables) -> list[int]:
     """Island sizes to decode with: the real one, the whole cluster, and on small clusters every block between."""
     island, ranks, node = tables.island, tables.ranks, tables.node
@@ -190,6 +201,8 @@ def virtual_islands(tables: Tables) -> list[int]:
 
 def default_evaluations(tables: Tables, island: int) -> int:
     """Decodings spent on local search: many for small batches, where each is quick and each document counts."""
+    if island < tables.ranks and tables.ranks * len(tables.tokens) > LARGE_PROBLEM:
+        return 0  # there the bisection already ends where the search would
     total = 100_000 if island == tables.ranks else 50_000
     return max(8, min(1_000, total // (len(tables.tokens) * len(tables.shape_degree))))
 
@@ -207,9 +220,11 @@ def work_bound(tables: Tables) -> int:
 
 
 def start_searches(tables: Tables, bound: int) -> list[Search]:
-    """Bisect once per virtual island; the best first."""
-    searches = []
+    """Bisect once per virtual island, as long as there is much to gain; the best first."""
+    searches: list[Search] = []
     for virtual in virtual_islands(tables):
+        if searches and len(tables.tokens) >= ORDERED_BELOW and searches[0].best_ns - bound <= bound // NEAR_BOUND:
+            break
         search = Search.over(tables, virtual)
         search.bisect(bound, search.keys, 12)
         searches.append(search)
