@@ -15,8 +15,9 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.flex import finish_searches, start_searches, tiles, work_bound
+from seqloom.planners.flex import finish_searches, start_searches, work_bound
 from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
+from seqloom.planners.search import tiles
 
 MOST_DOCUMENTS = 20
 MOST_RANKS = 16

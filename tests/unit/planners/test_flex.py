@@ -6,19 +6,9 @@ import pytest
 from seqloom.describe import sample
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.fill import NEVER
-from seqloom.planners.flex import (
-    Search,
-    changes,
-    default_evaluations,
-    plan_flex,
-    replaced,
-    shuffled,
-    start_searches,
-    tiles,
-    virtual_islands,
-    work_bound,
-)
+from seqloom.planners.flex import default_evaluations, plan_flex, start_searches, virtual_islands, work_bound
 from seqloom.planners.problem import Problem
+from seqloom.planners.search import Search, changes, replaced, shuffled, tiles
 from seqloom.testing.strategies import roomy_cost_model
 
 LENGTHS = sample("commoncrawl", 40, seed=2, max_length=40_000)
@@ -110,3 +100,16 @@ def test_islands_need_not_wait_for_each_other():
         for s in ("full", "hybrid")
     }
     assert times["hybrid"] <= times["full"]
+
+
+def test_tight_memory_mixes_what_rounds_keep():
+    from seqloom.cost import CostModel
+    from seqloom.describe import Cluster, ModelSpec
+
+    cost = CostModel(Cluster.parse("2x8xH200"), ModelSpec.load("llama3-70b"))
+    lengths = sample("wikipedia", 64, seed=0, max_length=100_000)
+    mixed = plan_flex(lengths, cost)
+    mixed.validate()
+    pure = min((plan_flex(lengths, cost, only=variant) for variant in cost.variants), key=cost.plan_ns)
+    assert cost.plan_ns(mixed) < 0.97 * cost.plan_ns(pure)
+    assert (cost.plan_memory(mixed) <= cost.budget_bytes).all()
