@@ -45,8 +45,8 @@ def test_readme_names_every_script_and_result():
 @pytest.mark.parametrize("path", sorted((FOLDER / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_committed_result_is_whole_and_names_no_folder(path):
     result = json.loads(path.read_text())
-    assert set(result) >= FIELDS
-    assert not result["quick"]
+    assert set(result) >= (FIELDS if result["benchmark"] in SCRIPTS else FIELDS - {"lengths", "install", "targets"})
+    assert not result.get("quick", False)
     assert not re.search(r'[\s"=]/\w', path.read_text())
 
 
