@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from seqloom.plan.boxes import Column, merge_touching
 from seqloom.plan.check_structure import each_work, place, whole_numbers
 from seqloom.plan.error import broken
-from seqloom.plan.layout import Column, Layout, merge_touching
+from seqloom.plan.layout import Layout
 from seqloom.plan.move import move_between
 from seqloom.plan.round import Work
 

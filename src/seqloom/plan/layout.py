@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqloom.plan.boxes import Boxes, Column, as_column, merge_touching, settle_columns
 from seqloom.plan.error import PlanError
-
-Column = np.ndarray
-"""A read-only int64 array with one entry per box."""
 
 
 class Span(NamedTuple):
@@ -32,7 +30,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class Layout(Boxes):
     """Boxes of all ranks, sorted by rank, item and start; boxes that touch along the first axis are one box.
 
     Attributes:
@@ -58,9 +56,7 @@ class Layout:
         _refuse_empty_boxes(columns)
         columns = merge_touching(columns, keys=2)
         _refuse_overlaps(columns)
-        for name, column in zip(_NAMES, columns, strict=False):
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+        settle_columns(self, columns)
 
     @classmethod
     def of(cls, boxes: Iterable[tuple[int, ...]]) -> Layout:
@@ -88,22 +84,6 @@ class Layout:
             raise PlanError("layouts with one and with two axes cannot be joined; use with_axis on the former")
         return cls(*(np.concatenate(columns) for columns in zip(*(part.columns() for part in parts), strict=True)))
 
-    @property
-    def axes(self) -> int:
-        """1 or 2."""
-        return 1 if self.start2 is None else 2
-
-    @property
-    def sizes(self) -> Column:
-        """Elements of every box (tokens, or tokens x heads), int64[n]."""
-        first = self.stop - self.start
-        return first if self.start2 is None or self.stop2 is None else first * (self.stop2 - self.start2)
-
-    def columns(self) -> tuple[Column, ...]:
-        """Return the four columns, or six with two axes."""
-        first = (self.rank, self.item, self.start, self.stop)
-        return first if self.start2 is None or self.stop2 is None else (*first, self.start2, self.stop2)
-
     def spans(self, rank: int) -> tuple[Span, ...]:
         """Return what one rank holds, by document and start (the first axis only)."""
         low, high = np.searchsorted(self.rank, [rank, rank + 1])
@@ -117,10 +97,6 @@ class Layout:
         ones = np.ones_like(self.rank)
         return Layout(self.rank, self.item, self.start, self.stop, start * ones, stop * ones)
 
-    def __len__(self) -> int:
-        """Return the number of boxes."""
-        return len(self.rank)
-
     def __getitem__(self, index: int) -> Span:
         """Return box `index` as a span of its first axis."""
         return Span(int(self.item[index]), int(self.start[index]), int(self.stop[index]))
@@ -129,54 +105,10 @@ class Layout:
         """Iterate over the boxes as spans, rank by rank."""
         return (self[index] for index in range(len(self)))
 
-    def __eq__(self, other: object) -> bool:
-        """Compare box by box."""
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return self.axes == other.axes and all(map(np.array_equal, self.columns(), other.columns()))
-
-    def __hash__(self) -> int:
-        """Hash the boxes."""
-        return hash((self.axes, *(column.tobytes() for column in self.columns())))
-
     def __repr__(self) -> str:
         """Say how much there is, not all of it."""
         holders = len(np.unique(self.rank))
         return f"Layout({len(self)} boxes, {self.axes} axes, {holders} ranks, {int(self.sizes.sum())} elements)"
-
-
-_NAMES = ("rank", "item", "start", "stop", "start2", "stop2")
-
-
-def as_column(values: object) -> Column:
-    """Return a fresh one-dimensional int64 array; refuse anything that is not whole numbers."""
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise PlanError(f"a column of type {array.dtype} and shape {array.shape}; columns are lists of whole numbers")
-    return array.astype(np.int64)
-
-
-def merge_touching(columns: list[Column], *, keys: int) -> list[Column]:
-    """Sort boxes and join those that touch along the first axis and agree in everything else.
-
-    Args:
-        columns: the key columns, then start and stop of one or two axes.
-        keys: number of key columns: two in a layout (rank, item), three in a move (sender, receiver, item).
-    """
-    start, stop = keys, keys + 1
-    second = list(range(keys + 2, len(columns)))
-    same = [*range(keys), *second]
-    order = np.lexsort([columns[k] for k in (start, *reversed(same))])
-    columns = [column[order] for column in columns]
-    if len(columns[0]):
-        fresh = np.ones(len(columns[0]), dtype=bool)
-        fresh[1:] = columns[start][1:] != columns[stop][:-1]
-        for k in same:
-            fresh[1:] |= columns[k][1:] != columns[k][:-1]
-        last = np.append(np.flatnonzero(fresh)[1:], len(fresh)) - 1
-        columns = [column[last] if k == stop else column[fresh] for k, column in enumerate(columns)]
-    order = np.lexsort([columns[k] for k in (*reversed(second), start, *reversed(range(keys)))])
-    return [column[order] for column in columns]
 
 
 def _refuse_empty_boxes(columns: list[Column]) -> None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from seqloom.plan.boxes import Boxes, Column, as_column, merge_touching, settle_columns
 from seqloom.plan.error import PlanError
-from seqloom.plan.layout import Column, Layout, as_column, merge_touching
+from seqloom.plan.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class Move(Boxes):
     """Boxes with a sender and a receiver, sorted by sender, receiver, item and start.
 
     A box whose sender is its receiver is a local copy. Columns are int64[n], the last two None with one axis.
@@ -34,44 +35,12 @@ class Move:
     def __post_init__(self) -> None:
         """Bring the boxes into the canonical order and make them read-only."""
         columns = merge_touching([as_column(column) for column in self.columns()], keys=3)
-        for name, column in zip(self.__slots__, columns, strict=False):
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
-
-    @property
-    def axes(self) -> int:
-        """1 or 2."""
-        return 1 if self.start2 is None else 2
-
-    @property
-    def sizes(self) -> Column:
-        """Elements of every box, int64[n]."""
-        first = self.stop - self.start
-        return first if self.start2 is None or self.stop2 is None else first * (self.stop2 - self.start2)
+        settle_columns(self, columns)
 
     @property
     def remote(self) -> Column:
         """Which boxes travel, bool[n]: those whose sender is not their receiver."""
         return self.sender != self.receiver
-
-    def columns(self) -> tuple[Column, ...]:
-        """Return the five columns, or seven with two axes."""
-        first = (self.sender, self.receiver, self.item, self.start, self.stop)
-        return first if self.start2 is None or self.stop2 is None else (*first, self.start2, self.stop2)
-
-    def __len__(self) -> int:
-        """Return the number of boxes."""
-        return len(self.sender)
-
-    def __eq__(self, other: object) -> bool:
-        """Compare box by box."""
-        if not isinstance(other, Move):
-            return NotImplemented
-        return self.axes == other.axes and all(map(np.array_equal, self.columns(), other.columns()))
-
-    def __hash__(self) -> int:
-        """Hash the boxes."""
-        return hash((self.axes, *(column.tobytes() for column in self.columns())))
 
     def __repr__(self) -> str:
         """Say how much moves, not every box."""
