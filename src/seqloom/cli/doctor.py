@@ -140,16 +140,18 @@ def _profile(cluster: str) -> dict[str, str | None]:
 
 def _print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
     console.print("  ".join(f"{name} {value}" for name, value in report["versions"].items()))
     extras = Table("extra", "package", "version", "for", title="Extras", title_justify="left", box=None)
     for name, row in report["extras"].items():
-        extras.add_row(name, row["package"], row["version"] or f"- ({row['problem']})", row["purpose"])
+        version = row["version"] or f"- ({row['problem']})"
+        extras.add_row(*map(escape, (name, row["package"], version, row["purpose"])))
     choices = Table("what", "choice", "why", title="Choices", title_justify="left", box=None)
     for name, row in report["choices"].items():
-        choices.add_row(name, row["choice"] or "-", row["why"])
+        choices.add_row(*map(escape, (name, row["choice"] or "-", row["why"])))
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in report["gpus"])
     console.print()
     console.print(extras)

@@ -58,3 +58,9 @@ def test_text_names_every_extra():
     assert result.exit_code == 0
     for extra in doctor.EXTRAS:
         assert extra.package in result.stdout
+
+
+def test_text_names_the_extra_to_install(monkeypatch):
+    _hide(monkeypatch, ModuleNotFoundError("hidden"))
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert "pip install 'seqloom[fast]'" in result.output and "pip install 'seqloom[exact]'" in result.output
