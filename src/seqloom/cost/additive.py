@@ -126,6 +126,10 @@ class AdditiveEngine:
         """ns once per step: the published model has none."""
         return 0.0
 
+    def step_communication(self, variant: Variant) -> float:
+        """ns of that on the links."""
+        return 0.0
+
 
 def interpolate(points: tuple[tuple[int, float], ...], x: float) -> float:
     """Piecewise linear through ``points``; the end segments go on beyond the ends."""

@@ -121,12 +121,16 @@ class AnalyticEngine:
         """Share of the heads on the fullest Ulysses rank."""
         return -(-self.model.heads // shape.ulysses) / self.model.heads
 
-    def step_overhead(self, variant: Variant) -> float:
-        """ns once per step: reduction that waited, sum over replicas, optimiser on this rank's shard."""
+    def step_communication(self, variant: Variant) -> float:
+        """ns once per step on the links: reduction that waited, sum over replicas."""
         waited = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.STEP else 0.0
         gradients = GRADIENT_BYTES * self.memory.parameters
-        replicas = self.links.replica_sum(gradients, self.shard_ranks, self.model.layers)
-        return waited + replicas + self.compute.optimiser(self.memory.parameters / self.shard_ranks)
+        return waited + self.links.replica_sum(gradients, self.shard_ranks, self.model.layers)
+
+    def step_overhead(self, variant: Variant) -> float:
+        """ns once per step: its communication, and the optimiser on this rank's shard."""
+        optimiser = self.compute.optimiser(self.memory.parameters / self.shard_ranks)
+        return self.step_communication(variant) + optimiser
 
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.parameters

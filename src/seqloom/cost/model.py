@@ -190,6 +190,11 @@ class CostModel:
         self._check(variant)
         return _ns(self._engine.step_overhead(variant))
 
+    def step_communication_ns(self, variant: Variant) -> int:
+        """ns of the step's overhead that are communication: reduction once per step, sum over replicas."""
+        self._check(variant)
+        return _ns(self._engine.step_communication(variant))
+
     def plan_ns(self, plan: Plan) -> int:
         """Step time of a plan in closed form (one-stage pipelines)."""
         return closed_form.plan_ns(self, plan)

@@ -74,7 +74,9 @@ _NAMES = tuple(field.name for field in fields(EventTable))
 _Rows = dict[str, np.ndarray | int]
 
 
-def record(program: Program, windows: dict[Place, Window], starts: np.ndarray, ranks: int, end: int) -> EventTable:
+def record(
+    program: Program, windows: dict[Place, Window], starts: np.ndarray, ranks: int, end: tuple[int, int]
+) -> EventTable:
     """Write down the events of a program that has run.
 
     Args:
@@ -82,7 +84,7 @@ def record(program: Program, windows: dict[Place, Window], starts: np.ndarray, r
         windows: what they stand for.
         starts: int64[tasks] ns.
         ranks: ranks of the cluster.
-        end: ns that the end of the step takes, on every rank.
+        end: ns that the end of the step takes, on every rank, and how many of them are communication.
     """
     finish = 0
     blocks: list[_Rows] = []
@@ -110,8 +112,8 @@ def record(program: Program, windows: dict[Place, Window], starts: np.ndarray, r
         for place, kind in ((message.sender, message.kind), (message.receiver, receive)):
             rows = _alike(np.unique(windows[place].rank), begin, begin + message.ns, EventKind[kind.value])
             blocks.append(rows | place._asdict())
-    last = _alike(np.arange(ranks), finish, finish + end, EventKind.STEP)
-    blocks.append(last | {"pipeline": -1, "stage": -1, "round": -1})
+    last = _alike(np.arange(ranks), finish, finish + end[0], EventKind.STEP)
+    blocks.append(last | {"comm": end[1], "pipeline": -1, "stage": -1, "round": -1})
     return _join(blocks)
 
 

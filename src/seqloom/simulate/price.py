@@ -43,10 +43,11 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     return windows
 
 
-def overhead_ns(plan: Plan, cost: CostModel) -> int:
-    """What the step costs once, after its last round."""
+def overhead_ns(plan: Plan, cost: CostModel) -> tuple[int, int]:
+    """What the step costs once, after its last round, and how much of that is communication."""
     variants = [Variant(checkpoint, plan.reduce) for checkpoint in _by_checkpoint(plan)]
-    return max((cost.step_overhead_ns(variant) for variant in variants), default=0)
+    costs = [(cost.step_overhead_ns(variant), cost.step_communication_ns(variant)) for variant in variants]
+    return max(costs, default=(0, 0))
 
 
 def _by_checkpoint(plan: Plan) -> dict[Checkpoint, list[tuple[Place, Work]]]:

@@ -111,9 +111,9 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     windows = price(plan, cost)
     program = translate(plan, cost, windows)
     starts, stops = program.engine.run(program.name)
-    end = overhead_ns(plan, cost)
+    end, end_comm = overhead_ns(plan, cost)
     step = int(stops.max(initial=0)) + end
-    events = record(program, windows, starts, cost.ranks, end)
+    events = record(program, windows, starts, cost.ranks, (end, end_comm))
     comm, idle = _accounts(events, cost.ranks, step)
     return Simulation(
         step_ns=step,

@@ -49,6 +49,14 @@ def test_step_is_the_closed_form(sharding):
     assert (found.peak_memory == cost.plan_memory(plan)).all()
 
 
+def test_the_end_of_the_step_counts_as_what_it_is():
+    cost, variant = build("hybrid"), Variant(Checkpoint.SELECTIVE, Reduce.STEP)
+    found = simulate(plan_of(cost, [1000], [[(0, 1, [0])]], variant), cost)
+    exchange = cost.step_communication_ns(variant)
+    assert 0 < exchange < found.end_ns  # gradients are reduced and summed, then the optimiser steps
+    assert (found.comm_ns[1:] == exchange).all() and (found.busy_ns[1:] == found.end_ns - exchange).all()
+
+
 def test_every_rank_adds_up():
     cost = build("hybrid")
     found = simulate(plan_of(cost, DOCUMENTS, ROUNDS), cost)
