@@ -59,7 +59,7 @@ class Simulation:
         node_size: ranks of a node.
         events: who does what when.
         rounds: pipeline by pipeline.
-        busy_ns: int64[ranks] computing, the end of the step included.
+        busy_ns: int64[ranks] computing, the optimiser at the end of the step included.
         comm_ns: int64[ranks] exposed communication: the time of the rank's groups that is not computing, and
             messages between stages during which the rank does nothing else.
         idle_ns: int64[ranks] neither computing nor communicating.
