@@ -63,14 +63,7 @@ def compare(
     from seqloom.cli.workload import Source, Workload
 
     names = planner_names(planners)
-    cost = cost_model(
-        cluster,
-        model,
-        profile=profile,
-        sharding=sharding,
-        budget_gib=budget_gib,
-        max_length=max_length,
-    )
+    cost = cost_model(cluster, model, profile=profile, sharding=sharding, budget_gib=budget_gib, max_length=max_length)
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = Workload.by_count(source, batch_size, skip=skip, count=batches)
     with planning(len(names) * batches) as progress:

@@ -82,14 +82,7 @@ def plan(
 
     require_writable(out)
     require_picture(picture)
-    cost = cost_model(
-        cluster,
-        model,
-        profile=profile,
-        sharding=sharding,
-        budget_gib=budget_gib,
-        max_length=max_length,
-    )
+    cost = cost_model(cluster, model, profile=profile, sharding=sharding, budget_gib=budget_gib, max_length=max_length)
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = one_batch(source, batch_size, tokens_per_batch, skip)
     with planning(1) as progress:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from seqloom.plan import Plan
 from seqloom.planners.flex import finish_searches, start_searches, work_bound
 from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
 from seqloom.planners.search import tiles
+from seqloom.planners.solver import Matrix, programme, require_highspy
 
 MOST_DOCUMENTS = 20
 MOST_RANKS = 16
@@ -46,63 +47,42 @@ class Slot(NamedTuple):
 class Model:
     """A mixed-integer programme in rows, as arrays for the solver. Times in milliseconds, for its tolerances."""
 
-    lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
     rows: list[tuple[float, float, list[int], list[float]]] = field(default_factory=list)
 
     def variable(self, *, upper: float, integer: bool) -> int:
         """Add a variable between 0 and ``upper``; returns its column."""
-        self.lower.append(0.0)
         self.upper.append(upper)
-        self.integer.append(integer)
+        self.whole.append(integer)
         return len(self.upper) - 1
 
     def constrain(self, terms: dict[int, float], low: float, high: float) -> None:
         """Require ``low <= sum(coefficient * variable) <= high``."""
         self.rows.append((low, high, list(terms), list(terms.values())))
 
-    def minimise(self, column: int, start: list[float], nodes: int) -> np.ndarray:
-        """Solve for the least value of one variable from a known solution; returns all values, proven optimal."""
+    def minimise(self, column: int, nodes: int) -> np.ndarray:
+        """Solve for the least value of one variable; returns all values, proven optimal."""
         highspy = require_highspy()
         solver = highspy.Highs()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        solver.setOptionValue("mip_rel_gap", 1e-7)
-        solver.setOptionValue("mip_max_nodes", nodes)
-        infinity = highspy.kHighsInf
-        program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(self.upper), len(self.rows)
-        program.col_cost_ = np.array([float(index == column) for index in range(len(self.upper))])
-        program.col_lower_, program.col_upper_ = np.array(self.lower), np.minimum(self.upper, infinity)
-        program.row_lower_ = np.maximum([row[0] for row in self.rows], -infinity)
-        program.row_upper_ = np.minimum([row[1] for row in self.rows], infinity)
-        program.integrality_ = [
-            highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in self.integer
-        ]
-        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.cumsum([0, *(len(row[2]) for row in self.rows)])
-        program.a_matrix_.index_ = np.concatenate([row[2] for row in self.rows]).astype(np.int32)
-        program.a_matrix_.value_ = np.concatenate([row[3] for row in self.rows])
-        solver.passModel(program)
-        known = highspy.HighsSolution()
-        known.col_value = start
-        solver.setSolution(known)
+        options = {"output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_max_nodes": nodes}
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        low, high, columns, values = zip(*self.rows, strict=True)
+        matrix = Matrix(
+            np.cumsum([0, *map(len, columns)]).astype(np.int32),
+            np.concatenate(columns).astype(np.int32),
+            np.concatenate(values),
+        )
+        cost = (np.arange(len(self.upper)) == column).astype(float)
+        bounds = (np.zeros(len(cost)), np.array(self.upper))
+        solver.passModel(programme(cost, bounds, self.whole, (np.array(low), np.array(high)), matrix))
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             raise SeqloomError(
                 f"no proof of optimality within {nodes} nodes; use fewer documents or GPUs, or the planner flex"
             )
         return np.array(solver.getSolution().col_value)
-
-
-def require_highspy() -> Any:
-    """The solver's module, or the error that says how to get it."""
-    try:
-        import highspy
-    except ImportError as error:
-        raise SeqloomError("this planner needs highspy; install it with: pip install 'seqloom[exact]'") from error
-    return highspy
 
 
 def slots_of(problem: Problem, kept: int, rounds: int) -> Iterator[Slot]:
@@ -180,7 +160,7 @@ def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
         if (place, kept, index + 1) in time:
             model.constrain({time[place, kept, index]: 1.0, time[place, kept, index + 1]: -1.0}, 0, np.inf)
     # objective
-    values = model.minimise(step, [], nodes)
+    values = model.minimise(step, nodes)
     return to_plan(problems[0], chosen_rounds(problems[0], slots, values, opened, holds), "exact")
 
 

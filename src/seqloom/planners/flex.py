@@ -158,10 +158,10 @@ def mix_checkpoints(
     run in rounds of a faster variant: they are filled up to a part of the step, the rest is planned as before.
     """
     for other in faster:
+        soonest = Search.over(other.search, other.search.island).tables.alone.min(axis=0)
         for part in MIXTURES:
-            first = Search.over(other.search, other.search.island)
             reach = best_ns * part // 100
-            early = np.flatnonzero(first.tables.alone.min(axis=0) <= reach)
+            early = np.flatnonzero(soonest <= reach)
             if not len(early):
                 continue
             first = Search.over(subset(other.search, early), other.search.island)

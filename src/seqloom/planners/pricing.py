@@ -29,10 +29,8 @@ class Pricer:
     """Prices many answers to one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        """Remember what a round holds under each checkpoint; their tables are made when one is first used."""
+        """The tables of other checkpoints are made when one is first used."""
         self.problem = problem
-        cost, reduce = problem.cost, problem.variant.reduce
-        self._capacity = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == reduce}
         self._shape = {shape: index for index, shape in enumerate(problem.tables.shapes)}
         self._tables = {problem.variant.checkpoint: problem.tables}
 
@@ -42,7 +40,7 @@ class Pricer:
             return 0
         cost, reduce = self.problem.cost, self.problem.variant.reduce
         island = cost.island_size
-        checkpoints = [self._checkpoint(seats) for seats in rounds]
+        checkpoints = [self.problem.checkpoint(seats) for seats in rounds]
         times = self._group_times(rounds, checkpoints)
         ready = [0] * (cost.ranks // island)
         at = 0
@@ -56,12 +54,6 @@ class Pricer:
                 ready[first : last + 1] = [max(ready[first : last + 1]) + longest] * (last + 1 - first)
         overhead = max(cost.step_overhead_ns(Variant(checkpoint, reduce)) for checkpoint in set(checkpoints))
         return max(ready) + overhead
-
-    def _checkpoint(self, seats: Sequence[Seat]) -> Checkpoint:
-        """The fastest checkpoint that holds the round, as ``to_plan`` chooses it."""
-        tokens = self.problem.tables.tokens
-        fullest = max(-(-int(tokens[list(seat.documents)].sum()) // seat.shape.degree) for seat in seats)
-        return next(c for c in CHECKPOINTS if self._capacity.get(c, -1) >= fullest)
 
     def _group_times(self, rounds: Rounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
         """ns of every group, round after round; groups of one shape and checkpoint are priced together."""
@@ -82,7 +74,7 @@ class Pricer:
 
     def fastest_tables(self) -> CostTables:
         """Tables of the checkpoint that keeps the most: no round is faster than under them."""
-        return self._tables_of(next(c for c in CHECKPOINTS if c in self._capacity))
+        return self._tables_of(next(c for c in CHECKPOINTS if c in self.problem.capacities))
 
     def _tables_of(self, checkpoint: Checkpoint) -> CostTables:
         if checkpoint not in self._tables:

@@ -67,6 +67,17 @@ class Problem:
         )
 
     @cached_property
+    def capacities(self) -> dict[Checkpoint, int]:
+        """Tokens a rank holds in a round, under each checkpointing choice that goes with this way to reduce."""
+        return {v.checkpoint: self.cost.capacity(v) for v in self.cost.variants if v.reduce == self.variant.reduce}
+
+    def checkpoint(self, seats: Sequence[Seat]) -> Checkpoint:
+        """What a round of these seats keeps: the fastest choice whose memory holds it."""
+        tokens = self.tables.tokens
+        fullest = max(-(-int(tokens[list(seat.documents)].sum()) // seat.shape.degree) for seat in seats)
+        return next(c for c in CHECKPOINTS if self.capacities.get(c, -1) >= fullest)
+
+    @cached_property
     def search(self) -> Tables:
         """The same problem as plain arrays for the hot loops; lanes that are never used are left out."""
         tables = self.tables
@@ -118,12 +129,8 @@ def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> li
 def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
     cost, lengths = problem.cost, problem.lengths.tolist()
-    tokens = problem.tables.tokens
-    capacity = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == problem.variant.reduce}
     built = []
     for seats in rounds:
-        fullest = max(-(-int(tokens[list(seat.documents)].sum()) // seat.shape.degree) for seat in seats)
-        checkpoint = next(c for c in CHECKPOINTS if capacity.get(c, -1) >= fullest)
         groups = tuple(
             Group(
                 tuple(range(seat.start, seat.start + seat.shape.degree)),
@@ -133,7 +140,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
         )
-        built.append(Round((Work(groups, checkpoint),)))
+        built.append(Round((Work(groups, problem.checkpoint(seats)),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce)
     return Plan(
         limits=cost.limits(problem.variant.reduce),

@@ -116,11 +116,8 @@ def plan_batches(
             if progress is not None:
                 progress(name, index)
             begin = time.perf_counter_ns()
-            plan = make_plan(name, batch, cost, seed=seed, **options[name])
-            if name == "auto":
-                from seqloom.planners.auto import best_of
-
-                plan = best_of([plan, *(other.plan for other in made.values())], cost)
+            known = {"known": [other.plan for other in made.values()]} if name == "auto" else {}
+            plan = make_plan(name, batch, cost, seed=seed, **options[name], **known)
             assert plan.hash
             made[name] = Planned(plan, time.perf_counter_ns() - begin)
         results.append({name: made[name] for name in names})

@@ -8,8 +8,9 @@ import pytest
 
 from seqloom.errors import SeqloomError
 from seqloom.planners.flexsp.micro_batch import virtual_groups
-from seqloom.planners.flexsp.milp import Budget, Programme, require_highspy
+from seqloom.planners.flexsp.milp import Budget, Programme
 from seqloom.planners.flexsp.starts import best_start, homogeneous
+from seqloom.planners.solver import require_highspy
 
 ENOUGH = Budget(nodes=10_000, gap=0.0)
 
@@ -72,5 +73,5 @@ def test_smaller_degrees_get_what_the_longest_leave():
 
 def test_without_the_solver_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(SeqloomError, match=r"pip install seqloom\[exact\]"):
+    with pytest.raises(SeqloomError, match=r"pip install 'seqloom\[exact\]'"):
         require_highspy()

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqloom.errors import SeqloomError
+from seqloom.planners.solver import Matrix, programme, require_highspy
 
 MS = 1e-6
 """Milliseconds per nanosecond: times are scaled so that the solver's tolerances mean something."""
@@ -92,7 +92,7 @@ class Programme:
             solver.setOptionValue(name, value)
         limit = None if start is None else self.value_ns(start)
         q, p = self._pairs(limit)
-        solver.passModel(self._model(highspy, q, p, limit))
+        solver.passModel(self._model(q, p, limit))
         if start is not None and limit is not None:
             known = highspy.HighsSolution()
             opened = start.sum(axis=0) > 0
@@ -114,22 +114,20 @@ class Programme:
         q, p = np.nonzero(fits)
         return q, p
 
-    def _model(self, highspy: Any, q: np.ndarray, p: np.ndarray, limit: int | None) -> Any:
+    def _model(self, q: np.ndarray, p: np.ndarray, limit: int | None) -> Any:
         """The programme as HiGHS reads it: columns A (for these pairs), m, C."""
         rows = self._rows(q, p, limit)
         groups = len(self.degree)
         time = len(q) + groups
         most = np.minimum(self.count[q], self.degree[p] * self.capacity // self.bound[q])
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = time + 1, rows.count
-        lp.col_cost_ = np.append(np.zeros(time), 1.0)
-        lp.col_lower_ = np.append(np.zeros(time), self.fixed.min(axis=1).max() * MS)
-        lp.col_upper_ = np.concatenate([most, np.ones(groups), [np.inf]])
-        lp.row_lower_, lp.row_upper_ = np.concatenate(rows.lower), np.concatenate(rows.upper)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = rows.compressed()
-        lp.integrality_ = [highspy.HighsVarType.kInteger] * time + [highspy.HighsVarType.kContinuous]
-        return lp
+        lower = np.append(np.zeros(time), self.fixed.min(axis=1).max() * MS)
+        return programme(
+            cost=np.append(np.zeros(time), 1.0),
+            columns=(lower, np.concatenate([most, np.ones(groups), [np.inf]])),
+            whole=[True] * time + [False],
+            rows=(np.concatenate(rows.lower), np.concatenate(rows.upper)),
+            matrix=rows.compressed(),
+        )
 
     def _rows(self, q: np.ndarray, p: np.ndarray, limit: int | None) -> _Rows:
         """The rows, in the order of the module's text."""
@@ -187,19 +185,10 @@ class _Rows:
         self.upper.append(high)
         self.count += len(low)
 
-    def compressed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def compressed(self) -> Matrix:
         """Row starts, columns and coefficients, row after row, without zeros."""
         row, column, value = (np.concatenate(part) for part in zip(*self._terms, strict=True))
         keep = np.flatnonzero(value)
         order = keep[np.lexsort((column[keep], row[keep]))]
         starts = np.searchsorted(row[order], np.arange(self.count + 1))
-        return starts.astype(np.int32), column[order].astype(np.int32), value[order]
-
-
-def require_highspy() -> Any:
-    """The solver's Python module; SeqloomError with the way out if it is not installed."""
-    try:
-        import highspy
-    except ImportError:
-        raise SeqloomError("planner flexsp needs the HiGHS solver; pip install seqloom[exact]") from None
-    return highspy
+        return Matrix(starts.astype(np.int32), column[order].astype(np.int32), value[order])

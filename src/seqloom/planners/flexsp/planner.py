@@ -23,9 +23,10 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.flexsp.blaster import cut, fewest_chunks
 from seqloom.planners.flexsp.micro_batch import MicroBatch, floor_ns, prepare, seats_of
-from seqloom.planners.flexsp.milp import Budget, require_highspy
+from seqloom.planners.flexsp.milp import Budget
 from seqloom.planners.pricing import Pricer
 from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
+from seqloom.planners.solver import require_highspy
 from seqloom.planners.static import holding_degrees, homogeneous_answers
 
 
