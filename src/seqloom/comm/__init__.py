@@ -1,0 +1,30 @@
+"""Moves tensors between ranks and computes nothing: transports, communicators, counting."""
+
+from __future__ import annotations
+
+from seqloom.comm.alone import Alone, bind_alone
+from seqloom.comm.context import BoundGroup, Context, bind, method_by_cost
+from seqloom.comm.counting import Counting, Traffic
+from seqloom.comm.distributed import Distributed
+from seqloom.comm.groups import Communicator, Communicators
+from seqloom.comm.in_process import Ranks, run_ranks
+from seqloom.comm.transport import Handle, Parcel, Transport
+
+__all__ = [
+    "Alone",
+    "BoundGroup",
+    "Communicator",
+    "Communicators",
+    "Context",
+    "Counting",
+    "Distributed",
+    "Handle",
+    "Parcel",
+    "Ranks",
+    "Traffic",
+    "Transport",
+    "bind",
+    "bind_alone",
+    "method_by_cost",
+    "run_ranks",
+]

@@ -1,0 +1,149 @@
+"""The torch.distributed transport on real processes, with gloo."""
+
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqloom.comm import Communicators, Counting, Distributed, Parcel
+from seqloom.errors import SeqloomError
+from seqloom.plan import GroupFamily
+from seqloom.testing.programs import DTYPES, every_verb, expected_of, random_program, run_program
+
+
+def check(results, program):
+    for rank, received in enumerate(results):
+        expected = expected_of(program, rank)
+        assert len(received) == len(expected)
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(received, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_verb_moves_what_it_says(gloo_pool, dtype):
+    program = every_verb(dtype)
+    check(gloo_pool.run(run_program, program, ranks=4), program)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_random_programs_give_what_they_must(gloo_pool, ranks):
+    for seed in range(3):
+        program = random_program(Random(seed), ranks, steps=12)
+        check(gloo_pool.run(run_program, program, ranks=ranks), program)
+
+
+def reduce_random(transport):
+    own = torch.randn(1000, generator=torch.Generator().manual_seed(transport.rank)) * 10.0**transport.rank
+    transport.all_reduce(own, range(transport.ranks))
+    return own
+
+
+def test_all_reduce_is_the_same_to_the_bit_on_all_ranks(gloo_pool):
+    first, *others = gloo_pool.run(reduce_random, ranks=4)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def count(transport):
+    counting = Counting(transport)
+    run_program(counting, every_verb("float32"))
+    return counting.traffic("exchange").bytes, counting.traffic("all_to_all").calls
+
+
+def test_counting_works_on_any_transport(gloo_pool):
+    assert gloo_pool.run(count, ranks=4) == [(2 * 44, 1), (2 * 8, 2), (0, 2), (2 * 4, 2)]
+
+
+def refusals(transport):
+    """Return what every bad call says; none of them sends anything."""
+    calls = [
+        lambda: transport.all_reduce(torch.ones(1), (1, 2)),
+        lambda: transport.all_reduce(torch.ones(1), (2, 3)),
+        lambda: transport.exchange([Parcel(transport.rank, torch.ones(2))], []),
+        lambda: transport.exchange(
+            [Parcel(transport.rank, torch.ones(2))], [Parcel(transport.rank, torch.ones(2).long())]
+        ),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except SeqloomError as error:
+            said.append(str(error))
+    return said
+
+
+def test_bad_calls_are_refused(gloo_pool):
+    outside, foreign, own_size, own_type = gloo_pool.run(refusals, ranks=4)[1]
+    assert "block (1, 2) is not in the family of 4 ranks" in outside
+    assert "the nearest is (0, 1)" in outside
+    assert "block (2, 3) called by rank 1 of 4" in foreign
+    assert "rank 1 sends itself [(2, torch.float32)] and receives []" in own_size
+    assert "torch.int64" in own_type
+
+
+def life_of_communicators(transport):
+    """Make, use, close and make again the communicators of a family in nodes of two."""
+    family = GroupFamily(8, node_size=2)
+    heard = []
+    for _ in range(2):
+        communicators = Communicators.create(family)
+        communicators.warm_up()
+        listed = [(communicator.ranks, communicator.size) for communicator in communicators.list()]
+        mine = [communicator.size for communicator in communicators.list() if communicator.group is not None]
+        total = torch.ones(1)
+        Distributed(communicators).all_reduce(total, communicators.list()[-1].ranks)
+        heard.append((listed, mine, total.item()))
+        communicators.close()
+        communicators.close()  # again is fine
+        try:
+            communicators.group_of((0, 1) if transport.rank < 2 else tuple(range(8)))
+        except SeqloomError as error:
+            heard.append(str(error))
+    return heard
+
+
+def test_communicators_are_made_listed_and_closed(gloo_pool):
+    family = GroupFamily(8, node_size=2)
+    blocks = [(tuple(block), len(block)) for size in family.sizes[1:] for block in family.blocks(size)]
+    for rank, (first, closed, second, _) in enumerate(gloo_pool.run(life_of_communicators)):
+        assert first == second
+        listed, mine, total = first
+        assert listed == blocks
+        assert mine == [size for block, size in blocks if rank in block]
+        assert len(mine) <= family.budget
+        assert total == 8
+        assert "these communicators are closed" in closed
+
+
+def outsiders(transport):
+    """Make a family of fewer ranks than the job, and one of more."""
+    communicators = Communicators.create(GroupFamily(6, node_size=6))
+    said = []
+    communicators.warm_up()
+    try:
+        received = torch.zeros(1)
+        inner = Distributed(communicators)
+        peers = (inner.rank + 1) % inner.ranks, (inner.rank - 1) % inner.ranks
+        inner.exchange([Parcel(peers[0], torch.full((1,), float(inner.rank)))], [Parcel(peers[1], received)]).wait()
+        said.append(received.item())
+    except SeqloomError as error:
+        said.append(str(error))
+    communicators.close()
+    try:
+        Communicators.create(GroupFamily(9, node_size=9))
+    except SeqloomError as error:
+        said.append(str(error))
+    return said
+
+
+def test_a_family_may_leave_ranks_out_but_not_invent_them(gloo_pool):
+    results = gloo_pool.run(outsiders)
+    assert [first for first, _ in results[:6]] == [5, 0, 1, 2, 3, 4]
+    assert "rank 7 is outside the family of 6 ranks" in results[7][0]
+    assert "a family of 9 ranks in a job of 8" in results[0][1]
+
+
+def test_communicators_need_torch_distributed():
+    assert not dist.is_initialized()
+    with pytest.raises(SeqloomError, match=r"call torch\.distributed\.init_process_group first"):
+        Communicators.create(GroupFamily(2, node_size=2))

@@ -1,0 +1,124 @@
+"""Binding: what a work means for one rank, and what is refused before anything is sent."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqloom.comm.context import bind, method_by_cost
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint, Group, Layout, Span, Work
+
+LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
+
+
+class Place:
+    """A transport that can only say where it is: binding must need no more."""
+
+    def __init__(self, rank, ranks=4):
+        self.rank, self.ranks = rank, ranks
+
+
+def work_of(*groups, **layouts):
+    return Work(groups, Checkpoint.NONE, **layouts)
+
+
+def test_rows_positions_and_documents():
+    context = bind(work_of(Group((0, 1, 2, 3), 2, 2, (SHORT, LONG))), Place(2))
+    assert context.spans == (Span(0, 4, 7), Span(1, 2, 4))
+    assert context.positions.tolist() == [4, 5, 6, 2, 3]
+    assert context.documents.tolist() == [0, 0, 0, 1, 1]
+    assert (context.rank, context.tokens, context.device) == (2, 5, torch.device("cpu"))
+
+
+def test_places_in_a_group():
+    (group,) = bind(work_of(Group((0, 1, 2, 3), 2, 2, (LONG,))), Place(2)).groups
+    assert (group.ulysses_index, group.ring_index) == (0, 1)
+    assert (group.block, group.ring_ranks) == ((2, 3), (0, 2))
+    assert group.spans == (Span(0, 4, 8), Span(0, 8, 12))
+    assert (group.counts, group.tokens, group.rows, group.order) == ((4, 4), 4, slice(0, 4), None)
+
+
+def test_rows_of_a_block_are_sorted_by_an_index_where_the_plan_lists_documents_otherwise():
+    """Rank 0 holds document 1 and the start of 0, rank 1 the rest of 0; each sorts its own rows."""
+    (group,) = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), Place(0)).groups
+    assert group.counts == (11, 10)
+    held = [(0, p) for p in range(6)] + [(1, p) for p in range(5)] + [(0, p) for p in range(6, 16)]
+    assert [held[row] for row in group.order] == sorted(held)
+    assert group.places[group.order].tolist() == list(range(21))
+
+
+def test_a_rank_in_several_groups_knows_its_rows_of_each():
+    groups = (Group((0, 1), 1, 2, (Span(1, 0, 8),)), Group((0,), 1, 1, (Span(0, 0, 3), Span(2, 0, 4))))
+    context = bind(work_of(*groups), Place(0))
+    assert [group.group for group in context.groups] == list(groups)
+    assert context.groups[0].rows == slice(3, 7)
+    assert context.groups[1].rows.tolist() == [0, 1, 2, 7, 8, 9, 10]
+    assert [group.group for group in bind(work_of(*groups), Place(1)).groups] == [groups[0]]
+
+
+def test_ranks_without_tokens():
+    tiny = work_of(Group((0, 1, 2), 3, 1, (Span(0, 0, 1),)))
+    for rank, groups in ((2, 1), (3, 0)):
+        context = bind(tiny, Place(rank))
+        assert (context.tokens, context.spans, len(context.groups)) == (0, (), groups)
+    assert bind(work_of(), Place(0)).groups == ()
+
+
+def test_things_are_built_once_per_key():
+    context, built = bind(work_of(), Place(0)), []
+    for key in ("a", "b", "a"):
+        assert context.cached(key, lambda key=key: built.append(key) or key) == key
+    assert built == ["a", "b"]
+
+
+def test_methods():
+    group = Group((0, 1), 1, 2, (LONG,))
+    assert bind(work_of(group), Place(0)).groups[0].method == "ring"
+    assert bind(work_of(group), Place(0), method=lambda asked: "gather").groups[0].method == "gather"
+    with pytest.raises(SeqloomError, match="unknown method 'rign'; did you mean ring"):
+        bind(work_of(group), Place(0), method="rign")
+
+
+def test_the_cost_model_chooses_the_method():
+    """A short document is done before a ring's many messages are; a long one hides them."""
+    cost = CostModel(Cluster.parse("1x8xH100"), ModelSpec.load("qwen3-0.6b"), sharding="none")
+    choose = method_by_cost(cost, cost.variants[0])
+    ranks = tuple(range(8))
+    assert choose(Group(ranks, 1, 8, (Span(0, 0, 2048),))) == "gather"
+    assert choose(Group(ranks, 1, 8, (Span(0, 0, 512 * 1024),))) == "ring"
+
+
+@pytest.mark.parametrize(
+    "group, words",
+    [
+        (Group((0, 1, 2, 5), 2, 2, (LONG,)), ["rank 5", "4 ranks", "start at least 6"]),
+        (Group((0, -1), 1, 2, (LONG,)), ["rank -1"]),
+        (Group((0, 0), 1, 2, (LONG,)), ["every rank once"]),
+        (Group((0, 1, 2), 2, 2, (LONG,)), ["ulysses x ring different ranks"]),
+        (Group((1, 0), 2, 1, (LONG,)), ["ranks (1, 0)", "ascending run", "(0, 1)"]),
+        (Group((0, 2), 2, 1, (LONG,)), ["ranks (0, 2)", "ascending run"]),
+    ],
+)
+def test_groups_that_cannot_be_bound(group, words):
+    for rank in range(4):  # also ranks that are not in it: the others would wait for nobody
+        with pytest.raises(SeqloomError) as error:
+            bind(work_of(group), Place(rank))
+        assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_document_in_two_places():
+    with pytest.raises(SeqloomError, match="document 0 is twice"):
+        bind(work_of(Group((0,), 1, 1, (LONG,)), Group((1,), 1, 1, (Span(0, 16, 20),))), Place(0))
+
+
+def test_layouts_other_than_the_derived_one():
+    work = work_of(Group((0, 1), 1, 2, (LONG,)))
+    same = work.attention_layout()
+    assert bind(replace(work, attention=same, linear=same), Place(0)).tokens == 8
+    moved = Layout(1 - same.rank, same.item, same.start, same.stop)
+    for name in ("attention", "linear"):
+        with pytest.raises(SeqloomError, match=f"the {name} layout .* not supported yet"):
+            bind(replace(work, **{name: moved}), Place(0))
