@@ -1,0 +1,202 @@
+"""A decoder of the Llama family on packed tokens: what the engine is tried, measured and trained with.
+
+Tokens of all documents lie one after the other, [tokens, hidden]; there is no batch axis and no padding. All but
+attention treats every token by itself, so a rank works on the tokens that its layout gives it, and only the
+attention call meets other ranks. Parameters have the names and shapes of Hugging Face's LlamaForCausalLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from seqloom.attention import attention
+from seqloom.errors import SeqloomError
+from seqloom.models.details import Details
+from seqloom.models.rope import Rope, rotate
+
+if TYPE_CHECKING:
+    from seqloom.comm.context import Context
+    from seqloom.describe import ModelSpec
+
+INITIAL_STD = 0.02
+Table = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token's angles, see `Rope.table`."""
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root of the mean square over the last axis, in float32 or wider, then scale by `weight`."""
+
+    def __init__(self, width: int, eps: float, **options: Any) -> None:
+        """Make a weight for `width` elements; `options` are the dtype and the device."""
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, **options))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise `x` [..., width]; the result has its dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Project to queries, keys and values, turn them by their positions, ask the engine, project back."""
+
+    def __init__(self, spec: ModelSpec, details: Details, layer: int, **options: Any) -> None:
+        """Make the attention of one layer, with that layer's window."""
+        super().__init__()
+        self.heads, self.kv_heads, self.dim, self.window = spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer]
+        queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, details.qkv_bias
+        self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **options)
+        self.k_proj = nn.Linear(spec.hidden, keys, bias=bias, **options)
+        self.v_proj = nn.Linear(spec.hidden, keys, bias=bias, **options)
+        self.o_proj = nn.Linear(queries, spec.hidden, bias=False, **options)
+        self.q_norm = RMSNorm(spec.head_dim, details.eps, **options) if details.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, details.eps, **options) if details.qk_norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
+        """Attend within documents; `x` and the result are [tokens, hidden]."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.dim)))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim)))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
+        q, k = rotate(q, table), rotate(k, table)
+        mixed = attention(q, k, v, context, causal=True, window=self.window, scale=self.dim**-0.5)
+        return self.o_proj(mixed.flatten(1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection gates another, a third brings the product back."""
+
+    def __init__(self, spec: ModelSpec, **options: Any) -> None:
+        """Make the three matrices."""
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **options)
+        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **options)
+        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=False, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `x` [tokens, hidden] to the same shape."""
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each added to what comes in, each on normalised input."""
+
+    def __init__(self, spec: ModelSpec, details: Details, layer: int, **options: Any) -> None:
+        """Make layer number `layer` of the model."""
+        super().__init__()
+        self.self_attn = Attention(spec, details, layer, **options)
+        self.mlp = FeedForward(spec, **options)
+        self.input_layernorm = RMSNorm(spec.hidden, details.eps, **options)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, details.eps, **options)
+
+    def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
+        """Map `x` [tokens, hidden] to the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), table, context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """All but the output projection: tokens to hidden states."""
+
+    def __init__(self, spec: ModelSpec, details: Details, **options: Any) -> None:
+        """Make embedding, layers and final norm."""
+        super().__init__()
+        self.rope, self.dim = details.rope, spec.head_dim
+        self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden, **options)
+        self.layers = nn.ModuleList(Layer(spec, details, layer, **options) for layer in range(spec.layers))
+        self.norm = RMSNorm(spec.hidden, details.eps, **options)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return hidden states [tokens, hidden] after the final norm.
+
+        Args:
+            ids: int64[tokens], the tokens of this rank in the order of its layout; none is fine.
+            positions: int64[tokens], the place of each in its document, from 0.
+            context: what the round is for this rank; says who attends to whom.
+        """
+        if ids.ndim != 1 or ids.shape != positions.shape:
+            raise SeqloomError(
+                f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], packed, one position "
+                "for each token; drop the batch axis, and pass context.positions"
+            )
+        x = self.embed_tokens(ids)
+        table = self.rope.table(positions, self.dim, x.dtype)  # once, for all layers
+        for layer in self.layers:
+            x = layer(x, table, context)
+        return self.norm(x)
+
+
+class Transformer(nn.Module):
+    """A language model with the shapes of a `ModelSpec`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        details: Details | None = None,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Make the model and draw its parameters.
+
+        Args:
+            spec: shapes, and the window of every layer.
+            details: constants and switches that a spec does not have; those of Llama by default.
+            seed: the same seed gives the same parameters, whatever the ranks, the device and the rest of the model.
+            dtype: of all parameters and activations; norms, angles and sums inside attention are float32 or wider.
+            device: where parameters live. On "meta" nothing is drawn: call `to_empty` and `initialise` later.
+        """
+        super().__init__()
+        details = details or Details()
+        _refuse(spec, details.rope)
+        self.spec, self.details = spec, details
+        self.model = Decoder(spec, details, dtype=dtype, device="meta")  # no time spent on values that are replaced
+        self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False, dtype=dtype, device="meta")
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
+            self.initialise(seed)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return logits [tokens, vocabulary]; `self.model` takes the same arguments and gives the hidden states."""
+        return self.lm_head(self.model(ids, positions, context))
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw all parameters: norms 1, biases 0, matrices normal with standard deviation 0.02.
+
+        Every matrix has a generator of its own, seeded by `seed` and its name, on the CPU and in float32. So its values
+        do not depend on what else is drawn, and in another dtype they are the same numbers, rounded.
+        """
+        if self.spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+            parameter.copy_(INITIAL_STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+
+
+def _refuse(spec: ModelSpec, rope: Rope) -> None:
+    """Raise for what the spec has and this model has not, and for heads that cannot be turned."""
+    refused = {
+        "experts": (spec.experts > 0, "routed experts"),
+        "learned_positions": (spec.learned_positions, "a table of positions"),
+        "gated": (not spec.gated, "a feed-forward without gate"),
+    }
+    for name, (has, what) in refused.items():
+        if has:
+            raise SeqloomError(
+                f"model {spec.name}: {name} = {getattr(spec, name)!r} means {what}; the reference transformer is a "
+                "dense decoder of the Llama family: choose llama3-8b or qwen3-0.6b, or a spec that is gated and has "
+                "neither experts nor learned positions"
+            )
+    rope.frequencies(spec.head_dim)
