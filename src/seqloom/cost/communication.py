@@ -1,7 +1,8 @@
 """Time on the links, alpha-beta per class: Ulysses exchange, ring, key/value all-gather, collectives.
 
 Volumes are bytes sent per GPU and per token of the group, all layers, forward and backward. With ``u`` for
-Ulysses and ``r`` for ring, kv heads are replicated up to one per Ulysses rank: ``u * ceil(kv / u)`` of them.
+Ulysses and ``r`` for ring, a Ulysses rank holds the kv heads that its query heads read: ``ceil(kv / u)`` where heads
+divide, one more at most where they do not.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from seqloom.plan import Checkpoint
+from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
@@ -37,7 +39,7 @@ class Communication:
         Forward moves q, k, v in and the output out; backward the same again. Recomputing repeats q, k, v,
         and in full checkpointing the output as well.
         """
-        query, kv = self._even(self.model.heads, shape), self._even(self.model.kv_heads, shape)
+        query, kv = self._even(self.model.heads, shape), self._kv_heads(shape)
         values = 2 * (2 * query + 2 * kv)
         if checkpoint == Checkpoint.SELECTIVE:
             values += query + 2 * kv
@@ -60,7 +62,7 @@ class Communication:
 
     def ring_bytes(self, shape: Shape, checkpoint: Checkpoint) -> float:
         """Bytes per token and GPU: K and V go r-1 steps in every pass, dK and dV r steps in float32."""
-        kv = 2 * self._even(self.model.kv_heads, shape) * self.model.head_dim / shape.ulysses
+        kv = 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
         passes = 3 if checkpoint == Checkpoint.FULL else 2
         forward = passes * (shape.ring - 1) / shape.ring * kv * ACTIVATION_BYTES
         return self.model.layers * (forward + kv * KV_GRADIENT_BYTES)
@@ -79,7 +81,7 @@ class Communication:
         """ns per token of gathering all K and V instead of a ring, and reducing dK and dV back."""
         if shape.ring == 1:
             return 0.0
-        kv = 2 * self._even(self.model.kv_heads, shape) * self.model.head_dim / shape.ulysses
+        kv = 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
         passes = 3 if checkpoint == Checkpoint.FULL else 2
         volume = kv * (passes * ACTIVATION_BYTES + KV_GRADIENT_BYTES) * (shape.ring - 1) / shape.ring
         nic = self._nic_gb_s("collective", reach.ring_exits) if reach.ring_exits else 0.0
@@ -96,10 +98,10 @@ class Communication:
         return self.model.layers * calls * self._latency("all_to_all", reach.ulysses_nodes > 1, doublings)
 
     def ring_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
-        """ns per round: r-1 steps per forward, r per backward."""
+        """ns per round: r-1 exchanges per forward, r+1 per backward (gradients set out one step after the keys)."""
         if shape.ring == 1:
             return 0.0
-        steps = (2 if checkpoint == Checkpoint.FULL else 1) * (shape.ring - 1) + shape.ring
+        steps = (2 if checkpoint == Checkpoint.FULL else 1) * (shape.ring - 1) + shape.ring + 1
         return self.model.layers * steps * self._latency("p2p", reach.ring_exits > 0, 0)
 
     def kv_gather_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
@@ -143,6 +145,12 @@ class Communication:
     def _even(self, heads: int, shape: Shape) -> int:
         """Heads sent when every Ulysses rank gets as many as the fullest: replicated or uneven ones count."""
         return -(-heads // shape.ulysses) * shape.ulysses
+
+    def _kv_heads(self, shape: Shape) -> int:
+        """Key/value heads sent when every Ulysses rank gets as many as the one whose query heads read most."""
+        shared = self.model.heads // self.model.kv_heads
+        ranges = even_ranges(self.model.heads, shape.ulysses)
+        return shape.ulysses * max(-(-high // shared) - low // shared for low, high in ranges)
 
     def _latency(self, kind: str, crosses: bool, hops: int) -> float:
         """ns of one call: the link's own latency, the library's, and a share per hop."""
