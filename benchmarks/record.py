@@ -13,6 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write(
         "lengths": source_name(arguments.lengths),
         "quick": arguments.quick,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
+        "commit": getattr(arguments, "commit", None) or commit(),
         "hardware": hardware(),
         "libraries": libraries(),
         "install": "fast" if libraries()["numba"] else "base",
@@ -48,7 +49,7 @@ def _command(script: str, arguments: argparse.Namespace) -> str:
     """The command line without folders of this machine."""
     words = ["python", f"benchmarks/{Path(script).name}"]
     for name, value in vars(arguments).items():
-        if value is None or value is False:
+        if value is None or value is False or name == "commit":
             continue
         words.append("--" + name.replace("_", "-"))
         if name == "out":
@@ -59,14 +60,28 @@ def _command(script: str, arguments: argparse.Namespace) -> str:
 
 
 def hardware() -> str:
-    """Cores, kind of processor and memory, in words."""
+    """The GPU's name; without one, cores, kind of processor and memory, in words."""
     try:
         model = Path("/proc/cpuinfo").read_text()
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     except (OSError, ValueError):
         model, memory = platform.processor(), ""
+    if has_gpu():
+        import torch
+
+        return torch.cuda.get_device_name()
     server = "server " if any(name in model for name in ("EPYC", "Xeon", "Neoverse")) else ""
     return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} {server}CPU{memory}"
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether torch is installed and sees a CUDA device."""
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @cache
@@ -85,7 +100,7 @@ def commit() -> str:
 def libraries() -> dict[str, str | None]:
     """Versions of what plans are made with; None where a library is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("numpy", "numba", "highspy"):
+    for name in ("numpy", "numba", "highspy", *(("torch", "triton", "nvidia-cudnn-frontend") if has_gpu() else ())):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

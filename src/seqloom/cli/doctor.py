@@ -79,6 +79,7 @@ def examine(cluster: str) -> dict[str, Any]:
             "planner loops": _planner_loops(found["numba"]),
             "exact solver": _exact_solver(found["highspy"]),
             "profile": _profile(cluster),
+            "torch operators": _torch_operators(found["torch"]),
         },
     }
 
@@ -124,6 +125,18 @@ def _exact_solver(highspy: Finding) -> dict[str, str | None]:
     if highspy.available:
         return _choice("highs", f"highspy {highspy.version} is here")
     return _choice(None, f"highspy {highspy.problem}; planners exact and flexsp need {_install('exact')}")
+
+
+def _torch_operators(torch: Finding) -> dict[str, str | None]:
+    if not torch.available:
+        return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
+    from seqloom.compat import check_operators
+
+    try:
+        check_operators()
+    except SeqloomError as error:
+        return _choice(None, str(error))
+    return _choice("as expected", f"torch {torch.version} has the private operators that kernels call")
 
 
 def _profile(cluster: str) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from seqloom.cli import compare, demo, doctor, plan, simulate
+from seqloom.cli import compare, demo, doctor, plan, profile, simulate
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -51,6 +51,7 @@ app.command("demo")(demo.demo)
 app.command("plan")(plan.plan)
 app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
+app.command("profile")(profile.profile)
 app.command("doctor")(doctor.doctor)
 
 

@@ -13,6 +13,17 @@ def planning(total: int) -> Iterator[Callable[[str, int], None] | None]:
 
     None when stderr is not a terminal.
     """
+    with steps("planning", total) as step:
+        yield None if step is None else lambda name, index: step(f"batch {index}: {name}")
+
+
+@contextmanager
+def steps(first: str, total: int) -> Iterator[Callable[[str], None] | None]:
+    """Give a function to call before each of ``total`` steps with what it does; None when nobody is looking.
+
+    Args:
+        first: what stands there until the first call.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -20,12 +31,12 @@ def planning(total: int) -> Iterator[Callable[[str, int], None] | None]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning", total=total)
+        task = bar.add_task(first, total=total)
         begun = 0
 
-        def report(name: str, index: int) -> None:
+        def report(what: str) -> None:
             nonlocal begun
-            bar.update(task, completed=begun, description=f"batch {index}: {name}")
+            bar.update(task, completed=begun, description=what)
             begun += 1
 
         yield report

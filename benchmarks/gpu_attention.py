@@ -1,0 +1,139 @@
+"""Packed documents on one GPU, forward and backward, beside what users call today. Every pack has new lengths.
+
+Needs torch and a CUDA device of compute capability 9.0 or more; without them it says so and stops.
+
+    python benchmarks/gpu_attention.py --heads 32/8 --lengths LENGTHS --out benchmarks/results/gpu_attention_gqa.json
+    python benchmarks/gpu_attention.py --heads 32/32 --lengths LENGTHS --out benchmarks/results/gpu_attention_mha.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from statistics import mean
+
+import numpy as np
+import record
+from common import Check, options, progress, show, show_checks
+from gpu_packs import TOKENS, drawn_packs, uniform_pack
+
+UNIFORM = (2_048, 8_192, 32_768, 131_072)
+SOURCES = ("wikipedia", "prolong", "github", "short")
+
+
+class Arena:
+    """The contestants for one head count."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        import gpu_rivals
+        import torch
+
+        from seqloom.attention.kernels.kernel import Shape
+        from seqloom.attention.kernels.registry import default
+
+        self.shape = Shape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
+        self.kernels = default(self.shape.device)
+        self.inputs = gpu_rivals.tensors(TOKENS, heads, kv_heads)
+        self.rivals, self.flex = gpu_rivals, gpu_rivals.Flex()
+
+    def warm_up(self) -> tuple[int, float]:
+        """(shapes, seconds) of building the grid."""
+        begin = time.perf_counter()
+        shapes = self.kernels.warm_up(
+            self.shape, TOKENS, report=lambda done, total: done % 50 or progress(f"{done}/{total} shapes")
+        )
+        return shapes, time.perf_counter() - begin
+
+    def ours(self, lengths: list[int]):
+        """The engine on one rank."""
+        from seqloom.attention import attention
+        from seqloom.comm.alone import bind_alone
+
+        context = bind_alone(lengths, device=self.shape.device)
+        return lambda q, k, v: attention(q, k, v, context, kernels=self.kernels)
+
+    def run(self, lengths: list[int], *, sdpa: bool = False) -> dict[str, float]:
+        """Milliseconds of every contestant on one pack; `sdpa` cold and, as sdpa_warm, the second time."""
+        time_ms = self.rivals.time_ms
+        times = {
+            "varlen": time_ms(self.rivals.varlen(lengths), self.inputs),
+            "flex": time_ms(self.flex(lengths), self.inputs),
+            "seqloom": time_ms(self.ours(lengths), self.inputs),
+        }
+        if sdpa:
+            attend = self.rivals.sdpa(lengths)
+            times |= {"sdpa": time_ms(attend, self.inputs), "sdpa_warm": time_ms(attend, self.inputs)}
+        return times
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Ratios to the rivals: above 1 we are faster. The best rival is that of every pack."""
+    best = [min(ms for name, ms in row.items() if name != "seqloom") for row in rows]
+    ratios = {
+        "varlen": mean(row["varlen"] / row["seqloom"] for row in rows),
+        "best rival": mean(top / row["seqloom"] for top, row in zip(best, rows, strict=True)),
+        "worst pack to best rival": min(top / row["seqloom"] for top, row in zip(best, rows, strict=True)),
+    }
+    return ratios | {f"{name} ms": float(np.median([row[name] for row in rows])) for name in rows[0]}
+
+
+def uniform(arena: Arena, label: str, rng: np.random.Generator, figures: dict) -> list[Check]:
+    """Packs of documents of one length; the best rival has run the pack before, we have not."""
+    checks = []
+    for length in UNIFORM:
+        rows = [arena.run(uniform_pack(length, rng), sdpa=True) for _ in range(2 if length == max(UNIFORM) else 3)]
+        name = f"{label}, uniform {length // 1024}K"
+        cold = float(np.median([row.pop("sdpa") for row in rows]))
+        figures[name] = found = summary(rows) | {"sdpa ms, first call": cold}
+        checks.append(Check(f"{name}, to varlen", found["varlen"], 1.5, at_least=True))
+        checks.append(Check(f"{name}, to best rival, warm", found["best rival"], 0.97, at_least=True))
+    return checks
+
+
+def drawn(arena: Arena, label: str, arguments: argparse.Namespace, figures: dict) -> list[Check]:
+    """Packs of documents as they come."""
+    found = {}
+    for source in SOURCES:
+        where = arguments.lengths if source == "wikipedia" else source
+        packs = drawn_packs(where, arguments.packs, arguments.seed)
+        found[source] = [arena.run(lengths) for lengths in packs]
+        figures[f"{label}, {source}"] = summary(found[source])
+        figures[f"{label}, {source}, packs"] = found[source]
+        if source == "prolong":  # once: a call per document builds a plan per document, seconds in all
+            cold = arena.run(drawn_packs(where, 1, arguments.seed + 1)[0], sdpa=True)
+            figures[f"{label}, {source}, document by document, ms"] = {"sdpa": cold["sdpa"], "again": cold["sdpa_warm"]}
+    mixed = summary([row for source in SOURCES[:3] for row in found[source]])
+    worst = min(figures[f"{label}, {source}"]["worst pack to best rival"] for source in SOURCES)
+    return [
+        Check(f"{label}, drawn packs, to varlen", mixed["varlen"], 1.6, at_least=True),
+        Check(f"{label}, drawn packs, to best rival", mixed["best rival"], 1.25, at_least=True),
+        Check(f"{label}, worst pack, to best rival", worst, 0.97, at_least=True),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--heads", default="32/8", help="query heads / kv heads, of 128")
+    parser.add_argument("--packs", type=int, default=10, help="per source")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    arguments = parser.parse_args(argv)
+    if not record.has_gpu():
+        sys.exit("this benchmark needs torch and a CUDA device")
+    rng, figures, label = np.random.default_rng(arguments.seed), {}, f"heads {arguments.heads}"
+    arena = Arena(*map(int, arguments.heads.split("/")))
+    shapes, seconds = arena.warm_up()
+    figures[f"{label}, warm-up"] = {"shapes": shapes, "seconds": seconds}
+    for length in (1_000, 20_000):  # the contestants' own first calls, on lengths that are not timed
+        arena.run(uniform_pack(length, rng))
+    checks = [Check(f"{label}, warm-up of {shapes} shapes, s", seconds, 60)]
+    checks += drawn(arena, label, arguments, figures) + uniform(arena, label, rng, figures)
+    columns = ("varlen", "best rival", "worst pack to best rival", "seqloom ms")
+    rows = [(name, *(f"{row[key]:.3f}" for key in columns)) for name, row in figures.items() if "varlen" in row]
+    show("time of rival / time of seqloom", ("pack", *columns), rows)
+    show_checks(checks)
+    record.write(arguments.out, __file__, arguments, figures, checks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""How near the dispatcher comes to the best choice of kernels.
+
+The best choice of a pack is found by running it with every cut (documents shorter than the cut to one kernel, the
+others to another) in each pass.
+
+    python benchmarks/gpu_dispatch.py --lengths LENGTHS --out benchmarks/results/gpu_dispatch.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from itertools import pairwise
+
+import numpy as np
+import record
+from common import Check, options, show, show_checks
+from gpu_packs import TOKENS, drawn_packs
+
+CUTS = (64, 128, 256, 512, 1_024, 2_048)
+PAIRS = (("triton", "cudnn"), ("varlen", "cudnn"), ("triton", "varlen"))
+SOURCES = ("wikipedia", "prolong", "github", "short")
+
+
+def pass_ms(run, repeats: int = 3) -> float:
+    """Median milliseconds on the GPU's clock, runs queued behind each other."""
+    import torch
+
+    run()
+    edges = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda._sleep(20_000_000)
+    edges[0].record()
+    for edge in edges[1:]:
+        run()
+        edge.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairwise(edges))
+
+
+def both_passes(prepared, tensors) -> tuple[float, float]:
+    """(forward, backward) ms."""
+    q, k, v, dout = (tensor.detach() for tensor in tensors)
+    out, lse = prepared.forward(q, k, v)
+    return pass_ms(lambda: prepared.forward(q, k, v)), pass_ms(lambda: prepared.backward(dout, q, k, v, out, lse))
+
+
+def every_cut(lengths: list[int], kernels, shape) -> dict[str, object]:
+    """Every kernel alone, and every pair with every cut; the best of both passes are picked apart."""
+    from seqloom.attention.kernels.parts import PreparedParts
+    from seqloom.attention.segments import Segments
+
+    segments = Segments.packed(lengths)
+    choices = {name: kernel.prepare(segments, shape) for name, kernel in kernels.items()}
+    for short, long in PAIRS:
+        for cut in CUTS:
+            below = segments.q_len < cut
+            if below.any() and not below.all():
+                shares = [(kernels[short], segments.select(below)), (kernels[long], segments.select(~below))]
+                choices[f"{short} below {cut}, then {long}"] = PreparedParts.of(shares, shares, shape)
+    return choices
+
+
+def nearness(lengths: list[int], dispatcher, shape, tensors) -> dict[str, object]:
+    """Time of the best choice / time of the dispatcher's, forward and backward together."""
+    from seqloom.attention.segments import Segments
+
+    kernels = {kernel.ability.name: kernel for kernel in dispatcher.kernels if kernel.ability.name != "reference"}
+    times = {name: both_passes(one, tensors) for name, one in every_cut(lengths, kernels, shape).items()}
+    chosen = both_passes(dispatcher.prepare(Segments.packed(lengths), shape), tensors)
+    best = [min(times, key=lambda name, k=k: times[name][k]) for k in (0, 1)]
+    return {
+        "of best": sum(times[name][k] for k, name in enumerate(best)) / sum(chosen),
+        "best": best,
+        "chosen ms": sum(chosen),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--packs", type=int, default=2, help="per source and head count")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    arguments = parser.parse_args(argv)
+    if not record.has_gpu():
+        sys.exit("this benchmark needs torch and a CUDA device")
+    import torch
+    from gpu_rivals import tensors
+
+    from seqloom.attention.kernels.kernel import Shape
+    from seqloom.attention.kernels.registry import default
+
+    figures, checks, rows = {}, [], []
+    dispatcher = default(torch.device("cuda", 0))
+    for heads, kv_heads in ((32, 32), (32, 8)):
+        shape = Shape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
+        inputs, near = tensors(TOKENS, heads, kv_heads), {}
+        for source in SOURCES:
+            where = arguments.lengths if source == "wikipedia" else source
+            for number, lengths in enumerate(drawn_packs(where, arguments.packs, arguments.seed + 1)):
+                near[f"{source} {number}"] = nearness(lengths, dispatcher, shape, inputs)
+        label = f"heads {heads}/{kv_heads}"
+        figures[label] = near
+        of_best = [float(row["of best"]) for row in near.values()]
+        rows += [(f"{label} {name}", f"{row['of best']:.3f}", " | ".join(row["best"])) for name, row in near.items()]
+        checks.append(Check(f"{label}, best choice / dispatcher, mean", float(np.mean(of_best)), 0.95, at_least=True))
+    show("time of the best choice / time of the dispatcher's", ("pack", "ratio", "best forward | backward"), rows)
+    show_checks(checks)
+    record.write(arguments.out, __file__, arguments, figures, checks)
+
+
+if __name__ == "__main__":
+    main()

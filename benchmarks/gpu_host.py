@@ -1,0 +1,106 @@
+"""What an attention call costs the host beyond launching its kernels, and whether it ever waits for the GPU.
+
+python benchmarks/gpu_host.py --out benchmarks/results/gpu_host.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import record
+from common import Check, options, show, show_checks
+
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "aten::item")
+PACKS = {"one of 16K": [16_000], "four of 4K": [4_001] * 4, "64 of 100 to 400": list(range(100, 420, 5))}
+
+
+def enqueue_us(run, calls: int = 20, rounds: int = 7) -> float:
+    """Microseconds of host time per call when calls follow each other and nothing waits for the GPU."""
+    import torch
+
+    run()
+    took = []
+    for _ in range(rounds):  # few enough calls to fit into the GPU's queue
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        took.append((time.perf_counter() - begin) * 1e6 / calls)
+    torch.cuda.synchronize()
+    return statistics.median(took)
+
+
+def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float]:
+    """Host time per attention call, forward and backward: the engine, a bare autograd node, bare kernels; waits."""
+    import torch
+
+    from seqloom.attention import attention
+    from seqloom.attention.segments import Segments
+    from seqloom.comm import bind_alone
+
+    *wanted, dout = tensors
+    context, prepared = bind_alone(lengths, device="cuda"), dispatcher.prepare(Segments.packed(lengths), shape)
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            out, lse = prepared.forward(*inputs)
+            ctx.save_for_backward(*inputs, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            return prepared.backward(dout, *ctx.saved_tensors)
+
+    def engine() -> None:
+        torch.autograd.grad(attention(*wanted, context, kernels=dispatcher), wanted, dout)
+
+    def kernels() -> None:
+        plain = [tensor.detach() for tensor in wanted]
+        prepared.backward(dout, *plain, *prepared.forward(*plain))
+
+    costs = {
+        "engine us": enqueue_us(engine),
+        "node us": enqueue_us(lambda: torch.autograd.grad(Node.apply(*wanted), wanted, dout)),
+        "kernels us": enqueue_us(kernels),
+    }
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.profiler.profile() as profiler:
+        for _ in range(3):
+            engine()
+    torch.cuda.set_sync_debug_mode("default")
+    return costs | {"waits": sum(event.count for event in profiler.key_averages() if event.key in WAITS)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    arguments = parser.parse_args(argv)
+    if not record.has_gpu():
+        sys.exit("this benchmark needs torch and a CUDA device")
+    import torch
+    from gpu_rivals import tensors
+
+    from seqloom.attention.kernels.kernel import Shape
+    from seqloom.attention.kernels.registry import default
+
+    figures, checks = {}, []
+    dispatcher = default(torch.device("cuda", 0))
+    shape = Shape(32, 8, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
+    for name, lengths in PACKS.items():
+        figures[name] = cost = host_cost(lengths, dispatcher, shape, tensors(sum(lengths), 32, 8))
+        beyond = cost["engine us"] - cost["kernels us"]
+        checks.append(Check(f"{name}, host time beyond the kernels, us per call", beyond, 150))
+        checks.append(Check(f"{name}, waits for the device in three calls", cost["waits"], 0))
+    rows = [(name, *(f"{value:,.0f}" for value in cost.values())) for name, cost in figures.items()]
+    show(
+        "host time of a call, forward and backward, us", ("documents", "engine", "bare node", "kernels", "waits"), rows
+    )
+    show_checks(checks)
+    record.write(arguments.out, __file__, arguments, figures, checks)
+
+
+if __name__ == "__main__":
+    main()

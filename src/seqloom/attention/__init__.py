@@ -1,0 +1,9 @@
+"""Attention over packed documents that are spread over ranks: by heads, by positions, or both."""
+
+from __future__ import annotations
+
+from seqloom.attention.packed import packed_attention
+from seqloom.attention.segments import Segments
+from seqloom.attention.unified import attention, attention_with_lse
+
+__all__ = ["Segments", "attention", "attention_with_lse", "packed_attention"]

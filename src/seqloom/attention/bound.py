@@ -1,0 +1,92 @@
+"""From a bound context to what every group computes: index work and prepared kernels, built once per round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from seqloom.attention.checks import Call, check_call, check_tensors
+from seqloom.attention.gather import Gather
+from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape
+from seqloom.attention.merge import joins_on
+from seqloom.attention.ring import Ring
+from seqloom.attention.rows import RowIndex
+from seqloom.attention.schedule import Chunks, gather_schedule, ring_tiles
+from seqloom.attention.segments import Segments
+from seqloom.attention.tiles import Heads, prepare, prepare_tiles
+from seqloom.attention.ulysses import Exchange, HeadSplit
+from seqloom.comm.context import BoundGroup, Context
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupCall:
+    """How a rank computes the attention of one group.
+
+    Attributes:
+        rows: of the local buffer.
+        exchange: heads for tokens; None without Ulysses.
+        inner: a kernel's prepared segments, a `Ring` or a `Gather`.
+    """
+
+    rows: RowIndex
+    exchange: Exchange | None
+    inner: Prepared
+
+
+def bound_calls(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, call: Call
+) -> tuple[GroupCall, ...]:
+    """Return the calls of the rank's groups that hold tokens, in the order of the work; checked, and built once."""
+    check_tensors(q, k, v, context)
+    heads, dim, kv_heads, dtype = q.shape[1], q.shape[2], k.shape[1], q.dtype
+
+    def build() -> tuple[GroupCall, ...]:
+        check_call(context, heads, kv_heads, call)
+        scale = dim**-0.5 if call.scale is None else call.scale
+        model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
+        kernel = _default_kernels(context.device) if call.kernels is None else call.kernels
+        groups = [
+            bound for bound in context.groups if bound.group.tokens and (bound.group.ring > 1 or any(bound.counts))
+        ]
+        return tuple(_group_call(context, bound, model, call, kernel) for bound in groups)
+
+    return context.cached(("attention", heads, kv_heads, dim, dtype, call), build)
+
+
+def _group_call(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> GroupCall:
+    split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
+    (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
+    shape = Shape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
+    heads = Heads(shape, split.readers(bound.ulysses_index))
+    exchange = None
+    if bound.group.ulysses > 1:
+        exchange = Exchange(
+            context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
+        )
+    return GroupCall(bound.rows, exchange, _inner(context, bound, heads, call, kernel))
+
+
+def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel: Kernel) -> Prepared:
+    group, index = bound.group, bound.ring_index
+    mask = {"causal": call.causal, "window": call.window}
+    if group.ring == 1:
+        return prepare(kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
+    chunks = [Chunks.of(group, k) for k in range(group.ring)]
+    ranks, joins = bound.ring_ranks, joins_on(context.device, heads.shape.dtype)
+    if bound.method == "gather":
+        schedule = gather_schedule(chunks, index, **mask)
+        tiles = prepare_tiles(kernel, schedule.tiles, heads)
+        return Gather.of(context.transport, ranks, index, schedule, tiles, joins, context.device)
+    own = chunks[index]
+    steps = tuple(
+        prepare_tiles(kernel, ring_tiles(own, chunks[(index - step) % group.ring], **mask), heads)
+        for step in range(group.ring)
+    )
+    return Ring(context.transport, ranks, index, tuple(each.rows for each in chunks), steps, joins)
+
+
+def _default_kernels(device: torch.device) -> Kernel:
+    from seqloom.attention.kernels.registry import default  # loads every kernel there is; only when it is needed
+
+    return default(device)

@@ -1,0 +1,120 @@
+"""Gathered keys: every ring index receives, in one exchange, the keys and values that its queries can see.
+
+Forward is one exchange. Backward gathers again (nothing gathered is kept), computes, and returns the gradients in
+one exchange more, in float32, where they are added in ring order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
+from seqloom.attention.rows import RowIndex, add, count, take
+from seqloom.attention.schedule import GatherSchedule
+from seqloom.attention.tiles import PreparedTile, Rows, add_key_gradients, backward_tiles, forward_tiles
+from seqloom.comm.context import inverse
+from seqloom.comm.parcels import exchange_filled
+from seqloom.comm.transport import Parcel, Transport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """One rank's part of a gather, with the interface of a kernel's `Prepared`.
+
+    Attributes:
+        transport: this rank's.
+        ranks: of the ring, by ring index.
+        index: of this rank.
+        sends: rows of the own buffer that every ring index wants.
+        counts: rows that come from every ring index, the own ones too.
+        order: sorts what came by document and position; None: it is sorted.
+        places: the inverse of `order`.
+        tiles: over the own queries and the sorted keys.
+        joins: how partial results are joined.
+    """
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    index: int
+    sends: tuple[RowIndex, ...]
+    counts: tuple[int, ...]
+    order: torch.Tensor | None
+    places: torch.Tensor | None
+    tiles: tuple[PreparedTile, ...]
+    joins: Joins
+
+    @classmethod
+    def of(
+        cls,
+        transport: Transport,
+        ranks: tuple[int, ...],
+        index: int,
+        schedule: GatherSchedule,
+        tiles: tuple[PreparedTile, ...],
+        joins: Joins,
+        device: torch.device,
+    ) -> Gather:
+        """Put a schedule's index arrays on a device; `tiles` are the schedule's, prepared."""
+        sends = tuple(rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device) for rows in schedule.sends)
+        order = places = None
+        if schedule.order is not None:
+            order = torch.from_numpy(schedule.order).to(device)
+            places = inverse(order)
+        return cls(transport, ranks, index, sends, schedule.counts, order, places, tiles, joins)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
+        total = Total(q, self.joins)
+        forward_tiles(self.tiles, total, q, self._gathered(k, v))
+        return total.result()
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
+        kv = self._gathered(k, v)
+        dq = Sum(q, self.joins)
+        found = backward_tiles(self.tiles, Rows(dout, q, out, lse), kv, dq)
+        dkv = add_key_gradients(None, len(kv), found, self.joins)
+        if dkv is None:
+            dkv = kv.new_empty(kv.shape, dtype=sum_dtype(kv.dtype))
+        dk, dv = self._returned(dkv).tensor_split(2, dim=1)
+        return dq.result(), dk, dv
+
+    def _gathered(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the visible keys and values [sum of counts, 2 * kv heads, dim], sorted."""
+        kv = torch.cat((k, v), dim=1)
+        came = kv.new_empty((sum(self.counts), *kv.shape[1:]))
+        pieces = came.split(self.counts)
+        sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.sends)]
+        handle = exchange_filled(self.transport, self._parcels(sends), self._parcels(pieces))
+        pieces[self.index].copy_(kv)
+        handle.wait()
+        return came if self.order is None else came.index_select(0, self.order)
+
+    def _returned(self, dkv: torch.Tensor) -> torch.Tensor:
+        """Send gradients of gathered rows home; return the sum of those of the own rows."""
+        if self.places is not None:
+            dkv = dkv.index_select(0, self.places)
+        pieces = dkv.split(self.counts)
+        total = pieces[self.index]
+        wanted = [len(total) if n == self.index else count(rows) for n, rows in enumerate(self.sends)]
+        came = [dkv.new_empty((rows, *dkv.shape[1:])) for rows in wanted]
+        exchange_filled(self.transport, self._parcels(pieces), self._parcels(came)).wait()
+        for n, rows in enumerate(self.sends):
+            if n != self.index:
+                add(total, rows, came[n])
+        return total
+
+    def _parcels(self, tensors: Sequence[torch.Tensor]) -> list[Parcel]:
+        """A parcel for, or from, every other rank of the ring."""
+        return [Parcel(self.ranks[n], tensor) for n, tensor in enumerate(tensors) if n != self.index]

@@ -1,0 +1,306 @@
+"""cuDNN's attention over a fixed grid of shapes: the fastest kernel on Hopper from short documents up.
+
+It goes through cuDNN's own Python frontend rather than torch's operators: the frontend reads document lengths from
+the GPU, so one plan serves every pack, and it writes into our buffers, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from seqloom.attention.kernels import cudnn_graphs as names
+from seqloom.attention.kernels.cudnn_graphs import Graph, GraphCache, GraphKey
+from seqloom.attention.kernels.grid import Call, CallShape, all_shapes, plan_calls
+from seqloom.attention.kernels.kernel import Ability, Prepared, Shape
+from seqloom.attention.segments import Segments
+
+STREAMS = {False: 3, True: 2}
+"""Packed calls run side by side, forward and backward: the end of one, when it no longer fills the GPU, overlaps the
+next. Every stream of a backward needs scratch memory of its own."""
+KEY_TENSORS = (names.K, names.V, names.DK, names.DV)
+
+Gap = tuple[int, int | None]
+
+Tensors = dict[int, torch.Tensor]
+"""Tensors [rows, heads, dim] (log-sum-exp: [rows, heads]) by their name in a graph."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cudnn:
+    """cuDNN attention for bf16 and fp16 on Hopper and later: squares and segments without mask."""
+
+    graphs: GraphCache = field(default_factory=GraphCache)
+    streams: dict[int, list[torch.cuda.Stream]] = field(default_factory=dict)
+
+    @property
+    def ability(self) -> Ability:
+        """What it can do."""
+        return Ability(
+            name="cudnn",
+            devices=("cuda",),
+            dtypes=(torch.bfloat16, torch.float16),
+            max_dim=128,
+            dim_multiple=8,
+            windows=False,
+            offsets=False,
+            spills=True,
+        )
+
+    @staticmethod
+    def available(device: torch.device) -> bool:
+        """Say whether the frontend is installed and the GPU is one that reads document lengths (Hopper on)."""
+        if device.type != "cuda" or find_spec("cudnn") is None:
+            return False
+        return torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def prepare(self, segments: Segments, shape: Shape) -> Prepared:
+        """Lay the segments on the grid and upload where they lie."""
+        calls = tuple(PlacedCall.of(call, segments, shape.device) for call in plan_calls(segments))
+        q_gaps = _gaps(segments.q_start, segments.q_stop)
+        k_gaps = _gaps(segments.k_start, segments.k_stop)
+        return PreparedCudnn(self, shape, calls, q_gaps, k_gaps)
+
+    def warm_up(
+        self,
+        shape: Shape,
+        longest: int,
+        *,
+        strides: tuple[int, int, int] | None = None,
+        report: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Build every graph that documents of up to `longest` tokens can reach.
+
+        Args:
+            shape: heads, width, dtype and device.
+            longest: tokens.
+            strides: row strides of q, k and v in elements; contiguous tensors if left out.
+            report: called as report(done, total) after every shape.
+
+        Returns:
+            Number of shapes.
+        """
+        contiguous = (shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim)
+        shapes = all_shapes(longest)
+        for done, call in enumerate(shapes, 1):
+            key = graph_key(call, shape, strides or contiguous)
+            for backward in (False, True):
+                self.graphs.graph(key, backward=backward)
+            if report is not None:
+                report(done, len(shapes))
+        return len(shapes)
+
+    def side_streams(self, device: torch.device) -> list[torch.cuda.Stream]:
+        """Return the streams of a device, made once."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in self.streams:
+            self.streams[index] = [torch.cuda.Stream(index) for _ in range(max(STREAMS.values()))]
+        return self.streams[index]
+
+
+def graph_key(call: CallShape, shape: Shape, strides: tuple[int, int, int]) -> GraphKey:
+    """Return the key of a call's graphs."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return GraphKey(call, shape.heads, shape.kv_heads, shape.dim, shape.dtype, shape.scale, strides, deterministic)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedCall:
+    """A call and where its documents lie.
+
+    Attributes:
+        rows: first (query row, key row) and lengths of a dense call's only segment.
+        q_rows, k_rows: int64[batch + 1] on the GPU, where documents begin in the query and the key buffer.
+        q_lengths, k_lengths: int32[batch] on the GPU.
+        scaled: q_rows or k_rows in elements of a tensor with a given row stride, made on demand.
+        graphs: by strides and pass, so that a call finds its graph without hashing all of its key.
+    """
+
+    call: Call
+    rows: tuple[int, int, int, int]
+    q_rows: torch.Tensor
+    k_rows: torch.Tensor
+    q_lengths: torch.Tensor
+    k_lengths: torch.Tensor
+    scaled: dict[tuple[bool, int], torch.Tensor] = field(default_factory=dict)
+    graphs: dict[tuple, Graph] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: Call, segments: Segments, device: torch.device) -> PlacedCall:
+        """Upload the rows and lengths of a call; missing documents have length 0."""
+        chosen = segments.select(call.segments)
+        spare = call.shape.batch - len(chosen)
+        columns = []
+        for start, stop in ((chosen.q_start, chosen.q_stop), (chosen.k_start, chosen.k_stop)):
+            begins = np.concatenate([start, np.repeat(stop[-1:], spare + 1)])
+            lengths = np.concatenate([stop - start, np.zeros(spare, dtype=np.int64)])
+            columns.append((torch.from_numpy(begins).to(device), torch.from_numpy(lengths).to(device, torch.int32)))
+        (q_rows, q_lengths), (k_rows, k_lengths) = columns
+        q_start, q_stop, k_start, k_stop, _ = next(chosen.rows())
+        rows = (q_start, k_start, q_stop - q_start, k_stop - k_start)
+        return cls(call, rows, q_rows, k_rows, q_lengths, k_lengths)
+
+    def begins(self, keys: bool, stride: int) -> int:
+        """Return the address of the rows' begins in elements of a tensor with this row stride."""
+        if (keys, stride) not in self.scaled:
+            self.scaled[keys, stride] = (self.k_rows if keys else self.q_rows) * stride
+        return self.scaled[keys, stride].data_ptr()
+
+    def pointers(self, tensors: Tensors) -> dict[int, int]:
+        """Return the addresses that a packed call needs."""
+        found = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            found[names.ROWS + name] = self.begins(name in KEY_TENSORS, tensor.stride(0))
+        found[names.LENGTH_Q] = self.q_lengths.data_ptr()
+        found[names.LENGTH_K] = self.k_lengths.data_ptr()
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCudnn:
+    """Segments laid on the grid; `q_gaps` and `k_gaps` are the rows between and behind them."""
+
+    kernel: Cudnn
+    shape: Shape
+    calls: tuple[PlacedCall, ...]
+    q_gaps: tuple[Gap, ...]
+    k_gaps: tuple[Gap, ...]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse), see `Prepared`."""
+        q, k, v = (_heads_together(tensor) for tensor in (q, k, v))
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        tensors = {names.Q: q, names.K: k, names.V: v, names.OUT: out, names.LSE: lse}
+        self._run(tensors, backward=False)
+        _fill(out, self.q_gaps, 0)
+        _fill(lse, self.q_gaps, -torch.inf)
+        return out, lse.t().contiguous()
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (dq, dk, dv), see `Prepared`."""
+        q, k, v = (_heads_together(tensor) for tensor in (q, k, v))
+        dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+        tensors = {names.Q: q, names.K: k, names.V: v, names.OUT: out.to(q.dtype).contiguous()}
+        tensors |= {names.LSE: lse.t().contiguous(), names.DOUT: dout.contiguous()}
+        tensors |= {names.DQ: dq, names.DK: dk, names.DV: dv}
+        self._run(tensors, backward=True)
+        _fill(dq, self.q_gaps, 0)
+        _fill(dk, self.k_gaps, 0)
+        _fill(dv, self.k_gaps, 0)
+        return dq, dk, dv
+
+    def _run(self, tensors: Tensors, *, backward: bool) -> None:
+        """Run dense calls one after the other (each may spill over the next one's rows), then the packed ones."""
+        packed = [placed for placed in self.calls if placed.call.shape.packed]
+        for placed in self.calls[: len(self.calls) - len(packed)]:
+            self._dense(placed, tensors, backward)
+        main = torch.cuda.current_stream(self.shape.device)
+        lanes = min(STREAMS[backward], len(packed))
+        streams = self.kernel.side_streams(self.shape.device)[:lanes] if lanes > 1 else [main]
+        # Everything that a launch reads is made before the streams part.
+        pointers = [placed.pointers(tensors) for placed in packed]
+        scratch = [self._scratch(packed[lane :: len(streams)], tensors, backward) for lane in range(len(streams))]
+        if lanes > 1:
+            for stream in streams:
+                stream.wait_stream(main)
+        for number, placed in enumerate(packed):
+            lane = number % len(streams)
+            self._launch(placed, pointers[number], tensors, backward, scratch[lane], streams[lane])
+        if lanes > 1:
+            for stream in streams:
+                main.wait_stream(stream)
+
+    def _dense(self, placed: PlacedCall, tensors: Tensors, backward: bool) -> None:
+        """Run one long document, rounded up into the rows behind it (or behind a copy, at the end of a buffer)."""
+        q_row, k_row, queries, keys = placed.rows
+        shape = placed.call.shape
+        rows = {
+            name: (k_row, shape.k_length, keys) if name in KEY_TENSORS else (q_row, shape.q_length, queries)
+            for name in tensors
+        }
+        ends = any(row + length > len(tensors[name]) for name, (row, length, _) in rows.items())
+        views = {}
+        for name, (row, length, true) in rows.items():
+            if name == names.LSE and backward:
+                # A surplus row must have probability 0 for every key, whatever it holds.
+                views[name] = torch.full((length, self.shape.heads), torch.inf, device=self.shape.device)
+                views[name][:true] = tensors[name][row : row + true]
+            elif ends:
+                views[name] = _padded_copy(tensors[name], row, true, length)
+            else:
+                views[name] = tensors[name][row : row + length]
+        scratch = self._scratch([placed], views, backward)
+        pointers = {name: view.data_ptr() for name, view in views.items()}
+        self._launch(placed, pointers, views, backward, scratch, torch.cuda.current_stream(self.shape.device))
+        if ends:
+            for name in (names.DQ, names.DK, names.DV) if backward else (names.OUT, names.LSE):
+                row, _, true = rows[name]
+                tensors[name][row : row + true] = views[name][:true]
+
+    def _graph(self, placed: PlacedCall, tensors: Tensors, backward: bool) -> Graph:
+        strides = (tensors[names.Q].stride(0), tensors[names.K].stride(0), tensors[names.V].stride(0))
+        known = (strides, backward, torch.are_deterministic_algorithms_enabled())
+        if known not in placed.graphs:
+            key = graph_key(placed.call.shape, self.shape, strides)
+            placed.graphs[known] = self.kernel.graphs.graph(key, backward=backward)
+        return placed.graphs[known]
+
+    def _scratch(self, calls: list[PlacedCall], tensors: Tensors, backward: bool) -> torch.Tensor:
+        """Memory for calls that run one after the other."""
+        size = max((self._graph(placed, tensors, backward).workspace for placed in calls), default=1)
+        return torch.empty(size, dtype=torch.uint8, device=self.shape.device)
+
+    def _launch(
+        self,
+        placed: PlacedCall,
+        pointers: dict[int, int],
+        tensors: Tensors,
+        backward: bool,
+        scratch: torch.Tensor,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        graph = self._graph(placed, tensors, backward)
+        graph.run(pointers, scratch.data_ptr(), self.kernel.graphs.handle(stream))
+
+
+def _heads_together(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy whose heads lie one after the other."""
+    together = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
+    return tensor if together else tensor.contiguous()
+
+
+def _padded_copy(tensor: torch.Tensor, row: int, true: int, length: int) -> torch.Tensor:
+    """Copy `true` rows and add zero rows up to `length`, with the row stride kept."""
+    stride = tensor.stride(0)
+    copy = tensor.new_zeros(length * stride)
+    copy = copy.as_strided((length, *tensor.shape[1:]), tensor.stride())
+    copy[:true] = tensor[row : row + true]
+    return copy
+
+
+def _gaps(start: np.ndarray, stop: np.ndarray) -> tuple[Gap, ...]:
+    """Return the rows that no segment holds: intervals between segments, and (end, None) behind the last."""
+    order = np.argsort(start)
+    begins = np.concatenate([[0], stop[order]]).tolist()
+    ends = [*start[order].tolist(), None]
+    return tuple((low, high) for low, high in zip(begins, ends, strict=True) if high is None or low < high)
+
+
+def _fill(tensor: torch.Tensor, gaps: tuple[Gap, ...], value: float) -> None:
+    """Write a value into the gaps."""
+    for low, high in gaps:
+        if high is not None or low < len(tensor):
+            tensor[low:high] = value

@@ -1,0 +1,210 @@
+"""Flash attention over packed sequences, as torch brings it: one call for any number of documents.
+
+Its causal mask ends at the last query and the last key, so squares and pieces with their prefix are its own. Segments
+without mask under a causal rule go into a second call. Segments that do not lie one after the other are gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from seqloom import compat
+from seqloom.attention.kernels.kernel import Ability, Shape, rows_of
+from seqloom.attention.kernels.reference import wide_dtype
+from seqloom.attention.segments import Segments
+
+VARLEN = Ability(
+    name="varlen",
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    max_dim=256,
+    dim_multiple=8,
+    offsets=False,
+    prefixes=True,
+)
+
+
+class Flash(Protocol):
+    """A packed flash attention: torch's, or that of a package. Tensors as in `compat.flash_forward`."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lengths: compat.PackedLengths,
+        *,
+        causal: bool,
+        window: int | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        lengths: compat.PackedLengths,
+        *,
+        causal: bool,
+        window: int | None,
+        scale: float,
+    ) -> compat.Gradients:
+        """Return the gradients of q, k, v."""
+        ...
+
+
+class TorchFlash:
+    """Torch's own packed flash attention."""
+
+    forward = staticmethod(compat.flash_forward)
+    backward = staticmethod(compat.flash_backward)
+
+
+class Varlen:
+    """Packed flash attention on a GPU: half precision, head dims up to 256."""
+
+    @property
+    def ability(self) -> Ability:
+        """Squares, pieces with their prefix, windows over both, and segments without mask."""
+        return VARLEN
+
+    def prepare(self, segments: Segments, shape: Shape) -> PreparedPacked:
+        """Copy the cumulative lengths to the device."""
+        return PreparedPacked(packed_calls(segments, shape.device), shape, TorchFlash())
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCall:
+    """Sequences for one call. `queries` and `keys` say where its rows are: a slice, or an index on the device."""
+
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    lengths: compat.PackedLengths
+    causal: bool
+    window: int | None
+
+    def covers(self, q_rows: int, k_rows: int) -> bool:
+        """Whether it takes every row of the buffers, in place."""
+        return (
+            isinstance(self.queries, slice)
+            and isinstance(self.keys, slice)
+            and (self.queries, self.keys) == (slice(0, q_rows), slice(0, k_rows))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPacked:
+    """Calls of a packed flash attention. Their rows do not overlap."""
+
+    calls: tuple[PackedCall, ...]
+    shape: Shape
+    flash: Flash
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse), see `Prepared`."""
+        if self._alone(q, k):
+            return self._forward(self.calls[0], q, k, v)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=wide_dtype(q.dtype), device=q.device)
+        self.forward_into(q, k, v, out, lse)
+        return out, lse
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """See `Writer`."""
+        for call in self.calls:
+            result, sums = self._forward(call, q[call.queries], k[call.keys], v[call.keys])
+            out[call.queries] = result.to(out.dtype)
+            lse[:, call.queries] = sums
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (dq, dk, dv), see `Prepared`."""
+        if self._alone(q, k):
+            return self._backward(self.calls[0], dout, q, k, v, out, lse)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        self.backward_into(dout, q, k, v, out, lse, dq, dk, dv)
+        return dq, dk, dv
+
+    def backward_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """See `Writer`."""
+        for call in self.calls:
+            rows, keys = call.queries, call.keys
+            grads = self._backward(call, dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+            for buffer, where, grad in ((dq, rows, grads.q), (dk, keys, grads.k), (dv, keys, grads.v)):
+                buffer[where] = grad.to(buffer.dtype)
+
+    def _alone(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Whether the results of one call are the results."""
+        return len(self.calls) == 1 and self.calls[0].covers(len(q), len(k))
+
+    def _forward(
+        self, call: PackedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"causal": call.causal, "window": call.window, "scale": self.shape.scale}
+        return self.flash.forward(q, k, v, call.lengths, **options)
+
+    def _backward(
+        self,
+        call: PackedCall,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> compat.Gradients:
+        options = {"causal": call.causal, "window": call.window, "scale": self.shape.scale}
+        # A ring hands over its merged output in float32; the operator wants one dtype, and lse without gaps.
+        tensors = (dout.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous())
+        return self.flash.backward(*tensors, call.lengths, **options)
+
+
+def packed_calls(segments: Segments, device: torch.device) -> tuple[PackedCall, ...]:
+    """Sort segments into at most two packed calls: those whose mask ends on the diagonal, and those without mask."""
+    spare = segments.k_len - segments.q_len
+    aligned = segments.causal & (segments.offset == spare) & (spare >= 0)
+    calls = []
+    for causal, chosen in ((True, aligned), (False, ~aligned)):
+        if chosen.any():
+            part = segments.select(np.flatnonzero(chosen)[np.argsort(segments.q_start[chosen], kind="stable")])
+            window = part.window if causal and part.windowed().any() else None
+            rows, keys = rows_of(part.q_start, part.q_stop, device), rows_of(part.k_start, part.k_stop, device)
+            calls.append(PackedCall(rows, keys, _lengths(part, device), causal, window))
+    return tuple(calls)
+
+
+def _lengths(part: Segments, device: torch.device) -> compat.PackedLengths:
+    """Return cumulative and longest lengths of the segments."""
+    q, k = (np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) for lengths in (part.q_len, part.k_len))
+    on_device = (torch.from_numpy(q).to(device), torch.from_numpy(k).to(device))
+    return compat.PackedLengths(*on_device, int(part.q_len.max()), int(part.k_len.max()))

@@ -1,0 +1,96 @@
+"""Ring attention: keys and values go round, every ring index computes its tiles with each of them in turn.
+
+In step s index i works on the keys of index j = (i - s) mod ring. What the next step needs is under way meanwhile.
+Backward sends keys and values round again, and their gradients one step behind them, in float32: they are sums
+that grow with every step, and after the last one they go home.
+
+    exchange    0     1          2          ...   r - 1     r
+    keys of     s=1   s=2        s=3        ...
+    gradients         after s=0  after s=1  ...   s=r-2     s=r-1, home
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
+from seqloom.attention.tiles import PreparedTile, Rows, add_key_gradients, backward_tiles, forward_tiles
+from seqloom.comm.parcels import exchange_filled
+from seqloom.comm.transport import Handle, Parcel, Transport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ring:
+    """One rank's part of a ring, with the interface of a kernel's `Prepared`: the other keys come from elsewhere.
+
+    Attributes:
+        transport: this rank's.
+        ranks: of the ring, by ring index.
+        index: of this rank.
+        counts: rows of every ring index.
+        steps: the tiles of every step.
+        joins: how partial results are joined.
+    """
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    index: int
+    counts: tuple[int, ...]
+    steps: tuple[tuple[PreparedTile, ...], ...]
+    joins: Joins
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
+        total = Total(q, self.joins)
+        kv = torch.cat((k, v), dim=1)
+        for step, tiles in enumerate(self.steps):
+            coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
+            handle = self._pass_on((None if coming is None else kv, coming))
+            forward_tiles(tiles, total, q, kv)
+            handle.wait()
+            kv = kv if coming is None else coming
+        return total.result()
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
+        wide = sum_dtype(q.dtype)
+        rows = Rows(dout, q, out, lse)
+        kv = torch.cat((k, v), dim=1)
+        dq, dkv = Sum(q, self.joins), None
+        for step, tiles in enumerate(self.steps):
+            coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
+            arriving = self._room(kv, step, wide) if step else None
+            handle = self._pass_on((None if coming is None else kv, coming), (dkv, arriving))
+            found = backward_tiles(tiles, rows, kv, dq)
+            handle.wait()
+            dkv = add_key_gradients(arriving, self._count(step), found, self.joins)
+            kv = kv if coming is None else coming
+        home = self._room(kv, 0, wide)
+        self._pass_on((dkv, home)).wait()
+        dk, dv = home.tensor_split(2, dim=1)
+        return dq.result(), dk, dv
+
+    def _count(self, step: int) -> int:
+        """Rows of the index whose keys are here in a step."""
+        return self.counts[(self.index - step) % len(self.counts)]
+
+    def _room(self, like: torch.Tensor, step: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty buffer for what belongs to the keys of a step."""
+        return like.new_empty((self._count(step), *like.shape[1:]), dtype=dtype)
+
+    def _pass_on(self, *moves: tuple[torch.Tensor | None, torch.Tensor | None]) -> Handle:
+        """Send the first of every pair to the next index, receive the second from the one before; None: nothing."""
+        after, before = (self.ranks[(self.index + k) % len(self.ranks)] for k in (1, -1))
+        sends = [Parcel(after, tensor) for tensor, _ in moves if tensor is not None]
+        receives = [Parcel(before, room) for _, room in moves if room is not None]
+        return exchange_filled(self.transport, sends, receives)

@@ -1,0 +1,239 @@
+"""``seqloom profile``: how long the attention kernels of this machine take, kept for the dispatcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from seqloom.cli.options import AsJson, print_json, require_writable
+from seqloom.errors import SeqloomError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from rich.table import Table
+
+    from seqloom.attention.kernels.kernel import Kernel, Shape
+    from seqloom.attention.kernels.measure import Effort
+    from seqloom.attention.kernels.tables import Measurement, Point
+
+SHORTEST = 64
+LONGEST = {"cuda": 131_072, "cpu": 1_024}
+LONGEST_QUICK = {"cuda": 16_384, "cpu": 256}
+PACKS = {"cuda": 131_072, "cpu": 0}
+"""Tokens of a pack at least: a GPU must be full to be measured."""
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1; without it, the GPU if any.")]
+Heads = Annotated[int, typer.Option("--heads", help="Query heads.")]
+KvHeads = Annotated[int, typer.Option("--kv-heads", help="Key and value heads.")]
+Dim = Annotated[int, typer.Option("--dim", help="Width of a head.")]
+Dtype = Annotated[str, typer.Option("--dtype", help=f"{', '.join(DTYPES)}.")]
+Kernels = Annotated[
+    str | None, typer.Option("--kernels", help="Names with commas between; without it, all but the plain reference.")
+]
+Longest = Annotated[
+    int | None,
+    typer.Option("--max-length", help="Longest document, tokens.  [default: 131072 on a GPU, 1024 on a CPU]"),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer lengths and runs: a first impression.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", help="Table to write, .json; what it holds of other shapes and devices is kept."),
+]
+
+
+def profile(
+    device: Device = None,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    dim: Dim = 128,
+    dtype: Dtype = "bfloat16",
+    kernels: Kernels = None,
+    max_length: Longest = None,
+    quick: Quick = False,
+    output: Output = None,
+    json: AsJson = False,
+) -> None:
+    """Measure the attention kernels of this machine and write the table that decides which one runs.
+
+    \b
+    Example:
+        seqloom profile --quick --heads 8 --kv-heads 2 --dim 64
+    """
+    require_writable(output, "table", (".json",))
+    require_torch()
+    from seqloom.attention.kernels.measure import measure
+    from seqloom.attention.kernels.tables import KernelTable, default_path
+    from seqloom.cli.progress import steps
+
+    place = choose_device(device)
+    shape = make_shape(heads, kv_heads, dim, dtype, place)
+    chosen, left_out = choose_kernels(kernels, shape)
+    effort = make_effort(max_length, quick, place.type)
+    path = default_path() if output is None else output
+    table = KernelTable.load(path) if path.is_file() else KernelTable()
+    with steps("warming up", len(chosen) * 2 * len(effort.lengths)) as step:
+        report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
+        measurement = measure(chosen, shape, effort, report)
+    table.adding(measurement).save(path)
+    if json:
+        print_json({**described(measurement), "left_out": left_out, "output": str(path)})
+    else:
+        _print_measurement(measurement, left_out, path)
+
+
+def require_torch() -> None:
+    """Refuse to go on without torch, with the way to it."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise SeqloomError(
+            f"seqloom profile measures kernels and needs torch ({error}); pip install 'seqloom[train]'"
+        ) from None
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device that is measured."""
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise SeqloomError(f"unknown device {name!r}; use cpu, cuda or cuda:0") from None
+    if device.type not in LONGEST:
+        raise SeqloomError(f"no kernel runs on device {name!r}; use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SeqloomError(f"device {name!r} is not here, torch sees {torch.cuda.device_count()} GPUs; use cpu")
+    return device
+
+
+def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.device) -> Shape:
+    """The tensors that are measured."""
+    import torch
+
+    from seqloom.attention.kernels.kernel import Shape
+
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
+        raise SeqloomError(
+            f"{heads} heads, {kv_heads} kv heads, head dim {dim}: all at least 1, and kv heads must divide the heads"
+        )
+    return Shape(heads, kv_heads, dim, getattr(torch, dtype), device, dim**-0.5)
+
+
+def choose_kernels(names: str | None, shape: Shape) -> tuple[list[Kernel], dict[str, str]]:
+    """The kernels that are measured, and why others are not.
+
+    Without names: all that can run here and take the shape, except for the reference, which is slow on purpose.
+    """
+    from seqloom.attention.kernels.registry import available, make_kernel, missing
+
+    here = {kernel.ability.name: kernel for kernel in available(shape.device)}
+    absent = missing(shape.device)
+    if names is None:
+        wanted = [name for name in here if name != "reference"]
+        refusals = {name: here[name].ability.refuse_shape(shape) for name in wanted}
+        absent |= {name: refusal for name, refusal in refusals.items() if refusal is not None}
+        chosen = [here[name] for name in wanted if refusals[name] is None]
+        if not chosen:
+            raise SeqloomError(f"no kernel to measure: {'; '.join(absent.values())}")
+        return chosen, absent
+    wanted = list(dict.fromkeys(name for name in map(str.strip, names.split(",")) if name))
+    if not wanted:
+        raise SeqloomError(f"no kernel in {names!r}; name at least one, for example {next(iter(here))}")
+    for name in wanted:
+        refusal = make_kernel(name).ability.refuse_shape(shape) or absent.get(name)
+        if refusal is not None:
+            raise SeqloomError(f"kernel {name!r} cannot be measured: {refusal}; here: {', '.join(here)}")
+    return [here[name] for name in wanted], {}
+
+
+def make_effort(max_length: int | None, quick: bool, kind: str) -> Effort:
+    """Lengths in octaves up to the longest, and the longest itself."""
+    from seqloom.attention.kernels.measure import Effort
+
+    longest = (LONGEST_QUICK if quick else LONGEST)[kind] if max_length is None else max_length
+    if longest < 1:
+        raise SeqloomError(f"longest document of {longest} tokens; give --max-length at least 1")
+    octaves = range((longest - 1).bit_length() - SHORTEST.bit_length() + 1)
+    lengths = tuple(SHORTEST << k for k in octaves if SHORTEST << k < longest)[:: 2 if quick else 1]
+    return Effort((*lengths, longest), tokens=max(longest, PACKS[kind]), repeats=3 if quick else 7)
+
+
+def described(measurement: Measurement) -> dict[str, Any]:
+    """The measurement for a report in JSON, with the fastest kernel of every length."""
+    from dataclasses import asdict
+
+    from seqloom.version import __version__
+
+    masks = ("causal", "full")
+    times = [
+        {
+            "kernel": one.kernel,
+            "forward_call_ns": one.forward_call_ns,
+            "backward_call_ns": one.backward_call_ns,
+            **{mask: [point._asdict() for point in getattr(one, mask)] for mask in masks},
+        }
+        for one in measurement.times
+    ]
+    winners = {mask: dict(fastest(measurement, mask)) for mask in masks}
+    return {"version": __version__, **asdict(measurement), "times": times, "fastest": winners}
+
+
+def fastest(measurement: Measurement, mask: str) -> list[tuple[int, str]]:
+    """The kernel with the least time at every length, forward and backward together."""
+    names = [one.kernel for one in measurement.times]
+    columns = zip(*(getattr(one, mask) for one in measurement.times), strict=True)
+    return [(points[0].length, names[_best(points)]) for points in columns]
+
+
+def _best(points: Sequence[Point]) -> int:
+    return min(range(len(points)), key=lambda index: points[index].forward_ns + points[index].backward_ns)
+
+
+def _print_measurement(measurement: Measurement, left_out: dict[str, str], path: Path) -> None:
+    from rich.console import Console
+
+    one = measurement
+    console = Console(highlight=False)
+    heads = f"{one.heads} heads" if one.heads == one.kv_heads else f"{one.heads} heads on {one.kv_heads}"
+    console.print(f"{one.device}, torch {one.torch}, {heads} of {one.dim}, {one.dtype}", markup=False)
+    for mask, title in (("causal", "Causal documents"), ("full", "Without mask")):
+        console.print(f"{title}: forward + backward, us per document")
+        console.print(_table(measurement, mask))
+        winners = ", ".join(_runs(fastest(measurement, mask)))
+        console.print(f"fastest: {winners}", markup=False)
+        console.print()
+    calls = ", ".join(
+        f"{times.kernel} {(times.forward_call_ns + times.backward_call_ns) / 1e3:,.0f} us" for times in one.times
+    )
+    console.print(f"Every call costs, however little it does: {calls}", markup=False)
+    for name, why in left_out.items():
+        console.print(f"{name} is left out: {why}", markup=False)
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _table(measurement: Measurement, mask: str) -> Table:
+    """A row per length, a column per kernel, the fastest in bold."""
+    from rich.table import Table
+
+    table = Table("tokens", *(one.kernel for one in measurement.times), box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for points in zip(*(getattr(one, mask) for one in measurement.times), strict=True):
+        cells = [f"{point.forward_ns / 1e3:,.0f} + {point.backward_ns / 1e3:,.0f}" for point in points]
+        best = _best(points)
+        cells[best] = f"[bold]{cells[best]}[/bold]"
+        table.add_row(f"{points[0].length:,}", *cells)
+    return table
+
+
+def _runs(winners: Sequence[tuple[int, str]]) -> list[str]:
+    """varlen up to 1,024, cudnn up to 131,072."""
+    ends = [at for at in range(len(winners)) if at + 1 == len(winners) or winners[at + 1][1] != winners[at][1]]
+    return [f"{winners[at][1]} up to {winners[at][0]:,}" for at in ends]

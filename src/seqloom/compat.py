@@ -1,0 +1,175 @@
+"""Private operators of torch, each behind a typed function, and a check that they are still what they were.
+
+Everything else in Seqloom calls torch through its public names. Layouts here are the operators' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from seqloom.errors import SeqloomError
+
+# The signatures these functions are written for (torch 2.11 to 2.13). Arguments that torch adds behind these, by
+# keyword and with a default, do no harm.
+SCHEMAS = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, "
+    "Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, "
+    "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "aten::_flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, "
+    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, "
+    "SymInt? window_size_left=None, SymInt? window_size_right=None) -> (Tensor output, "
+    "Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+    "aten::_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, Tensor rng_state, Tensor unused, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)",
+)
+
+
+class Gradients(NamedTuple):
+    """Of queries, keys and values."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def cpu_flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run flash attention on a CPU and return (out, lse).
+
+    Args:
+        q, out: [batch, heads, queries, dim]; lse: [batch, heads, queries], float32 or float64.
+        k, v: [batch, kv_heads, keys, dim].
+        causal: query a sees key b when b <= a, also where there are more keys than queries, or fewer.
+        mask: [queries, keys], added to the logits; float32, or the dtype of q. A row that sees nothing returns
+            zeros, and 0 as its lse.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def cpu_flash_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> Gradients:
+    """Run the backward of `cpu_flash_forward`. In half precision it adds up dk and dv in half precision."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return Gradients(*operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale))
+
+
+class PackedLengths(NamedTuple):
+    """Sequences one after the other: where each begins, and the longest."""
+
+    cumulative_q: torch.Tensor
+    """int32[n + 1], on the device."""
+    cumulative_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+
+def flash_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: PackedLengths,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run torch's flash attention over packed sequences on a GPU and return (out, lse).
+
+    Args:
+        q, out: [queries, heads, dim]; lse: [heads, queries], float32.
+        k, v: [keys, kv_heads, dim].
+        causal: the last query of a sequence sees all its keys, the one before all but the last, and so on.
+        window: tokens a query sees, itself included; needs `causal`.
+    """
+    operator = torch.ops.aten._flash_attention_forward
+    masked = flash_mask(causal, window)
+    left, right = masked.left, masked.right
+    return operator(
+        q, k, v, *lengths, 0.0, masked.causal, False, scale=scale, window_size_left=left, window_size_right=right
+    )[:2]
+
+
+def flash_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: PackedLengths,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Gradients:
+    """Run the backward of `flash_forward`."""
+    operator = torch.ops.aten._flash_attention_backward
+    masked = flash_mask(causal, window)
+    options = {"scale": scale, "window_size_left": masked.left, "window_size_right": masked.right}
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    return Gradients(*operator(dout, q, k, v, out, lse, *lengths, 0.0, masked.causal, state, unused, **options))
+
+
+class FlashMask(NamedTuple):
+    """How flash attention spells a mask: causal, or the keys seen before and after a query; -1 is all of them."""
+
+    causal: bool
+    left: int
+    right: int
+
+
+def flash_mask(causal: bool, window: int | None) -> FlashMask:
+    """Spell a mask for flash attention, torch's or that of the packages."""
+    if window is None:
+        return FlashMask(causal, -1, 0 if causal else -1)
+    return FlashMask(False, window - 1, 0)
+
+
+def check_operators(expected: Iterable[str] = SCHEMAS) -> None:
+    """Compare torch's operators with the signatures that this file is written for.
+
+    Raises:
+        SeqloomError: naming every operator that is gone or changed, with both signatures.
+    """
+    wrong = []
+    for schema in expected:
+        name = schema.partition("(")[0]
+        operator = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+        if operator is None:
+            wrong.append(f"{name} is gone")
+        elif not _serves(str(operator.default._schema), schema):
+            wrong.append(f"expected {schema}\n       got {operator.default._schema}")
+    if wrong:
+        changes = "\n  ".join(wrong)
+        raise SeqloomError(
+            f"torch {torch.__version__} has changed private operators that Seqloom calls; "
+            f"install torch 2.11 to 2.13, or adapt seqloom/compat.py:\n  {changes}"
+        )
+
+
+def _serves(found: str, expected: str) -> bool:
+    """Whether calls written for `expected` mean the same to `found`: equal, but for added keywords with defaults."""
+    arguments, _, returns = expected.rpartition(") -> ")
+    now, _, returns_now = found.rpartition(") -> ")
+    added = now.removeprefix(arguments).split(", ")
+    return now.startswith(arguments) and returns_now == returns and added[0] == "" and all("=" in a for a in added[1:])

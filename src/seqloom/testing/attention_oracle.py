@@ -1,0 +1,79 @@
+"""The truth about attention: one process, float64, a dense mask per document, a plain softmax, autograd.
+
+Shares nothing with `seqloom.attention`. Packs are a few thousand tokens at most: memory is quadratic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Truth(NamedTuple):
+    """What attention and its backward should return, float64 (documents one after the other).
+
+    out, dq are [tokens, heads, dim]; dk, dv [tokens, kv_heads, dim]; lse [heads, tokens].
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def attention_truth(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Truth:
+    """Return output, log-sum-exp and gradients for documents of these lengths, packed one after the other.
+
+    Args:
+        q, dout: [tokens, heads, dim].
+        k, v: [tokens, kv_heads, dim].
+        lengths: of the documents; they add up to the tokens.
+        causal: a token sees itself and what is before it.
+        window: how many tokens it sees at most.
+        scale: logits are multiplied by it; None: dim ** -0.5.
+    """
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    shared = q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    outs, sums = [], []
+    for queries, keys, values in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
+        keys, values = (x.repeat_interleave(shared, dim=1) for x in (keys, values))
+        logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        logits = logits.masked_fill(~visible(len(queries), causal, window), -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", torch.softmax(logits, dim=-1), values))
+        sums.append(torch.logsumexp(logits, dim=-1))
+    out, lse = torch.cat(outs), torch.cat(sums, dim=1)
+    gradients = torch.autograd.grad(out, (q, k, v), dout.double())
+    return Truth(out.detach(), lse.detach(), *gradients)
+
+
+def visible(length: int, causal: bool, window: int | None) -> torch.Tensor:
+    """Say which query (row) sees which key (column) of a document, bool[length, length]."""
+    position = torch.arange(length)
+    behind = position[:, None] - position
+    mask = torch.ones(length, length, dtype=torch.bool)
+    if causal:
+        mask &= behind >= 0
+    if window is not None:
+        mask &= behind < window
+    return mask
+
+
+def difference(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Return norm(found - truth) / norm(truth); of two zeros, 0."""
+    norm = truth.double().norm().item()
+    away = (found.double() - truth.double()).norm().item()
+    return away / norm if norm else away

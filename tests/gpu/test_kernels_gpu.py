@@ -1,0 +1,86 @@
+"""Every kernel of a GPU against the truth, on what its ability takes, and the dispatcher on everything."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from seqloom.attention.kernels import registry
+from seqloom.attention.kernels.dispatch import Dispatcher
+from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels.measure import Effort, measure
+from seqloom.attention.segments import Segments
+from seqloom.testing.segment_cases import SCALE, Case, kernel_errors, segment_cases
+
+pytestmark = pytest.mark.gpu
+
+NAMES = [name for name, ability in registry.all_abilities().items() if "cuda" in ability.devices]
+KERNELS = {name: registry.make_kernel(name) for name in NAMES}  # they keep what they build
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@given(
+    case=segment_cases(longest=40),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    dim=st.sampled_from([64, 80, 128]),
+)
+@settings(max_examples=15)
+def test_any_segments(cuda, name, dtype, case, heads, dim):
+    why = registry.missing(cuda).get(name)
+    kernel = KERNELS[name]
+    shape = Shape(*heads, dim, dtype, cuda, SCALE * 0.3)
+    why = why or kernel.ability.refuse_shape(shape)
+    if why is not None:
+        pytest.skip(why)
+    segments = case.segments.select(kernel.ability.takes(case.segments))
+    assume(len(segments))
+    # Through the dispatcher, which says in the simplest way what a kernel shall do.
+    errors = kernel_errors(Dispatcher((kernel,)), case._replace(segments=segments), shape)
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 100}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_packs_with_gaps(cuda, name, mask):
+    """Documents of every size, some rows between them in no segment."""
+    kernel = KERNELS[name]
+    shape = Shape(4, 2, 64, kernel.ability.dtypes[0], cuda, 0.125)
+    rows, start = [], 3
+    for length in (1, 130, 17, 500, 64, 2, 257):
+        rows.append((start, start + length, start, start + length, 0))
+        start += length + length % 2
+    segments = Segments.of(rows, **mask)
+    why = registry.missing(cuda).get(name) or kernel.ability.refusal(segments, shape)
+    if why is not None:
+        pytest.skip(why)
+    errors = kernel_errors(Dispatcher((kernel,)), Case(segments, start + 5, start + 5), shape)
+    assert max(errors.values()) < TOLERANCE[shape.dtype], errors
+
+
+@given(case=segment_cases(longest=60), floor=st.integers(0, 60))
+@settings(max_examples=30)
+def test_the_dispatcher_of_this_gpu(cuda, case, floor):
+    shape = Shape(4, 2, 64, torch.bfloat16, cuda, 0.125)
+    dispatcher = Dispatcher(registry.available(cuda), at_least={"cudnn": floor, "triton": floor // 2})
+    errors = kernel_errors(dispatcher, case, shape)
+    assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
+
+
+def test_times_of_this_gpu(cuda):
+    """Longer documents take longer, and so does the backward."""
+    shape = Shape(8, 2, 128, torch.bfloat16, cuda, 0.1)
+    kernels = [kernel for kernel in registry.available(cuda) if kernel.ability.name != "reference"]
+    measurement = measure(kernels, shape, Effort((256, 8_192), tokens=8_192, repeats=5))
+    for times in measurement.times:
+        short, long = times.causal
+        assert 0 < short.forward_ns < long.forward_ns < long.backward_ns
+        assert long.forward_ns < times.full[1].forward_ns

@@ -1,0 +1,66 @@
+"""One device: the packed entry, and a world of one rank."""
+
+import pytest
+import torch
+
+from seqloom.attention import packed_attention
+from seqloom.comm import Alone, Parcel, bind_alone
+from seqloom.errors import SeqloomError
+from seqloom.testing.attention_cases import Case
+from seqloom.testing.attention_oracle import difference
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 3}], ids=str)
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_it_is_the_truth(mask, kind):
+    case = Case.one_group((4, 1, 9), 4, 2, 8, **mask)
+    inputs = case.inputs(torch.float64)
+    truth = case.truth(inputs)
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    out = packed_attention(q, k, v, kind([0, 4, 5, 14]), **mask)
+    found = (out, *torch.autograd.grad(out, (q, k, v), inputs.dout))
+    assert max(map(difference, found, (truth.out, truth.dq, truth.dk, truth.dv))) < 1e-10
+
+
+def test_empty_documents_and_an_empty_pack():
+    q = torch.randn(3, 2, 4)
+    assert torch.equal(packed_attention(q, q, q, [0, 0, 3, 3]), packed_attention(q, q, q, [0, 3]))
+    assert packed_attention(q[:0], q[:0], q[:0], [0]).shape == (0, 2, 4)
+
+
+@pytest.mark.parametrize("ends", [[], [0, 2], [1, 3], [0, 3, 2, 3], [0, 4]])
+def test_ends_that_do_not_fit_are_refused(ends):
+    q = torch.randn(3, 2, 4)
+    with pytest.raises(SeqloomError, match=r"for 3 tokens: it must rise from 0 to 3"):
+        packed_attention(q, q, q, ends)
+
+
+def test_a_long_list_is_named_by_its_ends():
+    q = torch.randn(3, 2, 4)
+    with pytest.raises(SeqloomError, match=r"\[0, 1, 1, \.\., 9\]"):
+        packed_attention(q, q, q, [0, 1, 1, 1, 1, 1, 1, 9])
+
+
+def test_lengths_on_a_gpu_are_refused():
+    q = torch.randn(3, 2, 4)
+    with pytest.raises(SeqloomError, match="must be on the host"):
+        packed_attention(q, q, q, torch.zeros(2, dtype=torch.int32, device="meta"))
+
+
+def test_a_negative_length_is_refused():
+    with pytest.raises(SeqloomError, match="a document of -2 tokens"):
+        bind_alone([3, -2])
+
+
+def test_alone_everything_sent_comes_back():
+    alone, sent = Alone(), torch.arange(4.0)
+    gathered, swapped, received = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    alone.all_gather(gathered, sent, [0])
+    alone.all_to_all(swapped, sent, [4], [4], [0])
+    alone.exchange([Parcel(0, sent)], [Parcel(0, received)]).wait()
+    alone.all_reduce(sent, [0])
+    assert all(torch.equal(one, torch.arange(4.0)) for one in (gathered, swapped, received, sent))
+    with pytest.raises(SeqloomError, match="rank 1 in a world of one rank"):
+        alone.all_reduce(sent, [0, 1])

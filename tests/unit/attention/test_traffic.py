@@ -1,0 +1,131 @@
+"""Collectives and bytes of one layer, forward and backward, are those the cost model prices."""
+
+import pytest
+import torch
+
+from seqloom.attention import attention
+from seqloom.comm.context import bind
+from seqloom.comm.counting import Counting
+from seqloom.comm.in_process import run_ranks
+from seqloom.cost import Shape
+from seqloom.cost.communication import Communication
+from seqloom.cost.profile import Profile
+from seqloom.cost.reach import Reach
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import Checkpoint
+from seqloom.testing.attention_cases import Case
+
+torch.set_num_threads(1)
+TOKENS = 96  # a multiple of 2 * ring * ulysses for all shapes below
+SHAPES = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 3), (2, 2), (2, 3), (4, 2), (2, 4)]
+HEADS = [(8, 8), (8, 4), (8, 2), (8, 1)]
+
+
+def priced(heads, kv_heads, dim):
+    """The links of a cluster as the cost model sees them, for one layer."""
+    spec = ModelSpec(
+        name="one layer",
+        layers=1,
+        hidden=heads * dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        ffn=4,
+        gated=True,
+        vocabulary=8,
+        tied=True,
+    )
+    return Communication(Profile.for_device("H100"), Cluster.parse("1x8xH100"), spec)
+
+
+def priced_calls(links, shape):
+    """(Ulysses exchanges, ring exchanges, gather exchanges) of a layer, from what the model adds up as latencies."""
+    near, none = Reach(), Checkpoint.NONE
+    one = links._latency
+    return (
+        round(links.ulysses_latency(shape, near, none) / one("all_to_all", False, (shape.ulysses - 1).bit_length())),
+        round(links.ring_latency(shape, near, none) / one("p2p", False, 0)),
+        round(links.kv_gather_latency(shape, near, none) / one("collective", False, shape.ring - 1)),
+    )
+
+
+def counted(case):
+    """[(traffic of forward, traffic of backward)] by rank, each {verb: Traffic}."""
+
+    def body(transport):
+        counting = Counting(transport)
+        context = bind(case.work, counting, method=case.method)
+        verbs = ("all_to_all", "exchange", "all_gather", "all_reduce")
+        q, k, v = (
+            torch.randn(context.tokens, n, case.dim, dtype=torch.bfloat16, requires_grad=True)
+            for n in (case.heads, case.kv_heads, case.kv_heads)
+        )
+        assert all(counting.traffic(verb).calls == 0 for verb in verbs), "binding does not communicate"
+        out = attention(q, k, v, context, causal=case.causal, window=case.window)
+        forward = {verb: counting.traffic(verb) for verb in verbs}
+        counting.reset()
+        out.sum().backward()
+        return forward, {verb: counting.traffic(verb) for verb in verbs}
+
+    return run_ranks(case.world, body)
+
+
+def sums(pair, verb):
+    """Calls and bytes of a verb, forward and backward together."""
+    return sum(part[verb].calls for part in pair), sum(part[verb].bytes for part in pair)
+
+
+@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("ulysses, ring", SHAPES)
+def test_ulysses_and_ring(ulysses, ring, heads, kv_heads):
+    case = Case.one_group((TOKENS,), heads, kv_heads, 8, ulysses, ring)
+    links, shape = priced(heads, kv_heads, 8), Shape(ulysses, ring)
+    exchanges, hops, _ = priced_calls(links, shape)
+    assert exchanges == (4 if ulysses > 1 else 0)  # in and out, forward and backward
+    for pair in counted(case):
+        calls, sent = sums(pair, "all_to_all")
+        assert calls == exchanges
+        assert sent == links.ulysses_bytes(shape, Checkpoint.NONE) * TOKENS * (ulysses - 1) / ulysses
+        assert pair[0]["exchange"].calls == ring - 1
+        assert sums(pair, "exchange") == (hops, links.ring_bytes(shape, Checkpoint.NONE) * TOKENS if ring > 1 else 0)
+        assert sums(pair, "all_gather") == sums(pair, "all_reduce") == (0, 0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ulysses, ring", [shape for shape in SHAPES if shape[1] > 1])
+def test_gather(ulysses, ring, causal):
+    """Full attention gathers what the cost model prices; under a causal mask a quarter of it is never seen."""
+    case = Case.one_group((TOKENS,), 8, 4, 8, ulysses, ring, method="gather", causal=causal)
+    kv = 2 * max(4, ulysses) * 8 / ulysses * TOKENS  # elements of keys and values in the ring of one Ulysses index
+    bytes_of_all = kv * (2 * 2 + 4) * (ring - 1) / ring  # two passes in bfloat16, gradients in float32
+    _, _, calls = priced_calls(priced(8, 4, 8), Shape(ulysses, ring))
+    for pair in counted(case):
+        assert pair[0]["exchange"].calls == 1 and sums(pair, "exchange")[0] == calls
+        assert sums(pair, "exchange")[1] == bytes_of_all * (0.75 if causal else 1)
+        assert sums(pair, "all_to_all")[0] == (4 if ulysses > 1 else 0)
+
+
+def test_a_window_gathers_neighbours_only():
+    """12 chunks of 8 tokens and a window of 5: four keys before each chunk, wherever they are."""
+    case = Case.one_group((TOKENS,), 2, 2, 8, 1, 6, method="gather", window=5)
+    row = 2 * 2 * 8  # elements of keys and values
+    for rank, pair in enumerate(counted(case)):
+        # Chunk 0 has nobody before it, chunk 11 nobody behind it, and chunks 5 and 6 are on one rank.
+        elements = (4 if rank in (0, 5) else 8) * row
+        assert pair[0]["exchange"].bytes == elements * 2
+        assert pair[1]["exchange"].bytes == elements * (2 + 4)
+
+
+@pytest.mark.parametrize("heads, kv_heads, ulysses", [(7, 7, 4), (7, 1, 4), (5, 5, 3), (6, 3, 4), (8, 2, 3), (9, 3, 4)])
+def test_uneven_heads_send_no_more_than_priced(heads, kv_heads, ulysses):
+    case = Case.one_group((TOKENS,), heads, kv_heads, 8, ulysses)
+    limit = priced(heads, kv_heads, 8).ulysses_bytes(Shape(ulysses, 1), Checkpoint.NONE) * TOKENS
+    for pair in counted(case):
+        calls, sent = sums(pair, "all_to_all")
+        assert calls == 4 and sent <= limit * (ulysses - 1) / ulysses
+
+
+def test_documents_of_a_few_tokens_send_only_what_exists():
+    """One token on four ring indices: its owner sends its key along, nobody sends anything empty."""
+    forward = [pair[0]["exchange"] for pair in counted(Case.one_group((1,), 2, 2, 8, 1, 4))]
+    assert [traffic.bytes for traffic in forward] == [2 * 2 * 8 * 2] * 3 + [0]

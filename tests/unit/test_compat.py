@@ -1,0 +1,69 @@
+"""Private operators of torch: the day torch changes one, this file fails and says which."""
+
+import pytest
+import torch
+
+from seqloom import compat
+from seqloom.errors import SeqloomError
+
+torch.set_num_threads(1)
+
+
+def test_torch_still_has_the_operators_as_we_call_them():
+    compat.check_operators()
+
+
+@pytest.mark.parametrize("schema", compat.SCHEMAS)
+def test_a_change_is_named_with_both_signatures(schema):
+    changed = schema.replace("Tensor query,", "Tensor queries,")
+    with pytest.raises(SeqloomError) as error:
+        compat.check_operators([changed])
+    assert f"expected {changed}" in str(error.value)
+    assert "Tensor query," in str(error.value).partition("got ")[2]
+    assert torch.__version__ in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "serves"),
+    [
+        ("a(int x, *, int y=0) -> int", "a(int x, *, int y=0) -> int", True),
+        ("a(int x, *, int y=0) -> int", "a(int x, *, int y=0, int z=1) -> int", True),
+        ("a(int x, *, int y=0) -> int", "a(int x, *, int y=0, int z) -> int", False),
+        ("a(int x, *, int y=0) -> int", "a(int x, *, int y=00) -> int", False),
+        ("a(int x, *, int y=0) -> int", "a(int x, *, int y=0) -> Tensor", False),
+        ("a(int x, *, int y=0) -> int", "a(*, int y=0) -> int", False),
+    ],
+)
+def test_added_keywords_with_defaults_do_no_harm(expected, found, serves):
+    assert compat._serves(found, expected) is serves
+
+
+def test_all_changes_are_reported_at_once():
+    gone = ["aten::_no_such_operator(Tensor x) -> Tensor", "aten::_nor_this(Tensor x) -> Tensor"]
+    with pytest.raises(SeqloomError, match=r"(?s)_no_such_operator is gone.*_nor_this is gone"):
+        compat.check_operators(gone)
+
+
+def test_the_cpu_mask_starts_at_the_first_query_and_key():
+    """What `cpu_flash` builds on, and the sum that it must never see: that of a row without keys."""
+    q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4)
+    short, _ = compat.cpu_flash_forward(q, k[:, :, :1], k[:, :, :1], causal=False, mask=None, scale=1.0)
+    out, _ = compat.cpu_flash_forward(q, k, k, causal=True, mask=None, scale=1.0)
+    assert torch.allclose(out[:, :, 0], short[:, :, 0])
+    hidden = torch.full((2, 5), -torch.inf)
+    out, lse = compat.cpu_flash_forward(q, k, k, causal=False, mask=hidden, scale=1.0)
+    assert not out.any() and not lse.any()
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 3)])
+def test_the_gpu_operator_takes_our_arguments(causal, window):
+    """On the meta device: shapes and argument types are checked, nothing is computed."""
+    q, k = torch.empty(10, 4, 16, dtype=torch.bfloat16, device="meta"), torch.empty(12, 2, 16, device="meta")
+    k = k.bfloat16()
+    cumulative = torch.tensor([0, 10], dtype=torch.int32, device="meta")
+    lengths = compat.PackedLengths(cumulative, cumulative, 10, 12)
+    options = {"causal": causal, "window": window, "scale": 0.25}
+    out, lse = compat.flash_forward(q, k, k, lengths, **options)
+    assert out.shape == q.shape and lse.shape == (4, 10) and lse.dtype == torch.float32
+    grads = compat.flash_backward(out, q, k, k, out, lse, lengths, **options)
+    assert grads.q.shape == q.shape and grads.k.shape == grads.v.shape == k.shape
