@@ -46,11 +46,12 @@ class Arena:
         return shapes, time.perf_counter() - begin
 
     def ours(self, lengths: list[int]):
-        """The engine on one rank."""
-        from seqloom.attention import attention
-        from seqloom.comm.alone import bind_alone
+        """The engine on one rank. Index work is done beforehand, as for all: once per pack, not once per layer."""
+        from seqloom.attention import attention, prepare_attention
+        from seqloom.comm import bind_alone
 
-        context = bind_alone(lengths, device=self.shape.device)
+        context, shape = bind_alone(lengths, device=self.shape.device), self.shape
+        prepare_attention(context, shape.heads, shape.kv_heads, shape.dim, shape.dtype, kernels=self.kernels)
         return lambda q, k, v: attention(q, k, v, context, kernels=self.kernels)
 
     def run(self, lengths: list[int], *, sdpa: bool = False) -> dict[str, float]:

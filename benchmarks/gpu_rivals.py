@@ -1,8 +1,9 @@
 """What users call today for packed documents on one GPU, and how everything is timed.
 
 Every contestant is a function from q, k, v [tokens, heads, dim] to the output; it is built for a pack of lengths that
-the process has not seen. A time is that of the first forward and backward on the pack, on the GPU's clock: the GPU is
-kept busy while the host enqueues, so a host that keeps up costs nothing, and one that builds plans first costs it all.
+the process has not seen, with what does not change from layer to layer (lengths, block mask, index work) made before.
+A time is that of the first forward and backward on the pack, on the GPU's clock: the GPU is kept busy while the host
+enqueues, so a host that keeps up costs nothing, and one that builds plans first costs it all.
 """
 
 from __future__ import annotations

@@ -34,12 +34,40 @@ class GroupCall:
     inner: Prepared
 
 
+def prepare_attention(
+    context: Context,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    kernels: Kernel | None = None,
+) -> None:
+    """Do the index work of a round for attention calls like this one now, instead of in the first of them.
+
+    Args:
+        context: what `bind` made of the round; it keeps the result.
+        heads, kv_heads, dim, dtype: of the tensors that will come.
+        causal, window, scale, kernels: see `attention`.
+    """
+    calls_of(context, heads, kv_heads, dim, dtype, Call(causal, window, scale, kernels))
+
+
 def bound_calls(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, call: Call
 ) -> tuple[GroupCall, ...]:
     """Return the calls of the rank's groups that hold tokens, in the order of the work; checked, and built once."""
     check_tensors(q, k, v, context)
-    heads, dim, kv_heads, dtype = q.shape[1], q.shape[2], k.shape[1], q.dtype
+    return calls_of(context, q.shape[1], k.shape[1], q.shape[2], q.dtype, call)
+
+
+def calls_of(
+    context: Context, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, call: Call
+) -> tuple[GroupCall, ...]:
+    """Return the calls for tensors of these sizes."""
 
     def build() -> tuple[GroupCall, ...]:
         check_call(context, heads, kv_heads, call)

@@ -18,6 +18,7 @@ from seqloom.attention.tiles import PreparedTile, Rows, add_key_gradients, backw
 from seqloom.comm.context import inverse
 from seqloom.comm.parcels import exchange_filled
 from seqloom.comm.transport import Parcel, Transport
+from seqloom.comm.upload import on_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +59,10 @@ class Gather:
         device: torch.device,
     ) -> Gather:
         """Put a schedule's index arrays on a device; `tiles` are the schedule's, prepared."""
-        sends = tuple(rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device) for rows in schedule.sends)
+        sends = tuple(rows if isinstance(rows, slice) else on_device(rows, device) for rows in schedule.sends)
         order = places = None
         if schedule.order is not None:
-            order = torch.from_numpy(schedule.order).to(device)
+            order = on_device(schedule.order, device)
             places = inverse(order)
         return cls(transport, ranks, index, sends, schedule.counts, order, places, tiles, joins)
 

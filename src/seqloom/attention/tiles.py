@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape
 from seqloom.attention.merge import Joins, Sum, Total, covers, sum_dtype
 from seqloom.attention.schedule import Tile
 from seqloom.attention.segments import Segments
+from seqloom.comm.upload import on_device
 from seqloom.errors import SeqloomError
 
 
@@ -50,7 +52,7 @@ def prepare(kernel: Kernel, segments: Segments, heads: Heads) -> Prepared:
     if readers is None:
         return prepared
     edges = [0, *(h for h in range(1, len(readers)) if readers[h] != readers[h - 1]), len(readers)]
-    index = torch.tensor(readers, dtype=torch.int64, device=shape.device)
+    index = on_device(np.array(readers, dtype=np.int64), shape.device)
     return Expanded(prepared, index, tuple(pairwise(edges)))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from seqloom.comm.transport import Transport
+from seqloom.comm.upload import on_device
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Group, Layout, Span, Work
 
@@ -143,8 +144,8 @@ def bind(
         work,
         transport,
         spans,
-        positions=_tensor(expand(starts, lengths), device),
-        documents=_tensor(np.repeat(documents, lengths), device),
+        positions=on_device(expand(starts, lengths), device),
+        documents=on_device(np.repeat(documents, lengths), device),
         groups=tuple(groups),
     )
 
@@ -197,7 +198,7 @@ def _bind_group(
         ring_ranks=group.ranks[ulysses_index :: group.ulysses],
         spans=spans,
         counts=tuple(sum(span.tokens for span in share) for share in held),
-        rows=rows if isinstance(rows, slice) else _tensor(rows, device),
+        rows=rows if isinstance(rows, slice) else on_device(rows, device),
         order=order,
         places=places,
     )
@@ -218,7 +219,7 @@ def _sorting(
     rows, lengths = first[at] + begin - start[at], end - begin
     if np.array_equal(rows, np.cumsum(lengths) - lengths):
         return None, None
-    places = _tensor(expand(rows, lengths), device)
+    places = on_device(expand(rows, lengths), device)
     return inverse(places), places
 
 
@@ -237,10 +238,6 @@ def _method(method: Method | Callable[[Group], Method], group: Group) -> Method:
     if chosen not in get_args(Method):
         raise unknown("method", str(chosen), get_args(Method))
     return chosen
-
-
-def _tensor(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)
 
 
 def _check_ranks(work: Work, transport: Transport) -> None:

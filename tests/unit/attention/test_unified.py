@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from seqloom.attention import attention, attention_with_lse
+from seqloom.attention import attention, attention_with_lse, prepare_attention
 from seqloom.attention.kernels.reference import REFERENCE, Reference
+from seqloom.comm.alone import bind_alone
 from seqloom.comm.context import bind
 from seqloom.comm.counting import Counting
 from seqloom.comm.in_process import run_ranks
@@ -181,3 +182,22 @@ def test_training_state_is_not_held_twice():
         assert len(held - own) == 2, "only the two log-sum-exps are extra"
 
     run_ranks(1, body)
+
+
+def test_index_work_can_be_done_beforehand():
+    prepared = []
+
+    class Noting(Reference):
+        def prepare(self, segments, shape):
+            prepared.append(shape)
+            return super().prepare(segments, shape)
+
+    kernels = Noting()
+    context = bind_alone([3, 4])
+    prepare_attention(context, 4, 2, 8, torch.float64, window=2, kernels=kernels)
+    assert len(prepared) == 1
+    q, k = torch.randn(7, 4, 8, dtype=torch.float64), torch.randn(7, 2, 8, dtype=torch.float64)
+    attention(q, k, k, context, window=2, kernels=kernels)
+    assert len(prepared) == 1, "the same call finds it done"
+    attention(q, k, k, context, kernels=kernels)
+    assert len(prepared) == 2, "another mask is another call"

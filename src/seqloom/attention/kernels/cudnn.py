@@ -18,6 +18,7 @@ from seqloom.attention.kernels.cudnn_graphs import Graph, GraphCache, GraphKey
 from seqloom.attention.kernels.grid import Call, CallShape, all_shapes, plan_calls
 from seqloom.attention.kernels.kernel import Ability, Prepared, Shape
 from seqloom.attention.segments import Segments
+from seqloom.comm.upload import on_device
 
 STREAMS = {False: 3, True: 2}
 """Packed calls run side by side, forward and backward: the end of one, when it no longer fills the GPU, overlaps the
@@ -138,7 +139,7 @@ class PlacedCall:
         for start, stop in ((chosen.q_start, chosen.q_stop), (chosen.k_start, chosen.k_stop)):
             begins = np.concatenate([start, np.repeat(stop[-1:], spare + 1)])
             lengths = np.concatenate([stop - start, np.zeros(spare, dtype=np.int64)])
-            columns.append((torch.from_numpy(begins).to(device), torch.from_numpy(lengths).to(device, torch.int32)))
+            columns.append((on_device(begins, device), on_device(lengths.astype(np.int32), device)))
         (q_rows, q_lengths), (k_rows, k_lengths) = columns
         q_start, q_stop, k_start, k_stop, _ = next(chosen.rows())
         rows = (q_start, k_start, q_stop - q_start, k_stop - k_start)

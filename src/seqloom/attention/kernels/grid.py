@@ -113,11 +113,19 @@ def _packed_calls(segments: Segments, causal: np.ndarray, members: np.ndarray) -
     kinds = np.stack(columns, axis=1)[members]
     for kind in sorted({tuple(row) for row in kinds.tolist()}, key=lambda kind: (-kind[1] * kind[2], kind)):
         same = members[(kinds == kind).all(axis=1)]
-        largest = _batches(max(kind[1:]))[-1]
-        for first in range(0, len(same), largest):
-            part = same[first : first + largest]
+        for part in _split(same, _batches(max(kind[1:]))[-1]):
             batch = 1 << (len(part) - 1).bit_length()
             yield Call(CallShape(batch, kind[1], kind[2], causal=bool(kind[0]), packed=True), part)
+
+
+def _split(members: np.ndarray, largest: int) -> Iterator[np.ndarray]:
+    """Cut into parts that nearly fill a batch: a missing document still costs the launch of its blocks."""
+    while len(members):
+        batch = min(largest, 1 << (len(members) - 1).bit_length())
+        if 4 * len(members) < 3 * batch:
+            batch //= 2
+        yield members[:batch]
+        members = members[batch:]
 
 
 def _batches(octave: int) -> list[int]:

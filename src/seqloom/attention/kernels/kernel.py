@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.segments import Segments
+from seqloom.comm.upload import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +203,4 @@ def rows_of(start: np.ndarray, stop: np.ndarray, device: torch.device) -> slice 
         return slice(int(start[0]), int(stop[-1]))
     lengths = stop - start
     before = np.cumsum(lengths) - lengths
-    return torch.from_numpy(np.repeat(start - before, lengths) + np.arange(lengths.sum())).to(device)
+    return on_device(np.repeat(start - before, lengths) + np.arange(lengths.sum()), device)

@@ -16,6 +16,7 @@ from seqloom import compat
 from seqloom.attention.kernels.kernel import Ability, Shape, rows_of
 from seqloom.attention.kernels.reference import wide_dtype
 from seqloom.attention.segments import Segments
+from seqloom.comm.upload import on_device
 
 VARLEN = Ability(
     name="varlen",
@@ -206,5 +207,6 @@ def packed_calls(segments: Segments, device: torch.device) -> tuple[PackedCall, 
 def _lengths(part: Segments, device: torch.device) -> compat.PackedLengths:
     """Return cumulative and longest lengths of the segments."""
     q, k = (np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32) for lengths in (part.q_len, part.k_len))
-    on_device = (torch.from_numpy(q).to(device), torch.from_numpy(k).to(device))
-    return compat.PackedLengths(*on_device, int(part.q_len.max()), int(part.k_len.max()))
+    return compat.PackedLengths(
+        on_device(q, device), on_device(k, device), int(part.q_len.max()), int(part.k_len.max())
+    )
