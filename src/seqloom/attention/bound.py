@@ -17,6 +17,7 @@ from seqloom.attention.segments import Segments
 from seqloom.attention.tiles import Heads, prepare, prepare_tiles
 from seqloom.attention.ulysses import Exchange, HeadSplit
 from seqloom.comm.context import BoundGroup, Context
+from seqloom.plan import Group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +103,7 @@ def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel
         return prepare(kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
     chunks = [Chunks.of(group, k) for k in range(group.ring)]
     ranks, joins = bound.ring_ranks, joins_on(context.device, heads.shape.dtype)
-    if bound.method == "gather":
+    if bound.method == "gather" or _sees_neighbours_only(group, call.window):
         schedule = gather_schedule(chunks, index, **mask)
         tiles = prepare_tiles(kernel, schedule.tiles, heads)
         return Gather.of(context.transport, ranks, index, schedule, tiles, joins, context.device)
@@ -112,6 +113,15 @@ def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel
         for step in range(group.ring)
     )
     return Ring(context.transport, ranks, index, tuple(each.rows for each in chunks), steps, joins)
+
+
+def _sees_neighbours_only(group: Group, window: int | None) -> bool:
+    """Say whether a window is so short that a ring would carry mostly keys that nobody sees.
+
+    A window within one chunk reaches into one other chunk at most. The answer is the same on all ranks of the group.
+    """
+    chunk = max((span.tokens for span in group.spans), default=0) // (2 * group.ring)
+    return window is not None and window <= chunk
 
 
 def _default_kernels(device: torch.device) -> Kernel:

@@ -25,6 +25,7 @@ EXTRAS = (
     Extra("exact", "highspy", "planners exact and flexsp"),
     Extra("data", "pyarrow", "lengths from .parquet"),
     Extra("train", "torch", "running plans"),
+    Extra("gpu", "cudnn", "fastest attention on Hopper and later"),
     Extra("hf", "transformers", "Hugging Face models"),
 )
 
@@ -80,6 +81,7 @@ def examine(cluster: str) -> dict[str, Any]:
             "exact solver": _exact_solver(found["highspy"]),
             "profile": _profile(cluster),
             "torch operators": _torch_operators(found["torch"]),
+            "attention": _attention(found["torch"]),
         },
     }
 
@@ -137,6 +139,21 @@ def _torch_operators(torch: Finding) -> dict[str, str | None]:
     except SeqloomError as error:
         return _choice(None, str(error))
     return _choice("as expected", f"torch {torch.version} has the private operators that kernels call")
+
+
+def _attention(torch: Finding) -> dict[str, str | None]:
+    if not torch.available:
+        return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
+    from torch import cuda, device
+
+    from seqloom.attention.kernels.registry import available, missing
+
+    place = device("cuda", 0) if cuda.is_available() else device("cpu")
+    names = [kernel.ability.name for kernel in available(place)]
+    absent = "; ".join(f"{name}: {why}" for name, why in missing(place).items())
+    return _choice(
+        ", ".join(names), f"kernels for {place.type}, in order of preference" + (f"; {absent}" if absent else "")
+    )
 
 
 def _profile(cluster: str) -> dict[str, str | None]:

@@ -129,3 +129,21 @@ def test_documents_of_a_few_tokens_send_only_what_exists():
     """One token on four ring indices: its owner sends its key along, nobody sends anything empty."""
     forward = [pair[0]["exchange"] for pair in counted(Case.one_group((1,), 2, 2, 8, 1, 4))]
     assert [traffic.bytes for traffic in forward] == [2 * 2 * 8 * 2] * 3 + [0]
+
+
+def sent_bytes(case):
+    return sum(each["exchange"].bytes for both in counted(case) for each in both)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_a_window_within_a_chunk_fetches_only_what_it_sees(method):
+    """Four ring indices, chunks of 12 tokens: every index sees 4 keys before each of its chunks."""
+    case = Case.one_group((TOKENS,), 2, 2, 4, 1, 4, window=5, method=method)
+    fetched = 6 * 4  # chunks whose neighbour before them is on another index, times the keys seen there
+    per_row = 2 * 2 * 4  # keys and values, heads, dim
+    assert sent_bytes(case) == fetched * per_row * (2 + 2 + 4)
+
+
+def test_a_window_beyond_a_chunk_goes_round_if_the_plan_says_so():
+    case = Case.one_group((TOKENS,), 2, 2, 4, 1, 4, window=13)
+    assert sent_bytes(case) == sent_bytes(Case.one_group((TOKENS,), 2, 2, 4, 1, 4))

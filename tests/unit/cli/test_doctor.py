@@ -27,7 +27,7 @@ def test_json_has_versions_extras_and_choices():
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert set(report) == {"versions", "extras", "gpus", "choices"}
-    assert set(report["extras"]) == {"fast", "exact", "data", "train", "hf"}
+    assert set(report["extras"]) == {"fast", "exact", "data", "train", "gpu", "hf"}
     assert all(row["why"] for row in report["choices"].values())
 
 
