@@ -37,6 +37,7 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
     import torch
 
     from seqloom.attention import attention
+    from seqloom.attention.kernels.kernel import Saved
     from seqloom.attention.segments import Segments
     from seqloom.comm import bind_alone
 
@@ -52,14 +53,14 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
 
         @staticmethod
         def backward(ctx, dout):
-            return prepared.backward(dout, *ctx.saved_tensors)
+            return prepared.backward(dout, Saved(*ctx.saved_tensors))
 
     def engine() -> None:
         torch.autograd.grad(attention(*wanted, context, kernels=dispatcher), wanted, dout)
 
     def kernels() -> None:
         plain = [tensor.detach() for tensor in wanted]
-        prepared.backward(dout, *plain, *prepared.forward(*plain))
+        prepared.backward(dout, Saved(*plain, *prepared.forward(*plain)))
 
     costs = {
         "engine us": enqueue_us(engine),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels.kernel import Saved, Shape
 from seqloom.attention.kernels.triton_segments import TritonSegments
 from seqloom.attention.segments import Segments
 
@@ -41,7 +41,7 @@ def run(segments, tensors, kernel=None):
     shape = Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, q.shape[2] ** -0.5)
     prepared = (kernel or TritonSegments()).prepare(segments, shape)
     out, lse = prepared.forward(q, k, v)
-    return [out, lse, *prepared.backward(dout, q, k, v, out, lse)]
+    return [out, lse, *prepared.backward(dout, Saved(q, k, v, out, lse))]
 
 
 def plain(segments, tensors, dtype):

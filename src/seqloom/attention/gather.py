@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
 from seqloom.attention.rows import RowIndex, add, count, take
 from seqloom.attention.schedule import GatherSchedule
-from seqloom.attention.tiles import PreparedTile, Rows, add_key_gradients, backward_tiles, forward_tiles
+from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.comm.context import inverse
 from seqloom.comm.parcels import exchange_filled
 from seqloom.comm.transport import Parcel, Transport
@@ -72,19 +73,11 @@ class Gather:
         forward_tiles(self.tiles, total, q, self._gathered(k, v))
         return total.result()
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
-        kv = self._gathered(k, v)
-        dq = Sum(q, self.joins)
-        found = backward_tiles(self.tiles, Rows(dout, q, out, lse), kv, dq)
+        kv = self._gathered(saved.k, saved.v)
+        dq = Sum(saved.q, self.joins)
+        found = backward_tiles(self.tiles, dout, saved, kv, dq)
         dkv = add_key_gradients(None, len(kv), found, self.joins)
         if dkv is None:
             dkv = kv.new_empty(kv.shape, dtype=sum_dtype(kv.dtype))

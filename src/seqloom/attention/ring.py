@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
-from seqloom.attention.tiles import PreparedTile, Rows, add_key_gradients, backward_tiles, forward_tiles
+from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.comm.parcels import exchange_filled
 from seqloom.comm.transport import Handle, Parcel, Transport
 
@@ -53,25 +54,16 @@ class Ring:
             kv = kv if coming is None else coming
         return total.result()
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
-        wide = sum_dtype(q.dtype)
-        rows = Rows(dout, q, out, lse)
-        kv = torch.cat((k, v), dim=1)
+        q, wide = saved.q, sum_dtype(saved.q.dtype)
+        kv = torch.cat((saved.k, saved.v), dim=1)
         dq, dkv = Sum(q, self.joins), None
         for step, tiles in enumerate(self.steps):
             coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
             arriving = self._room(kv, step, wide) if step else None
             handle = self._pass_on((None if coming is None else kv, coming), (dkv, arriving))
-            found = backward_tiles(tiles, rows, kv, dq)
+            found = backward_tiles(tiles, dout, saved, kv, dq)
             handle.wait()
             dkv = add_key_gradients(arriving, self._count(step), found, self.joins)
             kv = kv if coming is None else coming

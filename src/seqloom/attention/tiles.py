@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape
+from seqloom.attention.kernels.kernel import Gradients, Kernel, Prepared, Saved, Shape
 from seqloom.attention.merge import Joins, Sum, Total, covers, sum_dtype
 from seqloom.attention.schedule import Tile
 from seqloom.attention.segments import Segments
@@ -79,18 +79,10 @@ class Expanded:
         """See `Prepared.forward`."""
         return self.inner.forward(q, k.index_select(1, self.index), v.index_select(1, self.index))
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `Prepared.backward`. The query heads of a kv head are summed in float32."""
-        k, v = k.index_select(1, self.index), v.index_select(1, self.index)
-        dq, dk, dv = self.inner.backward(dout, q, k, v, out, lse)
+        k, v = saved.k.index_select(1, self.index), saved.v.index_select(1, self.index)
+        dq, dk, dv = self.inner.backward(dout, saved._replace(k=k, v=v))
         return dq, self._summed(dk), self._summed(dv)
 
     def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -113,15 +105,6 @@ def forward_tiles(tiles: Sequence[PreparedTile], total: Total, q: torch.Tensor, 
         total.add(tile.queries, out, lse)
 
 
-class Rows(NamedTuple):
-    """What backward needs of the queries of an index: dout, q, out [rows, heads, dim] and lse [heads, rows]."""
-
-    dout: torch.Tensor
-    q: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
 class KeyGradient(NamedTuple):
     """dk, dv [len(keys), kv heads, dim] of a run of keys."""
 
@@ -130,14 +113,25 @@ class KeyGradient(NamedTuple):
     dv: torch.Tensor
 
 
-def backward_tiles(tiles: Sequence[PreparedTile], rows: Rows, kv: torch.Tensor, dq: Sum) -> list[KeyGradient]:
-    """Add the tiles' share to `dq` and return the gradients of their keys."""
+def backward_tiles(
+    tiles: Sequence[PreparedTile], dout: torch.Tensor, saved: Saved, kv: torch.Tensor, dq: Sum
+) -> list[KeyGradient]:
+    """Add the tiles' share to `dq` and return the gradients of their keys.
+
+    Args:
+        tiles: over the rows of the queries and of `kv`.
+        dout: [rows, heads, dim].
+        saved: of the queries; its own keys and values are not used.
+        kv: [key rows, 2 * kv heads, dim], keys before values.
+        dq: the gradient of the queries so far.
+    """
     found = []
     for tile in tiles:
-        q = tile.queries
+        rows = tile.queries
         k, v = kv[tile.keys].tensor_split(2, dim=1)
-        share, dk, dv = tile.prepared.backward(rows.dout[q], rows.q[q], k, v, rows.out[q], rows.lse[:, q])
-        dq.add(q, share)
+        part = Saved(saved.q[rows], k, v, saved.out[rows], saved.lse[:, rows])
+        share, dk, dv = tile.prepared.backward(dout[rows], part)
+        dq.add(rows, share)
         found.append(KeyGradient(tile.keys, dk, dv))
     return found
 

@@ -8,19 +8,17 @@ q, k, v of own tokens, all heads
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from seqloom.attention.bound import GroupCall, bound_calls
 from seqloom.attention.checks import Call
-from seqloom.attention.kernels.kernel import Kernel
+from seqloom.attention.kernels.kernel import Gradients, Kernel, Saved
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.rows import put, take
 from seqloom.comm.context import Context
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attention(
@@ -76,16 +74,6 @@ def attention_with_lse(
     return _Attention.apply(q, k, v, bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), True)
 
 
-class Saved(NamedTuple):
-    """What the backward of a group needs: [rows of the ring index, own heads, dim], and lse [own heads, rows]."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
 def forward_group(call: GroupCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Saved]:
     """Return the output [rows, heads, dim] of a group's rows, and what backward needs."""
     if call.exchange is not None:
@@ -95,14 +83,14 @@ def forward_group(call: GroupCall, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
 
 
-def backward_group(call: GroupCall, dout: torch.Tensor, saved: Saved) -> Three:
+def backward_group(call: GroupCall, dout: torch.Tensor, saved: Saved) -> Gradients:
     """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
     dtype = saved.q.dtype
     if call.exchange is None:
-        dq, dk, dv = call.inner.backward(dout, *saved)
+        dq, dk, dv = call.inner.backward(dout, saved)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     (dout,) = call.exchange.to_heads(dout)
-    return call.exchange.gradients_to_tokens(*call.inner.backward(dout, *saved), dtype)
+    return call.exchange.gradients_to_tokens(*call.inner.backward(dout, saved), dtype)
 
 
 def forward_groups(
@@ -126,7 +114,7 @@ def forward_groups(
     return out, lse, kept
 
 
-def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list[Saved]) -> Three:
+def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list[Saved]) -> Gradients:
     """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]."""
     if len(calls) == 1:
         return backward_group(calls[0], dout, kept[0])

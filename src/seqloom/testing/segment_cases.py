@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.kernel import Kernel, Shape
+from seqloom.attention.kernels.kernel import Kernel, Saved, Shape
 from seqloom.attention.segments import Segments
 from seqloom.testing.attention_oracle import Truth, difference
 
@@ -116,7 +116,7 @@ def kernel_errors(kernel: Kernel, case: Case, shape: Shape, seed: int = 0) -> di
     tensors = random_tensors(case, shape, seed)
     prepared = kernel.prepare(case.segments, shape)
     out, lse = prepared.forward(tensors.q, tensors.k, tensors.v)
-    gradients = prepared.backward(tensors.dout, tensors.q, tensors.k, tensors.v, out, lse)
+    gradients = prepared.backward(tensors.dout, Saved(tensors.q, tensors.k, tensors.v, out, lse))
     truth = segment_truth(case, tensors, shape.scale)
     found = Truth(*(x.cpu() for x in (out, lse, *gradients)))
     mask = visible_pairs(case)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels import cpu_flash
 from seqloom.attention.kernels.cpu_flash import CpuFlash
-from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels.kernel import Saved, Shape
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.segments import Segments
 from seqloom.testing.attention_oracle import attention_truth, difference
@@ -58,7 +58,7 @@ def test_documents_longer_than_a_block(mask):
     prepared = CpuFlash().prepare(Segments.packed(lengths, **mask), shape)
     out, lse = prepared.forward(*tensors[:3])
     truth = attention_truth(*tensors, lengths, scale=SCALE, **mask)
-    found = (out, lse, *prepared.backward(tensors.dout, *tensors[:3], out, lse))
+    found = (out, lse, *prepared.backward(tensors.dout, Saved(*tensors[:3], out, lse)))
     assert max(map(difference, found, truth)) < 1e-12
 
 
@@ -92,7 +92,7 @@ def test_a_document_does_not_depend_on_the_others(name, lengths, data):
         tensors = tensors._replace(**{name: tensor.contiguous() for name, tensor in tensors._asdict().items()})
         prepared = KERNELS[name]().prepare(segments, shape)
         out, lse = prepared.forward(*tensors[:3])
-        results.append((out, lse.T, *prepared.backward(tensors.dout, *tensors[:3], out, lse)))
+        results.append((out, lse.T, *prepared.backward(tensors.dout, Saved(*tensors[:3], out, lse))))
     others = torch.ones(rows, dtype=torch.bool)
     others[start:stop] = False
     for one, two in zip(*results, strict=True):
@@ -108,11 +108,11 @@ def test_backward_with_the_sums_of_more_keys(name):
     kernel = KERNELS[name]()
     everything = kernel.prepare(whole.segments, shape)
     out, lse = everything.forward(*tensors[:3])
-    wanted = everything.backward(tensors.dout, *tensors[:3], out, lse)
+    wanted = everything.backward(tensors.dout, Saved(*tensors[:3], out, lse))
     first = kernel.prepare(Segments.of([(0, 6, 0, 4, 6)]), shape)
     second = kernel.prepare(Segments.of([(0, 6, 0, 6, 0)]), shape)
-    one = first.backward(tensors.dout, tensors.q, tensors.k[:4], tensors.v[:4], out, lse)
-    two = second.backward(tensors.dout, tensors.q, tensors.k[4:], tensors.v[4:], out, lse)
+    one = first.backward(tensors.dout, Saved(tensors.q, tensors.k[:4], tensors.v[:4], out, lse))
+    two = second.backward(tensors.dout, Saved(tensors.q, tensors.k[4:], tensors.v[4:], out, lse))
     assert difference(one[0] + two[0], wanted[0]) < 1e-12
     for index in (1, 2):
         assert difference(torch.cat([one[index], two[index]]), wanted[index]) < 1e-12
@@ -125,4 +125,4 @@ def test_nothing_to_do(name):
     prepared = KERNELS[name]().prepare(Segments.of([]), shape)
     out, lse = prepared.forward(*tensors[:3])
     assert not out.any() and lse.isneginf().all()
-    assert not any(grad.any() for grad in prepared.backward(tensors.dout, *tensors[:3], out, lse))
+    assert not any(grad.any() for grad in prepared.backward(tensors.dout, Saved(*tensors[:3], out, lse)))

@@ -62,12 +62,12 @@ class Written:
             rows = rows_of(self.plain.segments.q_start, self.plain.segments.q_stop, CPU)
             buffer[rows] = (result if result.dim() == 3 else result.T)[rows]
 
-    def backward_into(self, dout, q, k, v, out, lse, dq, dk, dv):
-        results = self.plain.backward(dout, q, k, v, out, lse)
+    def backward_into(self, dout, saved, gradients):
+        results = self.plain.backward(dout, saved)
         segments = self.plain.segments
         keys = rows_of(segments.k_start, segments.k_stop, CPU)
         for buffer, rows, result in zip(
-            (dq, dk, dv), (rows_of(segments.q_start, segments.q_stop, CPU), keys, keys), results, strict=True
+            gradients, (rows_of(segments.q_start, segments.q_stop, CPU), keys, keys), results, strict=True
         ):
             buffer[rows] = result[rows]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seqloom import compat
 from seqloom.attention.kernels import flash_attn
 from seqloom.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FlashAttn2, FlashAttn3
-from seqloom.attention.kernels.kernel import Shape, Writer
+from seqloom.attention.kernels.kernel import Saved, Shape, Writer
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.kernels.varlen import VARLEN, PreparedPacked, Varlen, packed_calls
 from seqloom.attention.segments import Segments
@@ -51,7 +51,7 @@ class PlainFlash:
     def backward(self, dout, q, k, v, out, lse, lengths, *, causal, window, scale):
         assert dout.dtype == out.dtype == q.dtype and lse.is_contiguous()
         mask = compat.flash_mask(causal, window)
-        return compat.Gradients(*packed(q, k, *lengths[:2], *mask, scale).backward(dout, q, k, v, out, lse))
+        return compat.Gradients(*packed(q, k, *lengths[:2], *mask, scale).backward(dout, Saved(q, k, v, out, lse)))
 
 
 class PlainVarlen:
@@ -84,7 +84,7 @@ def package_2() -> ModuleType:
         assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
         mask = (causal, window_size_left, window_size_right)
         kernel = packed(q, k, cu_seqlens_q, cu_seqlens_k, *mask, softmax_scale)
-        for buffer, grad in zip((dq, dk, dv), kernel.backward(dout, q, k, v, out, softmax_lse), strict=True):
+        for buffer, grad in zip((dq, dk, dv), kernel.backward(dout, Saved(q, k, v, out, softmax_lse)), strict=True):
             buffer.copy_(grad)
         return torch.empty(0)
 
@@ -112,7 +112,7 @@ def package_3() -> ModuleType:
     ):  # fmt: skip
         mask = (is_causal, window_size_left, window_size_right)
         kernel = packed(q, k, cu_seqlens_q, cu_seqlens_k, *mask, softmax_scale)
-        for buffer, grad in zip((dq, dk, dv), kernel.backward(dout, q, k, v, out, softmax_lse), strict=True):
+        for buffer, grad in zip((dq, dk, dv), kernel.backward(dout, Saved(q, k, v, out, softmax_lse)), strict=True):
             buffer.copy_(grad)
         return torch.empty(0)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels.kernel import Saved, Shape
 from seqloom.attention.kernels.triton_merge import accumulate, add_shares, merge_parts
 from seqloom.attention.kernels.triton_segments import TritonSegments
 from seqloom.attention.kernels.triton_tiles import Config
@@ -81,7 +81,7 @@ def errors(segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.flo
     shape = Shape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3)
     prepared = (kernel or TritonSegments(pick=pick)).prepare(segments, shape)
     out, lse = prepared.forward(q, k, v)
-    found = [out, lse, *prepared.backward(dout, q, k, v, out, lse)]
+    found = [out, lse, *prepared.backward(dout, Saved(q, k, v, out, lse))]
     mask = visible(segments, rows, columns)
 
     def plain(kind):
@@ -139,7 +139,7 @@ def test_results_in_float32_of_half_precision_inputs():
     prepared = TritonSegments(pick=pick, result_dtype=torch.float32).prepare(segments, shape)
     q = torch.randn(29, 1, 16).half()
     out, lse = prepared.forward(q, q, q)
-    results = [out, *prepared.backward(q, q, q, q, out, lse)]
+    results = [out, *prepared.backward(q, Saved(q, q, q, out, lse))]
     assert [result.dtype for result in results] == [torch.float32] * 4
 
 
@@ -153,7 +153,9 @@ def test_keys_in_two_parts_are_merged():
     prepared = [TritonSegments(pick=pick).prepare(part, shape) for part in parts]
     results = [one.forward(q, k[half], v[half]) for one, half in zip(prepared, halves, strict=True)]
     out, lse = merge_parts([Part(*result, 0) for result in results], 24, torch.float32)
-    gradients = [one.backward(dout, q, k[half], v[half], out, lse) for one, half in zip(prepared, halves, strict=True)]
+    gradients = [
+        one.backward(dout, Saved(q, k[half], v[half], out, lse)) for one, half in zip(prepared, halves, strict=True)
+    ]
     dq = add_shares([Share(gradient[0], 0) for gradient in gradients], 24, torch.float32)
     found = [out, lse, dq, *(torch.cat([first[n], second[n]]) for first, second in [gradients] for n in (1, 2))]
     leaves = [part.double().requires_grad_() for part in (q, k, v)]

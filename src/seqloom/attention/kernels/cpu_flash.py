@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.kernel import Ability, Shape
+from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
 from seqloom.attention.kernels.reference import wide_dtype
 from seqloom.attention.segments import Segments
 
@@ -84,20 +84,13 @@ class PreparedCpuFlash:
             lse[:, tile.queries] = sums[0]
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv), see `Prepared`.
 
         The operator would add up dk and dv in half precision, an error that grows with the heads and the length;
         so the backward of half precision runs in float32 and is rounded once.
         """
+        q, k, v, out, lse = saved
         wide = wide_dtype(q.dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
         for tile in self.tiles:

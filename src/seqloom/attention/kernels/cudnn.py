@@ -17,7 +17,7 @@ from seqloom.attention.kernels import cudnn_graphs as names
 from seqloom.attention.kernels.cudnn_calls import KEY_TENSORS, Gap, PlacedCall, Tensors
 from seqloom.attention.kernels.cudnn_graphs import Graph, GraphCache, GraphKey
 from seqloom.attention.kernels.grid import CallShape, all_shapes, plan_calls
-from seqloom.attention.kernels.kernel import Ability, Prepared, Shape
+from seqloom.attention.kernels.kernel import Ability, Gradients, Prepared, Saved, Shape
 from seqloom.attention.segments import Segments
 
 STREAMS = {False: 3, True: 2}
@@ -124,16 +124,9 @@ class PreparedCudnn:
         _fill(lse, self.q_gaps, -torch.inf)
         return out, lse.t().contiguous()
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv), see `Prepared`."""
+        q, k, v, out, lse = saved
         q, k, v = (_heads_together(tensor) for tensor in (q, k, v))
         dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
         tensors = {names.Q: q, names.K: k, names.V: v, names.OUT: out.to(q.dtype).contiguous()}

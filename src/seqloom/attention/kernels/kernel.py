@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -115,6 +115,20 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""dq, dk, dv."""
+
+
+class Saved(NamedTuple):
+    """What a backward needs of its forward. `out` and `lse` may be those of more keys than `k` and `v` (a ring)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class Prepared(Protocol):
     """Segments with all index work done: reused by every layer, forward and backward. Results are new tensors.
 
@@ -127,16 +141,8 @@ class Prepared(Protocol):
         """Return (out, lse): the output and the log of the sum of exponentials of the logits."""
         ...
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (dq, dk, dv). `out` and `lse` may be those of more keys than are given here (a ring)."""
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return (dq, dk, dv)."""
         ...
 
 
@@ -153,19 +159,8 @@ class Writer(Protocol):
         """Write the query rows of the segments into `out` and `lse`."""
         ...
 
-    def backward_into(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        """Write the query rows of the segments into `dq`, their key rows into `dk` and `dv`."""
+    def backward_into(self, dout: torch.Tensor, saved: Saved, gradients: Gradients) -> None:
+        """Write the query rows of the segments into the gradient of q, their key rows into those of k and v."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.kernel import Kernel, Shape
+from seqloom.attention.kernels.kernel import Kernel, Saved, Shape
 from seqloom.attention.kernels.tables import Measurement, Point, Times, device_name, dtype_name
 from seqloom.attention.segments import Segments
 from seqloom.errors import SeqloomError
@@ -85,7 +85,7 @@ def _pack(kernel: Kernel, shape: Shape, length: int, documents: int, causal: boo
     q, k, v, dout = draw(shape.heads), draw(shape.kv_heads), draw(shape.kv_heads), draw(shape.heads)
     out, lse = prepared.forward(q, k, v)
     forward = _median_ns(lambda: prepared.forward(q, k, v), shape.device, repeats)
-    backward = _median_ns(lambda: prepared.backward(dout, q, k, v, out, lse), shape.device, repeats)
+    backward = _median_ns(lambda: prepared.backward(dout, Saved(q, k, v, out, lse)), shape.device, repeats)
     return forward, backward
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape, Writer, rows_of
+from seqloom.attention.kernels.kernel import Gradients, Kernel, Prepared, Saved, Shape, Writer, rows_of
 from seqloom.attention.segments import Segments
 
 Share = tuple[Kernel, Segments]
@@ -67,27 +67,19 @@ class PreparedParts:
             lse[:, part.queries] = sums[:, part.queries]
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv), see `Prepared`."""
         first, *others = self.backward_parts
-        dq, dk, dv = first.prepared.backward(dout, q, k, v, out, lse)
+        gradients = first.prepared.backward(dout, saved)
         for part in others:
             if part.writer is not None:
-                part.writer.backward_into(dout, q, k, v, out, lse, dq, dk, dv)
+                part.writer.backward_into(dout, saved, gradients)
                 continue
-            grads = part.prepared.backward(dout, q, k, v, out, lse)
+            results = part.prepared.backward(dout, saved)
             places = (part.queries, part.keys, part.keys)
-            for buffer, where, grad in zip((dq, dk, dv), places, grads, strict=True):
-                buffer[where] = grad[where].to(buffer.dtype)
-        return dq, dk, dv
+            for buffer, where, result in zip(gradients, places, results, strict=True):
+                buffer[where] = result[where].to(buffer.dtype)
+        return gradients
 
 
 def _order(share: Share) -> tuple[bool, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.kernels.kernel import Ability, Shape
+from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
 from seqloom.attention.segments import Segments
 
 REFERENCE = Ability(
@@ -52,16 +52,9 @@ class PreparedReference:
             lse[:, rows] = sums.flatten(0, 1)
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv), see `Prepared`."""
+        q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         for rows, keys, visible in self._tiles(q.device):
             queries, keyed, values = self._by_head(q[rows]), self._by_head(k[keys]), self._by_head(v[keys])

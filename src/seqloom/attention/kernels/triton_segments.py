@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from seqloom.attention.kernels.kernel import Ability, Shape
+from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
 from seqloom.attention.kernels.triton_tiles import (
     Config,
     Kind,
@@ -90,7 +90,7 @@ class TritonSegments:
             q = torch.zeros(length, shape.heads, shape.dim, dtype=shape.dtype, device=shape.device)
             k = torch.zeros(length, shape.kv_heads, shape.dim, dtype=shape.dtype, device=shape.device)
             out, lse = prepared.forward(q, k, k)
-            prepared.backward(q, q, k, k, out, lse)
+            prepared.backward(q, Saved(q, k, k, out, lse))
             if report is not None:
                 report(done, len(by_config))
         return len(by_config)
@@ -183,34 +183,17 @@ class TritonPrepared:
                 tensors = (q, k, v, out, lse, launch.tiles, self.q_segments)
                 run_kernel(forward_kernel, launch.grid, *tensors, *numbers, *launch.numbers, scale, **launch.options)
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv), see `Prepared`."""
-        dq, dk, dv = self._room(q, self.q_covered), self._room(k, self.k_covered), self._room(v, self.k_covered)
-        self.backward_into(dout, q, k, v, out, lse, dq, dk, dv)
+        covered = (self.q_covered, self.k_covered, self.k_covered)
+        dq, dk, dv = map(self._room, saved[:3], covered)
+        self.backward_into(dout, saved, (dq, dk, dv))
         return dq, dk, dv
 
-    def backward_into(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
+    def backward_into(self, dout: torch.Tensor, saved: Saved, gradients: Gradients) -> None:
         """See `Writer`."""
-        dout, q, k, v, out, lse = _unit_stride(dout, q, k, v, out, lse)
+        dout, q, k, v, out, lse = _unit_stride(dout, *saved)
+        dq, dk, dv = gradients
         delta = torch.empty_strided(lse.shape, lse.stride(), dtype=torch.float32, device=q.device)
         self.queries_into(dout, q, k, v, out, lse, delta, dq)
         self.keys_into(dout, q, k, v, lse, delta, dk, dv)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.kernel import Ability, Shape, rows_of
+from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape, rows_of
 from seqloom.attention.kernels.reference import wide_dtype
 from seqloom.attention.segments import Segments
 from seqloom.comm.upload import on_device
@@ -129,38 +129,22 @@ class PreparedPacked:
             out[call.queries] = result.to(out.dtype)
             lse[:, call.queries] = sums
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Return (dq, dk, dv), see `Prepared`."""
-        if self._alone(q, k):
-            return self._backward(self.calls[0], dout, q, k, v, out, lse)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        self.backward_into(dout, q, k, v, out, lse, dq, dk, dv)
+        if self._alone(saved.q, saved.k):
+            return self._backward(self.calls[0], dout, saved)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+        self.backward_into(dout, saved, (dq, dk, dv))
         return dq, dk, dv
 
-    def backward_into(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
+    def backward_into(self, dout: torch.Tensor, saved: Saved, gradients: Gradients) -> None:
         """See `Writer`."""
+        q, k, v, out, lse = saved
+        dq, dk, dv = gradients
         for call in self.calls:
             rows, keys = call.queries, call.keys
-            grads = self._backward(call, dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+            part = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+            grads = self._backward(call, dout[rows], part)
             for buffer, where, grad in ((dq, rows, grads.q), (dk, keys, grads.k), (dv, keys, grads.v)):
                 buffer[where] = grad.to(buffer.dtype)
 
@@ -174,16 +158,8 @@ class PreparedPacked:
         options = {"causal": call.causal, "window": call.window, "scale": self.shape.scale}
         return self.flash.forward(q, k, v, call.lengths, **options)
 
-    def _backward(
-        self,
-        call: PackedCall,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> compat.Gradients:
+    def _backward(self, call: PackedCall, dout: torch.Tensor, saved: Saved) -> compat.Gradients:
+        q, k, v, out, lse = saved
         options = {"causal": call.causal, "window": call.window, "scale": self.shape.scale}
         # A ring hands over its merged output in float32; the operator wants one dtype, and lse without gaps.
         tensors = (dout.to(q.dtype), q, k, v, out.to(q.dtype), lse.contiguous())
