@@ -78,3 +78,9 @@ def test_a_tile_is_dense_only_with_exactly_its_keys():
     assert not call.shape.packed
     [call] = plan_calls(Segments.packed([8_191]))
     assert call.shape.packed
+
+
+def test_keys_in_another_order_than_queries_allow_no_surplus():
+    swapped = Segments.of([(0, 20_000, 16_384, 36_384, 0), (20_000, 36_384, 0, 16_384, 0)])
+    shapes = {call.shape.q_length: call.shape.packed for call in plan_calls(swapped)}
+    assert shapes == {32_768: True, 16_384: False}

@@ -77,11 +77,14 @@ def all_shapes(longest: int) -> list[CallShape]:
 def plan_calls(segments: Segments) -> list[Call]:
     """Lay segments (squares, or without mask) on the grid. Dense calls come first, in row order, then packed ones.
 
-    A dense call also writes the surplus rows behind its document; whatever owns these rows must run after it.
+    A dense call also writes the surplus rows behind its document; whatever owns these rows must run after it. Where
+    keys lie in another order than queries, no order is right for both, and only calls without surplus are dense.
     """
     causal = segments.causal & (segments.offset == 0) & (segments.q_len == segments.k_len)
     dense = _dense_lengths_of(segments, causal)
     order = np.argsort(segments.q_start, kind="stable")
+    if np.any(np.diff(segments.k_start[order]) < 0):
+        dense[dense[:, 0] > segments.q_len] = 0
     calls = [
         Call(CallShape(1, *dense[index].tolist(), causal=bool(causal[index]), packed=False), np.array([index]))
         for index in order[dense[order, 0] > 0]
