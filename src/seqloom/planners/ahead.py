@@ -1,0 +1,143 @@
+"""Planning ahead: a process of its own plans the next steps from lengths alone, so that training does not wait.
+
+It needs no torch and no data. Whoever trains submits the lengths of coming steps and takes the plan when a step begins.
+A plan that is late, or that the planner could not make, never stops a step: the static plan stands in for it, and the
+reason is part of the answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Self
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
+from seqloom.planners.registry import make_plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The plan of a step and how it came about.
+
+    Attributes:
+        step: number of the step.
+        plan: validated.
+        plan_ns: how long it took to make.
+        wait_ns: how long whoever took it waited.
+        fallback: why the static plan stands in; "" when it does not.
+    """
+
+    step: int
+    plan: Plan
+    plan_ns: int
+    wait_ns: int
+    fallback: str = ""
+
+
+class PlanAhead:
+    """Plans of coming steps, made in another process.
+
+    A plan that was asked for but never taken is forgotten when a later step is taken.
+    """
+
+    def __init__(self, cost: CostModel, planner: str = "auto", *, seed: int = 0, patience_s: float = 1.0) -> None:
+        """Start the process.
+
+        Args:
+            cost: prices the plans.
+            planner: a name, see `make_plan`.
+            seed: of the planner.
+            patience_s: how long `take` waits for a plan before the static one stands in.
+        """
+        self._cost, self._patience_s = cost, patience_s
+        self._made: dict[int, tuple[str | None, int, str]] = {}
+        self._asked: set[int] = set()
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, cost, planner, seed), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def submit(self, step: int, lengths: Sequence[int] | np.ndarray) -> None:
+        """Have the plan of a step made. A planner that has died is noticed when the step is taken."""
+        try:
+            self._connection.send((step, np.asarray(lengths, dtype=np.int64)))
+            self._asked.add(step)
+        except (BrokenPipeError, OSError):
+            self._made[step] = (None, 0, self._obituary())
+
+    def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
+        """Return the plan of a step, waiting for it if need be; the static one if it is late or cannot be made.
+
+        Args:
+            step: its number; submitted before, or planned now.
+            lengths: tokens of its sequences, the same as submitted.
+        """
+        begin = time.monotonic_ns()
+        if step not in self._asked and step not in self._made:
+            self.submit(step, lengths)
+        self._receive_until(step, begin + round(self._patience_s * 1e9))
+        late = f"no plan within {self._patience_s:g} s"
+        text, plan_ns, fallback = self._made.pop(step, (None, 0, late))
+        self._made = {other: made for other, made in self._made.items() if other > step}
+        plan = Plan.from_json(text) if text is not None else make_plan("static", np.asarray(lengths), self._cost)
+        return StepPlan(step, plan, plan_ns, time.monotonic_ns() - begin, fallback)
+
+    def close(self) -> None:
+        """Stop the process."""
+        self._connection.close()
+        self._process.join(timeout=0.2)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def _receive_until(self, step: int, deadline_ns: int) -> None:
+        """Take in what the process sends, until the plan of a step is there or time is up."""
+        while step not in self._made:
+            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+            try:
+                if not self._connection.poll(max(0.0, left_s)):
+                    return
+                done, *made = self._connection.recv()
+            except (EOFError, OSError):
+                self._made[step] = (None, 0, self._obituary())
+                return
+            if done in self._asked:
+                self._asked.discard(done)
+                self._made[done] = (made[0], made[1], made[2])
+
+    def _obituary(self) -> str:
+        self._process.join(timeout=1.0)
+        return f"the planner's process has died (exit code {self._process.exitcode})"
+
+
+def _serve(connection: Connection, cost: CostModel, planner: str, seed: int) -> None:
+    """Answer (step, lengths) with (step, plan as JSON or None, ns, why there is none) until the pipe closes."""
+    while True:
+        try:
+            step, lengths = connection.recv()
+        except (EOFError, OSError):
+            return
+        begin = time.monotonic_ns()
+        try:
+            text, why = make_plan(planner, lengths, cost, seed=seed).to_json(), ""
+        except SeqloomError as error:
+            text, why = None, f"planner {planner!r}: {error}"
+        except Exception as error:  # a defect of the planner must not stop training; the reason is logged
+            text, why = None, f"planner {planner!r} failed: {type(error).__name__}: {error}"
+        connection.send((step, text, time.monotonic_ns() - begin, why))

@@ -1,0 +1,70 @@
+"""Planning ahead in another process: plans as made here, and what stands in when there is none."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from seqloom.api import cost_model
+from seqloom.errors import SeqloomError
+from seqloom.planners import make_plan
+from seqloom.planners.ahead import PlanAhead
+
+COST = cost_model("1x8xH200", "llama3-8b")
+BATCHES = [np.array([512, 700, 33_000, 4_096]), np.array([90, 260]), np.array([70_000, 10])]
+
+
+def test_plans_are_those_made_here_in_any_order():
+    with PlanAhead(COST, "adaptive", patience_s=120) as ahead:
+        for step, lengths in enumerate(BATCHES):
+            ahead.submit(step, lengths)
+        for step in (0, 2):  # step 1 is asked for and never taken
+            taken = ahead.take(step, BATCHES[step])
+            assert (taken.step, taken.fallback) == (step, "")
+            assert taken.plan.hash == make_plan("adaptive", BATCHES[step], COST).hash
+            assert taken.plan_ns > 0 and taken.wait_ns > 0
+        again = ahead.take(7, BATCHES[1])
+        assert again.plan.hash == make_plan("adaptive", BATCHES[1], COST).hash, "planned now when nobody asked before"
+
+
+def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_ones():
+    with PlanAhead(COST, "adaptive", patience_s=0.0) as ahead:
+        taken = ahead.take(0, BATCHES[0])
+        assert taken.fallback == "no plan within 0 s"
+        assert taken.plan.hash == make_plan("static", BATCHES[0], COST).hash
+        ahead.submit(1, BATCHES[1])
+        ahead._patience_s = 120
+        assert ahead.take(1, BATCHES[1]).plan.hash == make_plan("adaptive", BATCHES[1], COST).hash
+
+
+def test_a_planner_that_refuses_is_replaced_with_its_reason():
+    with PlanAhead(COST, "static:64", patience_s=120) as ahead:
+        taken = ahead.take(0, BATCHES[1])
+    assert taken.fallback.startswith("planner 'static:64': ")
+    assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
+
+
+def test_a_planner_that_dies_is_replaced():
+    with PlanAhead(COST, "adaptive", patience_s=120) as ahead:
+        assert ahead.take(0, BATCHES[1]).fallback == ""
+        os.kill(ahead._process.pid, signal.SIGKILL)
+        for step in (1, 2):
+            taken = ahead.take(step, BATCHES[1])
+            assert taken.fallback == "the planner's process has died (exit code -9)"
+            assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
+
+
+def test_a_batch_that_no_plan_can_hold_is_refused():
+    with PlanAhead(COST, "adaptive", patience_s=120) as ahead, pytest.raises(SeqloomError):
+        ahead.take(0, np.array([10**9]))
+
+
+def test_closing_stops_the_process():
+    ahead = PlanAhead(COST, "adaptive")
+    ahead.close()
+    deadline = time.monotonic() + 5
+    while ahead._process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not ahead._process.is_alive()
