@@ -1,0 +1,112 @@
+"""``seqloom data``: what a training run reads. ``prepare`` makes a token store of files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from seqloom.cli.options import AsJson, print_json
+
+if TYPE_CHECKING:
+    from seqloom.data.limit import TooLong
+    from seqloom.data.prepare import Prepared
+    from seqloom.data.records import TextUnit
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Make the data that training reads.",
+)
+
+Inputs = Annotated[list[str], typer.Argument(help="Files: .jsonl, .parquet, .txt.", metavar="INPUT")]
+Store = Annotated[Path, typer.Option("--out", help="Folder of the store; it must not exist.")]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help="bytes, a tokenizer.json, or a Hugging Face tokenizer folder. Ids need none."),
+]
+MaxLength = Annotated[int | None, typer.Option("--max-length", help="Longest document, tokens.")]
+Policy = Annotated[str, typer.Option("--too-long", help="What happens to a longer one: refuse, truncate, drop.")]
+Text = Annotated[str | None, typer.Option("--text", help="Field with the text.  [default: text]")]
+Prompt = Annotated[str | None, typer.Option("--prompt", help="Field with the prompt, which the loss leaves out.")]
+Answer = Annotated[str | None, typer.Option("--answer", help="Field with the answer to it, which the loss counts.")]
+Ids = Annotated[str | None, typer.Option("--ids", help="Field with token ids.  [default: input_ids]")]
+Vocabulary = Annotated[
+    int | None, typer.Option("--vocabulary", help="Ids are below this; without it, the tokenizer's.")
+]
+Unit = Annotated[str, typer.Option("--unit", help="What a document of a .txt file is: line, or file.")]
+
+
+@app.callback()
+def root() -> None:
+    """Make the data that training reads."""
+
+
+@app.command("prepare")
+def prepare(
+    inputs: Inputs,
+    out: Store,
+    tokenizer: TokenizerName = None,
+    max_length: MaxLength = None,
+    too_long: Policy = "refuse",
+    text: Text = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    ids: Ids = None,
+    vocabulary: Vocabulary = None,
+    unit: Unit = "line",
+    json: AsJson = False,
+) -> None:
+    """Make a token store of texts, of prompts with their answers, or of token ids.
+
+    \b
+    Example:
+        seqloom data prepare books.jsonl chats.parquet --out store --tokenizer bytes --max-length 32768 --too-long drop
+    """
+    from seqloom.cli.progress import steps
+    from seqloom.data.prepare import prepare as make
+    from seqloom.data.records import Fields
+    from seqloom.data.tokenizer import load_tokenizer
+
+    fields = Fields(text, prompt, answer, ids)
+    chosen = None if tokenizer is None else load_tokenizer(tokenizer)
+    with steps("preparing", 100) as step:
+        percent = 0
+
+        def report(share: float) -> None:
+            nonlocal percent
+            while step is not None and percent < int(100 * share):
+                percent += 1
+                step("preparing")
+
+        done = make(
+            inputs,
+            out,
+            tokenizer=chosen,
+            vocabulary=vocabulary,
+            fields=fields,
+            unit=cast("TextUnit", unit),
+            max_length=max_length,
+            too_long=cast("TooLong", too_long),
+            progress=report,
+        )
+    if json:
+        print_json({**asdict(done), "path": str(done.path), "max_length": max_length, "too_long": too_long})
+    else:
+        _print_summary(done, too_long)
+
+
+def _print_summary(done: Prepared, too_long: str) -> None:
+    typer.echo(
+        f"{done.documents:,} documents, {done.tokens:,} tokens of which {done.valid:,} count, "
+        f"longest {done.longest:,}, vocabulary {done.vocabulary:,}"
+    )
+    counts = done.counts
+    if counts.empty or counts.nothing_to_learn:
+        typer.echo(f"left out: {counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn")
+    if counts.too_long:
+        happened = "truncated" if too_long == "truncate" else "dropped"
+        typer.echo(f"too long: {counts.too_long:,} {happened}, {counts.tokens_lost:,} tokens lost")
+    typer.echo(f"wrote {done.path}")

@@ -1,0 +1,190 @@
+"""Which documents a step works on: a shuffle per epoch, cut into batches at one global cursor.
+
+The cursor (epoch, position) is all the state there is. It counts documents, not steps of a rank, so a run goes on
+where it stopped on any number of ranks, and also with another batch size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from seqloom.data.source import frozen
+from seqloom.errors import SeqloomError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The documents of one optimiser step. A plan is made of `lengths`; its document numbers are indices into them.
+
+    Attributes:
+        documents: int64[n], numbers in the source, each once.
+        lengths: int64[n], tokens.
+        valid: int64[n], labels that count.
+    """
+
+    documents: np.ndarray
+    lengths: np.ndarray
+    valid: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.lengths.sum())
+
+    @property
+    def valid_tokens(self) -> int:
+        """Labels that count in the whole step: what the loss is divided by."""
+        return int(self.valid.sum())
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.documents)
+
+    def __eq__(self, other: object) -> bool:
+        """Same columns."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        mine, theirs = (self.documents, self.lengths, self.valid), (other.documents, other.lengths, other.valid)
+        return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+    def __hash__(self) -> int:
+        """Hash of the documents."""
+        return hash(self.documents.tobytes())
+
+    def __repr__(self) -> str:
+        """Say how much there is, not all of it."""
+        return f"Batch({len(self):,} documents, {self.tokens:,} tokens, {self.valid_tokens:,} valid)"
+
+
+class Sampler:
+    """Batches without end. An epoch is every document once, in its own order; its last batch may be smaller.
+
+    Same lengths, seed and batch rule: same batches, anywhere.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        valid: ArrayLike,
+        *,
+        seed: int = 0,
+        documents: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Begin at the first document of epoch 0.
+
+        Args:
+            lengths: int64[n], tokens of every document of the source.
+            valid: int64[n], labels of every document that count.
+            seed: of the shuffles, 0 or more.
+            documents: documents of a batch.
+            tokens: instead: as many documents, in their order, as fit in so many tokens.
+        """
+        self._lengths, self._valid = frozen(lengths), frozen(valid)
+        if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.shape != self._valid.shape:
+            raise SeqloomError(
+                "a sampler needs documents, each with a length of at least 1 and a count of valid labels"
+            )
+        if (documents is None) == (tokens is None):
+            raise SeqloomError("a batch ends after so many documents or so many tokens; give one of the two")
+        size = tokens if documents is None else documents
+        if size is None or size < 1 or seed < 0:
+            raise SeqloomError(f"a batch of {size} with seed {seed}; the size must be at least 1, the seed at least 0")
+        self._seed, self._size, self._by_tokens = seed, size, documents is None
+        if self._by_tokens and self._lengths.max() > size:
+            long = int((self._lengths > size).sum())
+            raise SeqloomError(
+                f"{long:,} documents are longer than a batch of {size:,} tokens, the longest has "
+                f"{int(self._lengths.max()):,}; raise the budget, or truncate or drop long documents"
+            )
+        self._digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._epoch = self._position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Documents of this epoch that are behind."""
+        return self._position
+
+    def next_batch(self) -> Batch:
+        """Return the next batch and move behind it."""
+        batch, self._epoch, self._position = self._batch(self._epoch, self._position)
+        for epoch in [epoch for epoch in self._epochs if epoch < self._epoch]:
+            del self._epochs[epoch]
+        return batch
+
+    def peek(self, count: int) -> list[Batch]:
+        """Return the next `count` batches without moving: what planning ahead looks at."""
+        batches, epoch, position = [], self._epoch, self._position
+        for _ in range(count):
+            batch, epoch, position = self._batch(epoch, position)
+            batches.append(batch)
+        return batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return `next_batch()` again and again, without end."""
+        while True:
+            yield self.next_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor, and what it is a cursor into. Plain values, ready for JSON."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "documents": len(self._lengths),
+            "lengths_sha256": self._digest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a cursor. One into other data or another shuffle is refused: it would repeat and skip documents."""
+        own = self.state_dict()
+        missing = [name for name in own if name not in state]
+        if missing:
+            raise SeqloomError(f"the sampler's state has no {missing[0]!r}; it needs {', '.join(own)}")
+        for name in ("documents", "lengths_sha256", "seed"):
+            if state[name] != own[name]:
+                raise SeqloomError(
+                    f"the sampler's state has {name} {state[name]!r}, this sampler {own[name]!r}; "
+                    "resume with the data and the seed of the run, or start a new one"
+                )
+        epoch, position = state["epoch"], state["position"]
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < len(self._lengths):
+            raise SeqloomError(
+                f"the sampler's state is at epoch {epoch!r}, position {position!r}; an epoch has positions "
+                f"0 .. {len(self._lengths) - 1}"
+            )
+        self._epoch, self._position = epoch, position
+
+    def _batch(self, epoch: int, position: int) -> tuple[Batch, int, int]:
+        """The batch at a cursor, and the cursor behind it."""
+        order, ends = self._shuffled(epoch)
+        stop = position + self._size
+        if self._by_tokens:
+            behind = ends[position - 1] if position else 0
+            stop = int(np.searchsorted(ends, behind + self._size, side="right"))
+        chosen = order[position:stop]
+        batch = Batch(frozen(chosen), frozen(self._lengths[chosen]), frozen(self._valid[chosen]))
+        return (batch, epoch, stop) if stop < len(order) else (batch, epoch + 1, 0)
+
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of an epoch, and the tokens up to and with each of its documents.
+
+        Sorting by random keys uses the raw stream of the generator only, which numpy promises to keep.
+        """
+        if epoch not in self._epochs:
+            keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
+            order = np.argsort(keys, kind="stable")
+            self._epochs[epoch] = order, np.cumsum(self._lengths[order])
+        return self._epochs[epoch]

@@ -1,0 +1,57 @@
+"""docs/data.md is run: its commands and its Python, one after the other in one folder."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from seqloom.data import IGNORED, Counts, TokenStore
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_runs_and_shows_what_the_store_holds(tmp_path, monkeypatch):
+    command = tmp_path / "bin" / "seqloom"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m seqloom "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=":")
+    blocks = FENCE.findall(PAGE)
+    assert [language for language, _ in blocks] == ["sh", "python"]
+    for language, block in blocks:
+        call = ["bash", "-euc", block] if language == "sh" else [sys.executable, "-c", block]
+        done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    store = TokenStore(tmp_path / "store")
+    assert store.meta.prepared["counts"] == {
+        "records": 5,
+        "empty": 1,
+        "nothing_to_learn": 0,
+        "too_long": 1,
+        "tokens_lost": 5,
+    }
+    assert _shown("token") == [_name(id) for id in store.tokens(0, 0, 10)]
+    assert _shown("label") == [_name(id) for id in store.labels(0, 0, 10)]
+    assert sorted(path.name for path in store.path.iterdir()) == sorted(
+        re.findall(r"^ {6}([\w.]+) ", PAGE, re.MULTILINE)
+    )
+
+
+def _shown(row: str) -> list[str]:
+    [line] = [line for line in PAGE.splitlines() if line.startswith(f"    {row} ")]
+    return line.replace("' '", "_").split()[1:11]
+
+
+def _name(id: int) -> str:
+    return {IGNORED: ".", 256: "end", 32: "_"}.get(int(id)) or chr(id)
+
+
+def test_every_count_is_explained():
+    for field in fields(Counts):
+        assert field.name == "records" or f"`{field.name}`" in PAGE
+
+
+def test_the_page_is_linked():
+    assert "`docs/data.md`" in (Path(__file__).parents[2] / "README.md").read_text()

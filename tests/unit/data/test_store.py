@@ -1,0 +1,168 @@
+"""The token store: what was written is what is read, and a damaged one is refused."""
+
+import json
+import pickle
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from seqloom.data import IGNORED, StoreWriter, TokenStore, writer
+from seqloom.errors import SeqloomError
+
+
+def test_tokens_labels_and_counts(store):
+    found = store([1, 2, 3, 4], ([5, 6, 7, 8, 9], [0, 0, 1, 0, 1]), [299])
+    assert found.lengths.tolist() == [4, 5, 1]
+    assert found.valid.tolist() == [3, 2, 0]
+    assert found.tokens(0, 0, 4).tolist() == [1, 2, 3, 4]
+    assert found.labels(0, 0, 4).tolist() == [2, 3, 4, IGNORED]
+    assert found.labels(1, 0, 5).tolist() == [IGNORED, 7, IGNORED, 9, IGNORED]
+    assert found.counted(1).tolist() == [False, False, True, False, True]
+    assert found.labels(2, 0, 1).tolist() == [IGNORED]
+    assert found.tokens(1, 2, 2).tolist() == found.labels(1, 5, 5).tolist() == []
+    assert {found.tokens(0, 0, 4).dtype, found.labels(0, 0, 4).dtype, found.lengths.dtype} == {np.dtype(np.int64)}
+    assert len(found) == 3
+    assert repr(found).endswith("3 documents, 10 tokens)")
+
+
+def test_the_label_of_a_shards_last_token_is_the_next_shards_first_token(store):
+    """Shards of [1, 10, 10, 10, 2, 2]: shifting inside a shard would lose the label at the cut."""
+    tokens = [1, 10, 10, 10, 2, 2]
+    found = store(tokens)
+    whole = found.labels(0, 0, 6)
+    assert whole.tolist() == [10, 10, 10, 2, 2, IGNORED]
+    for cut in range(1, 6):
+        left, right = found.labels(0, 0, cut), found.labels(0, cut, 6)
+        assert left[-1] == found.tokens(0, cut, 6)[0]
+        assert np.concatenate([left, right]).tolist() == whole.tolist()
+
+
+def test_documents_lie_across_parts_of_the_file(store, monkeypatch):
+    monkeypatch.setattr(writer, "TOKENS_PER_PART", 7)
+    monkeypatch.setattr(writer, "DOCUMENTS_PER_PART", 2)
+    documents = [list(range(k, k + size)) for k, size in enumerate((1, 20, 6, 7, 8, 40, 3))]
+    masks = [[(k + p) % 3 > 0 for p in range(len(ids))] for k, ids in enumerate(documents)]
+    found = store(*zip(documents, masks, strict=True))
+    for number, (ids, mask) in enumerate(zip(documents, masks, strict=True)):
+        assert found.tokens(number, 0, len(ids)).tolist() == ids
+        assert found.counted(number).tolist() == mask
+        for start in range(len(ids)):
+            assert found.tokens(number, start, len(ids)).tolist() == ids[start:]
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(1 << 31, np.int32), ((1 << 31) + 1, np.int64)])
+def test_ids_are_int32_on_disk_as_long_as_the_vocabulary_allows(store, vocabulary, dtype):
+    import pyarrow
+
+    found = store([0, vocabulary - 1], vocabulary=vocabulary)
+    assert found.tokens(0, 0, 2).tolist() == [0, vocabulary - 1]
+    with pyarrow.memory_map(str(found.path / "tokens.arrow")) as file:
+        assert pyarrow.ipc.open_file(file).schema.field("token").type == pyarrow.from_numpy_dtype(dtype)
+    assert found.meta.dtype == np.dtype(dtype).name
+
+
+def test_a_pickle_is_the_path_and_threads_may_read(store):
+    found = store(list(range(250)))
+    again = pickle.loads(pickle.dumps(found))
+    seen = []
+    threads = [threading.Thread(target=lambda: seen.append(again.tokens(0, 3, 200).sum())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [sum(range(3, 200))] * 8
+
+
+@pytest.mark.parametrize(("document", "start", "stop"), [(2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, -1, 1), (0, 0, 4)])
+def test_a_span_outside_is_refused(store, document, start, stop):
+    found = store([1, 2, 3], [4])
+    with pytest.raises(SeqloomError, match="document"):
+        found.tokens(document, start, stop)
+    with pytest.raises(SeqloomError, match="document"):
+        found.labels(document, start, stop)
+
+
+def test_columns_cannot_be_changed(store):
+    with pytest.raises(ValueError, match="read-only"):
+        store([1, 2]).lengths[0] = 5
+
+
+def test_no_store(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for name, why in (("gone", "does not exist"), ("file", "is a file"), ("folder", "has no meta.json")):
+        with pytest.raises(SeqloomError, match=why):
+            TokenStore(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["tokens.arrow", "index.arrow"])
+def test_a_truncated_missing_or_overwritten_file_is_refused(store, name):
+    found = store(list(range(200)))
+    path, content = found.path / name, (found.path / name).read_bytes()
+    path.write_bytes(content[:-10])
+    with pytest.raises(SeqloomError, match=rf"{name}: .* bytes of .*copy it again"):
+        TokenStore(found.path)
+    path.write_bytes(bytes(len(content)))
+    with pytest.raises(SeqloomError, match=rf"{name}: not a readable Arrow file"):
+        TokenStore(found.path)
+    path.unlink()
+    with pytest.raises(SeqloomError, match=rf"{name}.* is missing"):
+        TokenStore(found.path)
+
+
+def test_verify_finds_a_changed_id(store):
+    found = store(list(range(64, 128)), vocabulary=256)
+    found.verify()
+    path = found.path / "tokens.arrow"
+    content = bytearray(path.read_bytes())
+    at = content.index(np.arange(64, 128, dtype=np.int32).tobytes())
+    content[at] = 65
+    path.write_bytes(content)
+    with pytest.raises(SeqloomError, match=r"tokens\.arrow: its digest"):
+        TokenStore(found.path).verify()
+    content[at + 1] = 1
+    path.write_bytes(content)
+    with pytest.raises(SeqloomError, match=r"document 0: token 0 is 321, outside the vocabulary 0 \.\. 255"):
+        TokenStore(found.path).tokens(0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version 2, not"),
+        ({"format": "other"}, "format 'other'"),
+        ({"tokens": 7}, "3 tokens, but meta.json says 7"),
+        ({"documents": 7}, "1 documents, but meta.json says 7"),
+        ({"valid": 7}, "2 valid, but meta.json says 7"),
+        ({"vocabulry": 1}, "unknown key 'vocabulry'; did you mean 'vocabulary'"),
+        ({"files": {}}, "tokens.arrow is not among its files"),
+    ],
+)
+def test_meta_that_does_not_agree_is_refused(store, change, message):
+    path = store([1, 2, 3]).path
+    content = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(content | change))
+    with pytest.raises(SeqloomError, match=message):
+        TokenStore(path)
+    (path / "meta.json").write_text("{")
+    with pytest.raises(SeqloomError, match="not valid JSON"):
+        TokenStore(path)
+
+
+def test_files_of_two_stores_mixed_up_are_refused(store):
+    one, other = store([1, 2, 3], [4]), store([1, 2], [4, 5], name="other")
+    assert (one.path / "index.arrow").stat().st_size == (other.path / "index.arrow").stat().st_size
+    (one.path / "index.arrow").write_bytes((other.path / "index.arrow").read_bytes())
+    with pytest.raises(SeqloomError, match="longest"):
+        TokenStore(one.path)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, store, monkeypatch):
+    path = store([1, 2]).path
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SeqloomError, match=r"a token store needs the package 'pyarrow'.*pip install 'seqloom\[data\]'"):
+        TokenStore(path)
+    with pytest.raises(SeqloomError, match=r"seqloom\[data\]"):
+        StoreWriter(tmp_path / "new", vocabulary=2)
