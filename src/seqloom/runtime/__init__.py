@@ -1,0 +1,33 @@
+"""Runs a plan: binding, loss, parameters, checkpointing, the executor.
+
+network = Network.of(model)
+recompute_layers(network.layers)
+parameters = Sharded(network, transport, plan.sharding, node_size=plan.limits.node_size)
+result = run_step(bind_plan(plan, transport, device=device), parameters, rows, valid)
+"""
+
+from __future__ import annotations
+
+from seqloom.runtime.bind import BoundPlan, BoundRound, bind_plan
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.executor import StepResult, evaluate, run_step
+from seqloom.runtime.fsdp import Sharded
+from seqloom.runtime.loss import summed_loss
+from seqloom.runtime.network import Network
+from seqloom.runtime.parameters import Parameters, Replicated, scale_gradients
+
+__all__ = [
+    "BoundPlan",
+    "BoundRound",
+    "Network",
+    "Parameters",
+    "Replicated",
+    "Sharded",
+    "StepResult",
+    "bind_plan",
+    "evaluate",
+    "recompute_layers",
+    "run_step",
+    "scale_gradients",
+    "summed_loss",
+]

@@ -1,0 +1,166 @@
+"""Parameters sharded with torch's FSDP2: over all ranks (full), over a node (hybrid), or not at all (none).
+
+Ranks stand in a table, one row per replica of the parameters, one column per shard:
+
+    hybrid, nodes of 4      0 1 2 3     gradients are summed along a row inside backward, every round or in the last,
+                            4 5 6 7     and down a column once, at the end of the step
+
+Rows may run different rounds, or none. Sums are sums: the loss is scaled already, so nothing is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from seqloom.attention.merge import sum_dtype
+from seqloom.comm import Context, Transport
+from seqloom.errors import SeqloomError
+from seqloom.plan import Sharding
+from seqloom.runtime.loss import CHUNK
+from seqloom.runtime.network import LossOf, Network
+from seqloom.runtime.parameters import squared_norm, sum_gradients, trained
+
+REPLICA, SHARD = "replica", "shard"
+
+
+class Sharded:
+    """A network whose parameters FSDP2 keeps. Every rank of the job makes one, with the same values.
+
+    Masters are the parameters that were given, in their dtype (float32 for training), cut along their first axis.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        transport: Transport,
+        sharding: Sharding,
+        *,
+        node_size: int | None = None,
+        compute: torch.dtype | None = None,
+        keep_gathered: bool = False,
+        chunk: int = CHUNK,
+    ) -> None:
+        """Shard the network in place. If layers shall recompute, `recompute_layers` comes first.
+
+        Args:
+            network: the model, on the device where it will run.
+            transport: over torch.distributed; all its ranks.
+            sharding: over which ranks.
+            node_size: ranks of a node; hybrid needs it.
+            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+                added up and reduced in float32 or wider.
+            keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
+            chunk: as in `summed_loss`.
+        """
+        parameters = list(network.module.parameters())
+        device = _device_of(parameters)
+        self._mesh = _mesh(transport, Sharding(sharding), node_size, device)
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_reduce_dtype(parameters))
+        options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
+        for layer in network.layers:
+            fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
+        self._loss = LossOf(network, chunk)
+        self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
+        self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            _sum_only(part)
+        self._masters = trained(network.module)  # while nothing is gathered, these are the shards
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """See `Parameters.sharers`."""
+        return tuple(self._mesh[SHARD].mesh.flatten().tolist())
+
+    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
+        """See `Parameters.loss`."""
+        loss = self._loss(ids, labels, context)
+        if not torch.is_grad_enabled():  # no backward will release what forward has gathered
+            for part in self._parts:
+                part.reshard()
+        return loss
+
+    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+        """See `Parameters.backward`. Without `reduce`, whole gradients stay on this rank and add up."""
+        self._root.set_requires_gradient_sync(reduce)
+        loss.backward()
+
+    def finish(self) -> None:
+        """See `Parameters.finish`."""
+        column = self._mesh[REPLICA]
+        if column.size() > 1:
+            group = column.get_group()
+            sum_gradients(self._masters.values(), lambda flat: dist.all_reduce(flat, group=group))
+
+    def gradient_norm(self) -> torch.Tensor:
+        """See `Parameters.gradient_norm`. Shards of a row make up the model; the other rows have the same."""
+        squares = squared_norm(self._masters.values()).to(self._mesh.device_type)
+        dist.all_reduce(squares, group=self._mesh[SHARD].get_group())
+        return squares.sqrt()
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.gradients`; each is gathered when its turn comes."""
+        for name, parameter in self._masters.items():
+            assert parameter.grad is not None
+            yield name, parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.masters`; all of them are distributed tensors."""
+        return dict(self._masters)
+
+    def clear(self) -> None:
+        """See `Parameters.clear`."""
+        for parameter in self._masters.values():
+            parameter.grad = None
+
+
+def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, device: torch.device) -> DeviceMesh:
+    """Make the table of ranks. All processes of the job take part."""
+    world = transport.ranks
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        job = f"a job of {dist.get_world_size()}" if dist.is_initialized() else "no torch.distributed job"
+        raise SeqloomError(
+            f"sharded parameters on {world} ranks in {job}: they need all ranks of a torch.distributed job; start it "
+            "with torchrun, or use Replicated"
+        )
+    width = {Sharding.FULL: world, Sharding.HYBRID: node_size, Sharding.NONE: 1}[sharding]
+    if width is None or width < 1 or world % width:
+        raise SeqloomError(
+            f"hybrid sharding of {world} ranks in nodes of {node_size}: give the node_size that the plans have, a "
+            "divisor of the ranks"
+        )
+    table = torch.arange(world).view(-1, width)
+    return DeviceMesh(device.type, table, mesh_dim_names=(REPLICA, SHARD))
+
+
+def _sum_only(part: FSDPModule) -> None:
+    """Make reductions plain sums over all parameters, also those that a rank without tokens never touched."""
+    part.set_gradient_divide_factor(1.0)
+    part.set_force_sum_reduction_for_comms(True)
+    if hasattr(part, "set_reduce_scatter_unused_params"):  # torch before 2.13: every rank must touch every parameter
+        part.set_reduce_scatter_unused_params(True)
+
+
+def _device_of(parameters: list[nn.Parameter]) -> torch.device:
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise SeqloomError(
+            f"parameters on {sorted(map(str, devices))}: they must all be on one device, with their values; load the "
+            "model there before it is sharded"
+        )
+    return devices.pop()
+
+
+def _reduce_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
+    dtypes = {sum_dtype(parameter.dtype) for parameter in parameters}
+    if len(dtypes) != 1:
+        raise SeqloomError(
+            f"parameters in {sorted(map(str, dtypes))}: gradients are added up in one dtype; convert the model to one"
+        )
+    return dtypes.pop()

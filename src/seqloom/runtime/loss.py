@@ -1,0 +1,140 @@
+"""The loss of packed tokens, in chunks: the logits of all tokens never exist at once.
+
+For every chunk the logits are made, turned into token losses and, in the same memory, into their own gradient, which
+is multiplied out at once. So backward only scales what forward has found, and a chunk's logits are made only once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from seqloom.errors import SeqloomError
+
+IGNORED = -100
+"""The label of a position that the loss does not count."""
+CHUNK = 2048
+"""Tokens whose logits exist at once; what profiles call `head_chunk`."""
+
+
+def summed_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK
+) -> torch.Tensor:
+    """Return the sum of the token losses, a scalar in float32 (float64 for float64).
+
+    No tokens, or none that count, give exactly 0 and zero gradients.
+
+    Args:
+        hidden: [tokens, hidden], after the final norm.
+        weight: [vocabulary, hidden] of the head, whole; the table of tokens where the head is tied to it.
+        labels: int64[tokens], shifted already; `IGNORED` where the loss does not count.
+        chunk: tokens whose logits exist at once.
+    """
+    _check(hidden, weight, labels, chunk)
+    wants = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
+    return _SummedLoss.apply(hidden, weight, labels, chunk, wants or (False, False))
+
+
+def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return how many labels count, a scalar int64 on the device of the labels."""
+    return (labels != IGNORED).sum()
+
+
+class _Found(NamedTuple):
+    """The sum and its gradients; None where they are not asked for."""
+
+    loss: torch.Tensor
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The one node of a loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        chunk: int,
+        wants: tuple[bool, bool],
+    ) -> torch.Tensor:
+        found = _sum_chunks(hidden, weight, labels, chunk, wants)
+        ctx.save_for_backward(found.hidden, found.weight)
+        return found.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        scale, (hidden, weight) = grad_outputs[0], ctx.saved_tensors
+        scaled = [None if each is None else each * scale for each in (hidden, weight)]
+        return *scaled, None, None, None
+
+
+def _sum_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, wants: tuple[bool, bool]
+) -> _Found:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=hidden.device)
+    dhidden = torch.empty_like(hidden) if wants[0] else None
+    dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants[1] else None
+    for start in range(0, len(hidden), chunk):
+        rows = hidden[start : start + chunk]
+        losses, slopes = _one_chunk(rows, weight, labels[start : start + chunk], wide, any(wants))
+        total += losses
+        if dhidden is not None:
+            torch.mm(slopes, weight, out=dhidden[start : start + chunk])
+        if dweight is not None:
+            dweight += slopes.T @ rows
+    return _Found(total, dhidden, None if dweight is None else dweight.to(weight.dtype))
+
+
+def _one_chunk(
+    rows: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, wide: torch.dtype, wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of a chunk's losses and, if wanted, its gradient by the logits, [rows, vocabulary]."""
+    logits = rows @ weight.T
+    values = logits.to(wide)
+    counts = labels != IGNORED
+    target = labels.clamp(min=0).unsqueeze(1)
+    values -= values.amax(1, keepdim=True)
+    chosen = values.gather(1, target).squeeze(1)
+    values.exp_()
+    sums = values.sum(1)
+    losses = torch.where(counts, sums.log() - chosen, 0).sum()
+    if wanted:
+        values /= sums.unsqueeze(1)
+        values.scatter_add_(1, target, values.new_full(target.shape, -1.0))
+        values *= counts.unsqueeze(1)
+        logits.copy_(values)
+    return losses, logits
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> None:
+    shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels {list(labels.shape)}"
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or labels.shape != hidden.shape[:1]:
+        raise SeqloomError(
+            f"{shapes}: the loss takes hidden [tokens, hidden], the head's weight [vocabulary, hidden] and one label "
+            "for every token; drop the batch axis"
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point() or labels.dtype != torch.int64:
+        raise SeqloomError(
+            f"hidden {hidden.dtype}, weight {weight.dtype}, labels {labels.dtype}: hidden and weight need one floating "
+            "dtype and labels int64; convert them"
+        )
+    if not hidden.device == weight.device == labels.device:
+        raise SeqloomError(
+            f"hidden on {hidden.device}, weight on {weight.device}, labels on {labels.device}; move them to one device"
+        )
+    if chunk < 1:
+        raise SeqloomError(f"chunks of {chunk} tokens: a chunk has at least 1; {CHUNK} is a good choice on a GPU")
+    if labels.is_cpu and len(labels):  # elsewhere looking would wait for the device, which refuses by itself
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= len(weight)))]
+        if len(wrong):
+            raise SeqloomError(
+                f"label {int(wrong[0])} with a vocabulary of {len(weight)}: labels are {IGNORED} (not counted) or "
+                f"0 .. {len(weight) - 1}; use the tokenizer that the model was made with"
+            )

@@ -1,0 +1,171 @@
+"""Parameters behind one small interface: a layer's are at hand when it runs, gradients add up over ranks.
+
+`Replicated` is the plainest way to keep it: every rank has all parameters, and one sum over all ranks ends a step.
+It works on every transport. `fsdp.Sharded` keeps the same interface with shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from seqloom.attention.merge import sum_dtype
+from seqloom.comm import Context, Transport
+from seqloom.runtime.loss import CHUNK
+from seqloom.runtime.network import LossOf, Network
+
+BUCKET = 1 << 26
+"""Elements that are summed over ranks in one call."""
+
+
+class Parameters(Protocol):
+    """What the rest of the system sees of parameters. All ranks call the same methods in the same order.
+
+    A layer's parameters are acquired when it is called, in forward, backward and recomputation, and released after.
+    """
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """Ranks that have shards of the same parameters, this one among them: they run the same rounds."""
+        ...
+
+    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
+        """Run the model forward and return the sum of this rank's token losses."""
+        ...
+
+    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+        """Run the model backward; the gradients are added to what is there, and if asked reduced to the shards."""
+        ...
+
+    def finish(self) -> None:
+        """End a step's gradients: sum over replicas. From then on they are those of the whole step."""
+        ...
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of the whole model's gradient, every parameter once; a scalar, the same on all ranks."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every trained parameter's canonical name and whole gradient, one at a time; all ranks iterate."""
+        ...
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        ...
+
+
+class Replicated:
+    """Every rank has all parameters; gradients are summed over all ranks once per step, through the transport."""
+
+    def __init__(self, network: Network, transport: Transport, *, chunk: int = CHUNK) -> None:
+        """Take a network that has the same values on all ranks.
+
+        Args:
+            network: computes and accumulates gradients in the dtype of its parameters.
+            transport: this rank's. Its family has the block of all ranks.
+            chunk: as in `summed_loss`.
+        """
+        self._network, self._transport = network, transport
+        self._loss = LossOf(network, chunk)
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """This rank alone."""
+        return (self._transport.rank,)
+
+    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
+        """See `Parameters.loss`."""
+        return self._loss(ids, labels, context)
+
+    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+        """See `Parameters.backward`. A shard group of one rank has nothing to reduce."""
+        loss.backward()
+
+    def finish(self) -> None:
+        """See `Parameters.finish`."""
+        everyone = tuple(range(self._transport.ranks))
+        sum_gradients(self.masters().values(), lambda flat: self._transport.all_reduce(flat, everyone))
+
+    def gradient_norm(self) -> torch.Tensor:
+        """See `Parameters.gradient_norm`."""
+        return squared_norm(self.masters().values()).sqrt()
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.gradients`."""
+        for name, parameter in self.masters().items():
+            assert parameter.grad is not None
+            yield name, parameter.grad
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.masters`."""
+        return trained(self._network.module)
+
+    def clear(self) -> None:
+        """See `Parameters.clear`."""
+        self._network.module.zero_grad(set_to_none=True)
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that want a gradient, by name; tied ones once."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Return the sum of squares of what this rank holds of the gradients, a scalar in float64.
+
+    A tensor's own sum is in float32 (float64 for float64).
+    """
+    held = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(each, dtype=sum_dtype(each.dtype)) for each in held]
+    return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torch.Tensor], None]) -> None:
+    """Replace the gradients by their sums over ranks, in float32 or wider; one that is missing counts as zero.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        all_reduce: replaces a flat tensor by its sum.
+    """
+    for bucket in _buckets(parameters):
+        dtype = sum_dtype(bucket[0].dtype)
+        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
+        all_reduce(flat)
+        for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(total.view(gradient.shape))
+
+
+def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> None:
+    """Multiply all gradients; clipping is a factor of min(1, limit / norm)."""
+    for parameter in parameters.masters().values():
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: its shard of a distributed one, else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
+    """Yield local gradients of one dtype, together at most `BUCKET` elements or a single one; make missing ones."""
+    bucket: list[torch.Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = local(parameter.grad)
+        size = sum(each.numel() for each in bucket)
+        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket

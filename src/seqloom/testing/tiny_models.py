@@ -1,0 +1,93 @@
+"""Tiny Hugging Face models with random weights, and what plain transformers makes of documents, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+VOCABULARY = 29
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": (
+        "Llama",
+        {"tie_word_embeddings": True, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": 4}),
+    "granite": ("Granite", {"attention_multiplier": 0.7, "residual_multiplier": 0.5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}),
+}
+"""Name -> family of classes in transformers, and what its config has beside `SIZES`."""
+
+
+def tiny_model(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
+    """Return a causal model of `MODELS` in training mode; `changes` are keys of its config."""
+    import transformers
+
+    family, extra = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **extra, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if name == "mixtral":
+        model.set_experts_implementation("eager")  # the default one has no float64
+    return randomised(model, seed).to(dtype).train()
+
+
+@torch.no_grad()
+def randomised(model: nn.Module, seed: int) -> nn.Module:
+    """Draw all parameters so wide that attention is far from uniform, and biases and norms matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(0.3 * drawn if parameter.ndim > 1 else parameter + 0.1 * drawn)
+    return model
+
+
+def documents(lengths: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
+    """Draw the ids of documents, int64[length] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def targets(document: torch.Tensor) -> torch.Tensor:
+    """Return the labels of a document: the next token, -100 at the end."""
+    return torch.cat([document[1:], torch.tensor([-100])])
+
+
+def one_by_one(model: Any, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run plain transformers on every document alone; return their logits, and leave gradients in the model.
+
+    The loss is the sum of the token losses.
+    """
+    model.set_attn_implementation("sdpa")
+    found = []
+    for document in ids:
+        logits = model(input_ids=document[None], use_cache=False).logits[0]
+        cross_entropy(logits, targets(document), reduction="sum", ignore_index=-100).backward()
+        found.append(logits.detach())
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradient of every parameter that is trained; zero where none arrived, as in experts that rest."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }

@@ -1,0 +1,251 @@
+"""Sharded parameters on gloo processes: every sharding, reduction and checkpointing gives what one process finds."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqloom.comm import Alone
+from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint, Group, Reduce, Sharding, Span
+from seqloom.runtime.bind import bind_plan
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.executor import evaluate, run_step
+from seqloom.runtime.fsdp import Sharded
+from seqloom.runtime.network import Network
+from seqloom.runtime.parameters import Replicated, scale_gradients
+from seqloom.testing.steps import Found, Step, one_stage_plan, open_together, tiny_spec
+from seqloom.testing.tiny_models import tiny_model
+
+torch.set_num_threads(1)
+STEP = Step((20, 9, 1, 17, 3, 30), tiny_spec())
+ROUNDS = [
+    [Group((0, 1, 2, 3), 2, 2, (Span(0, 0, 20),)), Group((4, 5, 6, 7), 1, 4, (Span(5, 0, 30),))],
+    [Group((2, 3), 2, 1, (Span(3, 0, 17), Span(2, 0, 1))), Group((0,), 1, 1, (Span(4, 0, 3),))],  # node 0 alone
+    [Group((6, 7), 1, 2, (Span(1, 0, 9),))],  # node 1 alone
+]
+NODE = 4
+
+
+def spread(transport, step, plan):
+    """The step under the plan's own sharding."""
+
+    def make(network, transport):
+        return Sharded(network, transport, plan.sharding, node_size=NODE)
+
+    return step.spread(plan, transport, make)
+
+
+def planned(rounds=ROUNDS, **options):
+    return one_stage_plan(rounds, ranks=8, node_size=NODE, **options)
+
+
+KINDS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
+
+
+@pytest.mark.parametrize("reduce", Reduce)
+@pytest.mark.parametrize("sharding", Sharding)
+def test_every_sharding_equals_one_process(gloo_pool, sharding, reduce):
+    """Three rounds, each with a checkpointing of its own; nodes run different rounds where the sharding lets them."""
+    plan = planned(sharding=sharding, reduce=reduce, checkpoint=KINDS)
+    found = gloo_pool.run(spread, STEP, plan, ranks=8)
+    wanted = STEP.alone()
+    assert max(each.worst(wanted) for each in found) < 1e-9
+    assert len({each.loss for each in found}) == len({each.norm for each in found}) == 1
+
+
+@pytest.mark.parametrize("sharding", Sharding)
+def test_tied_heads_in_float32(gloo_pool, sharding):
+    exact = replace(STEP, spec=tiny_spec(tied=True))
+    plan = planned(sharding=sharding, checkpoint=KINDS[::-1])
+    found = gloo_pool.run(spread, replace(exact, dtype=torch.float32), plan, ranks=8)
+    assert max(each.worst(exact.alone()) for each in found) < 1e-5
+
+
+@pytest.mark.parametrize("sharding", [Sharding.HYBRID, Sharding.NONE])
+def test_a_replica_may_have_nothing_to_do(gloo_pool, sharding):
+    step = replace(STEP, lengths=(20, 9))
+    plan = planned([[Group((0, 1), 1, 2, (Span(0, 0, 20), Span(1, 0, 9)))]], sharding=sharding)
+    found = gloo_pool.run(spread, step, plan, ranks=8)
+    assert max(each.worst(step.alone()) for each in found) < 1e-9
+
+
+def test_rounds_may_be_open_together(gloo_pool):
+    plan = open_together(planned(sharding=Sharding.FULL, reduce=Reduce.STEP, checkpoint=KINDS))
+    assert gloo_pool.run(spread, STEP, plan, ranks=8)[0].worst(STEP.alone()) < 1e-9
+
+
+def trained_with(transport, step, plan, compute, kind):
+    """Losses of four clipped AdamW steps, and what a rank holds."""
+    network = Network.of(step.model())
+    recompute_layers(network.layers)
+    names = [name for name, _ in network.module.named_parameters()]
+    parameters = Sharded(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
+    assert list(parameters.masters()) == names
+    optimiser = torch.optim.AdamW(parameters.masters().values(), lr=0.02)
+    bound, losses = bind_plan(plan, transport), []
+    for _ in range(4):
+        result = run_step(bound, parameters, step.rows(), step.valid)
+        scale_gradients(parameters, min(1.0, 1.0 / result.gradient_norm))
+        optimiser.step()
+        losses.append(result.loss)
+    losses.append(evaluate(bound, parameters, step.rows(), step.valid))
+    held = {parameter.grad.dtype for parameter in parameters.masters().values()}
+    return losses, held, sum(parameter.to_local().numel() for parameter in parameters.masters().values())
+
+
+def idle_then_busy(transport, step, plans, kind):
+    """Evaluate everywhere, train where only node 0 works, and return the loss that everyone then finds."""
+    parameters = Sharded(Network.of(step.model()), transport, kind, node_size=NODE)
+    optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.1)
+    evaluate(bind_plan(plans[0], transport), parameters, step.rows(), step.valid)
+    run_step(bind_plan(plans[1], transport), parameters, step.rows(), step.valid)
+    optimiser.step()
+    return evaluate(bind_plan(plans[2], transport), parameters, step.rows(), step.valid)
+
+
+@pytest.mark.parametrize("kind", [Sharding.HYBRID, Sharding.NONE])
+def test_a_rank_that_only_evaluated_has_the_new_parameters(gloo_pool, kind):
+    """What evaluation gathered is dropped: a rank that skips the next step's rounds must not keep old values."""
+    step = replace(STEP, lengths=(12, 8))
+    documents = (Span(0, 0, 12), Span(1, 0, 8))
+    node0, node1 = (planned([[Group((rank,), 1, 1, documents)]], sharding=kind) for rank in (0, 7))
+    both = planned([[Group((0,), 1, 1, documents[:1]), Group((7,), 1, 1, documents[1:])]], sharding=kind)
+    after = [gloo_pool.run(idle_then_busy, step, (both, node0, last), kind, ranks=8)[0] for last in (node0, node1)]
+    assert after[0] == pytest.approx(after[1], rel=1e-12) and after[0] < step.alone().loss
+
+
+def test_training_is_the_same_under_every_sharding(gloo_pool):
+    curves = {}
+    for kind in Sharding:
+        found = gloo_pool.run(trained_with, STEP, planned(sharding=kind, checkpoint=KINDS), None, kind, ranks=8)
+        curves[kind] = found[0][0]
+        whole = sum(parameter.numel() for parameter in STEP.model().parameters())
+        copies = {Sharding.FULL: 1, Sharding.HYBRID: 2, Sharding.NONE: 8}[kind]
+        assert sum(each[2] for each in found) == copies * whole
+    assert curves[Sharding.FULL] == pytest.approx(curves[Sharding.NONE], rel=1e-9)
+    assert curves[Sharding.HYBRID] == pytest.approx(curves[Sharding.NONE], rel=1e-9)
+    assert curves[Sharding.NONE][4] < curves[Sharding.NONE][0]
+
+
+@pytest.mark.parametrize("sharding", [Sharding.FULL, Sharding.NONE])
+def test_half_precision_has_masters_and_gradients_in_float32(gloo_pool, sharding):
+    step = replace(STEP, dtype=torch.float32)
+    plan = planned(sharding=sharding, reduce=Reduce.STEP, checkpoint=KINDS)
+    losses, dtypes, _ = gloo_pool.run(trained_with, step, plan, torch.bfloat16, sharding, ranks=8)[0]
+    exact = gloo_pool.run(trained_with, step, plan, None, sharding, ranks=8)[0][0]
+    assert dtypes == {torch.float32} and losses != exact
+    assert losses[0] == pytest.approx(exact[0], rel=0.01) and losses[4] == pytest.approx(exact[4], rel=0.1)
+
+
+def adapted(transport, step, plan):
+    """Gradients of a model with frozen parts, and with one that ranks without tokens do not touch."""
+    model = step.model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    model.shift = torch.nn.Parameter(torch.zeros(16, dtype=step.dtype))
+
+    def hidden(ids, context):
+        found = model.model(ids, context.positions, context)
+        return found + model.shift if context.tokens else found
+
+    network = Network(model, tuple(model.model.layers), hidden, model.lm_head)
+    recompute_layers(network.layers)
+    parameters = Sharded(network, transport, plan.sharding, node_size=NODE)
+    run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
+    return dict(parameters.gradients())
+
+
+@pytest.mark.parametrize("reduce", Reduce)
+def test_frozen_parameters_and_parameters_that_some_ranks_do_not_touch(gloo_pool, reduce):
+    plan = planned(sharding=Sharding.FULL, reduce=reduce, checkpoint=KINDS)
+    found, wanted = gloo_pool.run(adapted, STEP, plan, ranks=8)[1], STEP.alone().gradients
+    assert found.pop("shift").norm() > 0 and len(found) == 2
+    for name, each in found.items():
+        assert float((each - wanted[name]).norm() / wanted[name].norm()) < 1e-9
+
+
+def with_transformers(transport, name, lora, plan, make):
+    """A step of a tiny Hugging Face model on this rank; `make` says how its parameters are kept."""
+    from seqloom.integrations import attach, network
+
+    model = tiny_model(name)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=drawn))
+    own = network(attach(model.double()))
+    recompute_layers(own.layers)
+    parameters = Replicated(own, transport) if make is None else Sharded(own, transport, make, node_size=NODE)
+    result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
+    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "sharding"),
+    [
+        ("llama-tied", False, Sharding.HYBRID),
+        ("mixtral", False, Sharding.FULL),  # a rank without tokens has experts that nobody calls
+        ("qwen2-windows", False, Sharding.NONE),
+        ("llama", True, Sharding.FULL),
+    ],
+)
+def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, sharding):
+    spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
+    alone = one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1)
+    wanted = with_transformers(Alone(), name, lora, alone, None)
+    plan = planned(sharding=sharding, checkpoint=KINDS)
+    found = gloo_pool.run(with_transformers, name, lora, plan, sharding, ranks=8)
+    assert max(each.worst(wanted) for each in found) < 1e-9
+
+
+def refused(transport, step):
+    """Messages of what cannot be done."""
+    network, messages = Network.of(step.model()), []
+    cases = {
+        "no node size": (network, Sharding.HYBRID, None),
+        "odd nodes": (network, Sharding.HYBRID, 3),
+        "meta": (Network.of(type(step.model())(step.spec, device="meta")), Sharding.FULL, None),
+    }
+    for name, (given, kind, node) in cases.items():
+        try:
+            Sharded(given, transport, kind, node_size=node)
+        except SeqloomError as error:
+            messages.append((name, str(error)))
+    network.head.float()
+    try:
+        Sharded(network, transport, Sharding.FULL)
+    except SeqloomError as error:
+        messages.append(("dtypes", str(error)))
+    return dict(messages)
+
+
+def test_bad_input_is_refused(gloo_pool):
+    found = gloo_pool.run(refused, STEP, ranks=8)[5]
+    assert "nodes of None" in found["no node size"] and "nodes of 3" in found["odd nodes"]
+    assert "load the model there" in found["meta"] and "torch.float32', 'torch.float64" in found["dtypes"]
+
+
+def other_sharding(transport, step, plan):
+    parameters = Sharded(Network.of(step.model()), transport, Sharding.FULL)
+    try:
+        run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
+    except SeqloomError as error:
+        return str(error)
+
+
+def test_a_plan_for_another_sharding_is_refused_before_anything_is_sent(gloo_pool):
+    for message in gloo_pool.run(other_sharding, STEP, planned(sharding=Sharding.HYBRID), ranks=8):
+        assert "hybrid sharding" in message and "shards are on ranks (0, 1, 2, 3, 4, 5, 6, 7)" in message
+
+
+def test_part_of_a_job_is_refused():
+    assert not dist.is_initialized()
+    with pytest.raises(SeqloomError, match=r"no torch\.distributed job"):
+        Sharded(Network.of(STEP.model()), Alone(), Sharding.FULL)

@@ -1,0 +1,83 @@
+"""The plan never changes the result: loss, norm and every gradient of a step are those of one process."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqloom.api import cost_model
+from seqloom.comm import Ranks
+from seqloom.plan import Checkpoint
+from seqloom.planners import make_plan
+from seqloom.testing.steps import Step, step_plans, steps, tiny_spec
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """Threads by number of ranks, kept for all examples."""
+    made = {}
+
+    def of(world):
+        if world not in made:
+            made[world] = Ranks(world)
+        return made[world]
+
+    yield of
+    for each in made.values():
+        each.close()
+
+
+@given(st.data())
+def test_random_plans_on_the_strict_transport(threads, data):
+    step = data.draw(steps())
+    plan = data.draw(step_plans(step))
+    wanted = step.alone()
+    results = threads(plan.limits.ranks).run(lambda transport: step.spread(plan, transport), strict=True)
+    for found in results:
+        assert found.worst(wanted) < 1e-9
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_random_plans_in_float32(threads, data):
+    """Against float64; a gradient that is zero but for rounding is measured against a twentieth of the largest."""
+    exact = data.draw(steps())
+    plan = data.draw(step_plans(exact))
+    step, wanted = replace(exact, dtype=torch.float32), exact.alone()
+    results = threads(plan.limits.ranks).run(lambda transport: step.spread(plan, transport))
+    for found in results:
+        assert found.worst(wanted, floor=0.05) < 1e-5
+
+
+@lru_cache
+def tight(sharding, tokens=25):
+    """A cost model of four ranks in two nodes that hold `tokens` each when all activations are kept."""
+    two = [cost_model("2x2xH100", tiny_spec(), sharding=sharding, budget_gib=gib) for gib in (4.0, 5.0)]
+    low, high = (cost.capacity(cost.variants[0]) for cost in two)
+    gib = 4.0 + (tokens + 0.5 - low) / (high - low)
+    return cost_model("2x2xH100", tiny_spec(), sharding=sharding, budget_gib=gib)
+
+
+def test_a_tight_budget_makes_planners_choose():
+    cost = tight("full")
+    lengths = np.random.default_rng(3).integers(1, 60, 12)
+    plan = make_plan("flex", lengths, cost)
+    works = [each.work[0] for each in plan.pipelines[0].rounds]
+    assert len(works) > 2 and len({group.degree for work in works for group in work.groups}) > 1
+    assert {work.checkpoint for work in works} > {Checkpoint.NONE}
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from(("full", "hybrid", "none")))
+@pytest.mark.parametrize("planner", ["static", "adaptive", "flex"])
+def test_plans_of_planners(threads, planner, lengths, sharding):
+    step = Step(tuple(lengths), tiny_spec())
+    plan = make_plan(planner, np.array(lengths, dtype=np.int64), tight(sharding))
+    results = threads(4).run(lambda transport: step.spread(plan, transport), strict=True)
+    assert results[0].worst(step.alone()) < 1e-9

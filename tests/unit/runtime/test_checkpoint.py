@@ -1,0 +1,176 @@
+"""Checkpointing forgets and recomputes: counted kernels and messages, and memory that is given back."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from seqloom.attention.kernels.registry import default
+from seqloom.comm import Counting, run_ranks
+from seqloom.errors import SeqloomError
+from seqloom.models import Transformer
+from seqloom.plan import Checkpoint, Group, Span
+from seqloom.runtime import checkpoint as module
+from seqloom.runtime.bind import bind_plan
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.network import LossOf, Network
+from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
+
+torch.set_num_threads(1)
+STEP = Step((40, 9, 3), tiny_spec())
+LAYERS = 2
+SPANS = (Span(0, 0, 40), Span(1, 0, 9), Span(2, 0, 3))
+VERBS = ("all_to_all", "exchange", "all_gather", "all_reduce")
+
+
+def counts(checkpoint, ulysses, ring, method="ring", **options):
+    """Calls of every verb on rank 0 in a forward and backward, and bytes of all of them."""
+    plan = one_stage_plan([[Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS)]], ranks=4, checkpoint=checkpoint)
+
+    def body(transport):
+        counting = Counting(transport)
+        network = Network.of(STEP.model())
+        recompute_layers(network.layers, **options)
+        context = bind_plan(plan, counting, method=method).rounds[0].context
+        if context is None:
+            return None
+        counting.reset()
+        LossOf(network)(*STEP.rows()(context), context).backward()
+        return {verb: counting.traffic(verb).calls for verb in VERBS}, sum(counting.traffic(v).bytes for v in VERBS)
+
+    return run_ranks(4, body, strict=True)[0]
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_selective_sends_no_key_or_value_twice(method):
+    nothing, full = (counts(kind, 1, 4, method) for kind in (Checkpoint.NONE, Checkpoint.FULL))
+    assert counts(Checkpoint.SELECTIVE, 1, 4, method) == nothing
+    again = 3 if method == "ring" else 1  # a forward's exchanges
+    assert full[0]["exchange"] == nothing[0]["exchange"] + LAYERS * again and full[1] > nothing[1]
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(4, 1), (2, 2)])
+def test_selective_repeats_one_exchange_of_heads_or_none(ulysses, ring):
+    nothing, full = (counts(kind, ulysses, ring) for kind in (Checkpoint.NONE, Checkpoint.FULL))
+    assert nothing[0]["all_to_all"] == 4 * LAYERS and full[0]["all_to_all"] == 6 * LAYERS
+    selective = counts(Checkpoint.SELECTIVE, ulysses, ring)
+    assert selective[0] == nothing[0] | {"all_to_all": 5 * LAYERS}  # as plans are priced
+    assert counts(Checkpoint.SELECTIVE, ulysses, ring, keep_exchanged=True) == nothing
+
+
+class CountingKernel:
+    """The kernels of the CPU, counted."""
+
+    def __init__(self):
+        self.inner, self.calls = default(torch.device("cpu")), {"forward": 0, "backward": 0}
+
+    @property
+    def ability(self):
+        return self.inner.ability
+
+    def prepare(self, segments, shape):
+        prepared, calls = self.inner.prepare(segments, shape), self.calls
+
+        class Prepared:
+            def forward(self, *tensors):
+                calls["forward"] += 1
+                return prepared.forward(*tensors)
+
+            def backward(self, *tensors):
+                calls["backward"] += 1
+                return prepared.backward(*tensors)
+
+        return Prepared()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "forwards"), [(Checkpoint.NONE, 1), (Checkpoint.SELECTIVE, 1), (Checkpoint.FULL, 2)]
+)
+def test_selective_runs_no_kernel_twice(monkeypatch, checkpoint, forwards):
+    kernel = CountingKernel()
+    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: kernel)
+    counts(checkpoint, 1, 1)
+    assert kernel.calls == {"forward": forwards * LAYERS, "backward": LAYERS}
+
+
+@pytest.mark.parametrize(("ulysses", "outputs", "exchanged"), [(1, 1, False), (4, 2, False), (4, 2, True)])
+def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch, ulysses, outputs, exchanged):
+    """With Ulysses the output is kept as the kernel left it and as it came back."""
+    tapes = []
+
+    class Watched(module.Tape):
+        def __init__(self, keep_exchanged):
+            super().__init__(keep_exchanged)
+            tapes.append(self)
+
+    monkeypatch.setattr(module, "Tape", Watched)
+    counts(Checkpoint.SELECTIVE, ulysses, 1, keep_exchanged=exchanged)
+    storages = [each.untyped_storage() for tape in tapes for kept in tape._kept for each in kept]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    tokens, heads, kv_heads, dim, size = 52, 4, max(2, ulysses), 4, 8
+    values = outputs * heads * dim + heads + exchanged * (heads + 2 * kv_heads) * dim
+    assert held == LAYERS * tokens * values * size
+
+
+def test_what_was_kept_is_given_back_without_the_garbage_collector(monkeypatch):
+    tapes = []
+
+    class Watched(module.Tape):
+        def __init__(self, keep_exchanged):
+            super().__init__(keep_exchanged)
+            tapes.append(weakref.ref(self))
+
+    monkeypatch.setattr(module, "Tape", Watched)
+    gc.disable()
+    try:
+        counts(Checkpoint.SELECTIVE, 2, 2)
+        assert len(tapes) == 4 * LAYERS and all(tape() is None for tape in tapes)
+    finally:
+        gc.enable()
+
+
+def test_names_and_classes_stay():
+    model, other = STEP.model(), STEP.model()
+    recompute_layers(model.model.layers)
+    assert list(model.state_dict()) == list(other.state_dict())
+    assert isinstance(model.model.layers[0], type(other.model.layers[0]))
+    assert type(model.model.layers[0]).__name__ == "Layer" and isinstance(model, Transformer)
+
+
+def test_nothing_is_recomputed_without_gradients():
+    plan = one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint.FULL)
+
+    def body(transport):
+        network = Network.of(STEP.model())
+        recompute_layers(network.layers)
+        context = bind_plan(plan, transport).rounds[0].context
+        with torch.no_grad():
+            return LossOf(network)(*STEP.rows()(context), context).item() / STEP.valid
+
+    assert run_ranks(1, body)[0] == pytest.approx(STEP.alone().loss, rel=1e-12)
+
+
+def test_backward_twice_through_a_kept_graph_recomputes_twice():
+    plan = one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint.SELECTIVE)
+
+    def body(transport):
+        network = Network.of(STEP.model())
+        recompute_layers(network.layers)
+        context = bind_plan(plan, transport).rounds[0].context
+        loss = LossOf(network)(*STEP.rows()(context), context)
+        loss.backward(retain_graph=True)
+        once = [parameter.grad.clone() for parameter in network.module.parameters()]
+        loss.backward()
+        return [(2 * a, p.grad) for a, p in zip(once, network.module.parameters(), strict=True)]
+
+    assert all(torch.allclose(a, b, rtol=1e-13) for a, b in run_ranks(1, body)[0])
+
+
+def test_a_layer_without_context_and_a_second_wrapping_are_refused():
+    model = STEP.model()
+    recompute_layers(model.model.layers)
+    with pytest.raises(SeqloomError, match="0 contexts"):
+        model.model.layers[0](torch.zeros(3, 16, dtype=torch.float64), None, None)
+    with pytest.raises(SeqloomError, match="Layer recomputes already"):
+        recompute_layers(model.model.layers)
