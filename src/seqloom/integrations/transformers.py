@@ -1,0 +1,114 @@
+"""Hugging Face models on the engine, unmodified: attach, call, and what the loss needs instead of logits.
+
+model = attach(AutoModelForCausalLM.from_pretrained(...))
+hidden = hidden_states(model, ids, context.positions, context)
+weight, tied = head(model)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from seqloom.comm import Context
+from seqloom.errors import SeqloomError
+from seqloom.integrations.interface import NAME, register
+from seqloom.integrations.refusals import check, unwrapped
+from seqloom.runtime.network import Network
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Head(NamedTuple):
+    """The output projection.
+
+    Attributes:
+        weight: [vocabulary, hidden], the parameter itself.
+        tied: whether it is the embedding's parameter too.
+    """
+
+    weight: nn.Parameter
+    tied: bool
+
+
+def attach(model: Model) -> Model:
+    """Make a causal model compute its attention with the engine, and return it.
+
+    The model is switched by name (`set_attn_implementation`); nothing in it is replaced, and switching to another name
+    undoes it. From now on every call needs a context: see `inputs`.
+
+    Args:
+        model: of transformers, or one that peft wraps.
+
+    Raises:
+        SeqloomError: what `check` refuses.
+    """
+    check(model)
+    register()
+    causal = unwrapped(model)
+    causal.set_attn_implementation(NAME)
+    chosen = causal.config._attn_implementation
+    if chosen != NAME:
+        raise SeqloomError(
+            f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
+            "attention up by name; use a model that does"
+        )
+    return model
+
+
+def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict[str, Any]:
+    """Return the arguments of a model call for this rank's tokens: `model(**inputs(...)).logits[0, : context.tokens]`.
+
+    Models of transformers cannot be called with no tokens. A rank that holds none in a round, but takes part in it,
+    computes one row that nobody sees: cut the result to `context.tokens` rows and its gradients are zero.
+
+    Args:
+        ids: int64[tokens], in the order of `context.spans`; may be empty.
+        positions: int64[tokens], the place of each in its document: `context.positions`.
+        context: what `bind` made of the round.
+    """
+    if ids.ndim != 1 or ids.shape != positions.shape or len(ids) != context.tokens:
+        raise SeqloomError(
+            f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
+            f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
+        )
+    if not context.tokens:
+        ids = positions = ids.new_zeros(1)
+    return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "seqloom_context": context}
+
+
+def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+    """Return what the head of the model is given, [tokens, hidden]: the logits are this @ head(model).weight.T.
+
+    Args:
+        model: an attached model.
+        ids, positions, context: see `inputs`.
+    """
+    decoder = unwrapped(model).get_decoder()
+    return decoder(**inputs(ids, positions, context)).last_hidden_state[0, : context.tokens]
+
+
+def head(model: nn.Module) -> Head:
+    """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
+    causal = unwrapped(model)
+    weight = causal.get_output_embeddings().weight
+    return Head(weight, weight is causal.get_input_embeddings().weight)
+
+
+def network(model: nn.Module) -> Network:
+    """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it."""
+    causal = unwrapped(model)
+    kinds = causal._no_split_modules or ()  # the names of the classes of layers
+    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in kinds)
+    if not layers:
+        raise SeqloomError(
+            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(kinds)}); "
+            "say it yourself: seqloom.runtime.network.Network(module, layers, hidden, head)"
+        )
+
+    def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
+        return hidden_states(model, ids, context.positions, context)
+
+    return Network(model, layers, hidden, causal.get_output_embeddings())

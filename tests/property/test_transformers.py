@@ -1,0 +1,151 @@
+"""Hugging Face models on any ulysses x ring: logits and gradients of plain transformers, document by document."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from seqloom.comm import bind, run_ranks
+from seqloom.integrations import attach, head, hidden_states, inputs, network
+from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.loss import summed_loss
+from seqloom.testing.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
+
+torch.set_num_threads(1)
+SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+@st.composite
+def works(draw):
+    """(lengths, groups): one group on all ranks, or two groups side by side on halves of them."""
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=5))
+    order = draw(st.permutations(range(len(lengths))))
+    spans = tuple(Span(k, 0, lengths[k]) for k in order)
+    ulysses, ring = draw(st.sampled_from(SHAPES))
+    degree = ulysses * ring
+    if degree < 4 and len(spans) > 1 and draw(st.booleans()):
+        cut = draw(st.integers(1, len(spans) - 1))
+        groups = [
+            Group(tuple(range(first, first + degree)), ulysses, ring, part)
+            for first, part in ((0, spans[:cut]), (degree, spans[cut:]))
+        ]
+    else:
+        groups = [Group(tuple(range(degree)), ulysses, ring, spans)]
+    return lengths, tuple(groups)
+
+
+def local(ids, context):
+    """This rank's part of the documents."""
+    return torch.cat([ids[d][a:b] for d, a, b in context.spans] or [torch.empty(0, dtype=torch.int64)])
+
+
+def spread(model, ids, groups, *, by_logits=True, keep=None):
+    """Run on the strict transport. Returns the logits of every document, and gradients summed over ranks.
+
+    Args:
+        by_logits: take the logits from the model call, not from hidden states and head.
+        keep: checkpointing by the runtime, or None.
+    """
+    ranks = 1 + max(rank for group in groups for rank in group.ranks)
+    models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
+    work = Work(groups, keep or Checkpoint.NONE)
+    if keep:
+        for own in models:
+            recompute_layers(network(own).layers)
+
+    def body(transport):
+        own, context = models[transport.rank], bind(work, transport)
+        rows, labels = local(ids, context), local([targets(each) for each in ids], context)
+        if by_logits:
+            logits = own(**inputs(rows, context.positions, context)).logits[0, : context.tokens]
+            loss = cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+        else:
+            hidden = hidden_states(own, rows, context.positions, context)
+            loss, logits = summed_loss(hidden, head(own).weight, labels), hidden @ head(own).weight.T
+        loss.backward()
+        return context.spans, logits.detach()
+
+    whole = [torch.full((len(each), VOCABULARY), torch.nan, dtype=model.dtype) for each in ids]
+    for spans, logits in run_ranks(ranks, body, strict=True):
+        row = 0
+        for document, start, stop in spans:
+            whole[document][start:stop] = logits[row : row + stop - start]
+            row += stop - start
+    each = [gradients(own) for own in models]
+    return whole, {name: sum(found[name] for found in each) for name in each[0]}
+
+
+def assert_equal(got, wanted, tolerance):
+    logits, grads = got
+    assert sorted(grads) == sorted(wanted[1])
+    for a, b in zip(logits, wanted[0], strict=True):
+        assert float((a - b).norm()) <= tolerance * float(b.norm())
+    floor = 1e-3 * max(float(x.norm()) for x in wanted[1].values())
+    for name, b in wanted[1].items():
+        assert float((grads[name] - b).norm()) <= tolerance * max(float(b.norm()), floor), name
+
+
+def reference(model, ids):
+    plain = copy.deepcopy(model)
+    return one_by_one(plain, ids), gradients(plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=12)
+@given(
+    case=works(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    keep=st.sampled_from([None, "transformers", Checkpoint.SELECTIVE, Checkpoint.FULL]),
+    by_logits=st.booleans(),
+)
+def test_logits_and_gradients_equal_those_of_plain_transformers(name, case, dtype, keep, by_logits):
+    lengths, groups = case
+    model, ids = tiny_model(name, dtype=dtype), documents(lengths)
+    wanted = reference(model, ids)
+    if keep == "transformers":
+        model.gradient_checkpointing_enable()
+        keep = None
+    assert_equal(spread(model, ids, groups, by_logits=by_logits, keep=keep), wanted, TOLERANCE[dtype])
+
+
+@settings(max_examples=12)
+@given(case=works(), by_logits=st.booleans())
+def test_gradients_of_lora_adapters_equal_those_of_plain_transformers(case, by_logits):
+    from peft import LoraConfig, get_peft_model
+
+    lengths, groups = case
+    adapters = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = get_peft_model(tiny_model("llama"), adapters)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    ids = documents(lengths)
+    wanted = reference(model, ids)
+    assert wanted[1] and all("lora_" in name for name in wanted[1])
+    assert_equal(spread(model, ids, groups, by_logits=by_logits), wanted, 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=8)
+@given(case=works(), data=st.data())
+def test_a_changed_token_changes_nothing_of_another_document(name, case, data):
+    lengths, groups = case
+    model, ids = tiny_model(name, dtype=torch.float32), documents(lengths)
+    document = data.draw(st.integers(0, len(ids) - 1))
+    place = data.draw(st.integers(0, lengths[document] - 1))
+    other = [each.clone() for each in ids]
+    other[document][place] = (other[document][place] + 1) % VOCABULARY
+    before, after = (spread(model, each, groups)[0] for each in (ids, other))
+    for number, (a, b) in enumerate(zip(before, after, strict=True)):
+        same = a if number != document else a[:place]
+        if name == "mixtral":  # an expert multiplies all its tokens at once, and a product's size changes its rounding
+            assert torch.allclose(same, b[: len(same)], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(same, b[: len(same)])
+    assert not torch.equal(before[document][place], after[document][place])

@@ -1,0 +1,176 @@
+"""Every refusal, on a tiny model of a class that has the feature."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import transformers as hf
+
+from seqloom.errors import SeqloomError
+from seqloom.integrations import REFUSALS, attach, check
+from seqloom.testing.tiny_models import MODELS, SIZES, tiny_model
+
+torch.set_num_threads(1)
+MOE = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "n_shared_experts": 1}
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 29, "n_positions": 32}
+QUIET = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+GEMMA = {**SIZES, "head_dim": 4}
+
+
+def on_meta(family: str, config: str | None = None, **keys):
+    """A model without memory: what is checked is how it is built."""
+    name = config or re.sub(r"(For.*|LMHeadModel|Model)$", "", family) + "Config"
+    with torch.device("meta"):
+        return getattr(hf, family)(getattr(hf, name)(**keys))
+
+
+def with_adapters(config):
+    from peft import get_peft_model
+
+    return get_peft_model(tiny_model("llama", dtype=torch.float32), config)
+
+
+def lora(**keys):
+    from peft import LoraConfig
+
+    return with_adapters(LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **keys}))
+
+
+def prompt():
+    from peft import PromptTuningConfig, TaskType
+
+    return with_adapters(PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2))
+
+
+def llava():
+    text = hf.LlamaConfig(**SIZES)
+    vision = hf.CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return on_meta("LlavaForConditionalGeneration", text_config=text, vision_config=vision)
+
+
+def multi_token():
+    from transformers.modeling_layers import MtpModel
+
+    main = on_meta("Glm4MoeForCausalLM", **{**SIZES, **MOE, "num_mtp_layers": 1, "mtp_layer_types": None})
+    with torch.device("meta"):
+        return MtpModel(main, 1)
+
+
+def rope(kind, **keys):
+    return {"rope_type": kind, "rope_theta": 1e4, **keys}
+
+
+BLOOM = {"vocab_size": 29, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+T5 = {"vocab_size": 29, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+CASES = {
+    "no attention interface": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
+    "no language model head": [lambda: on_meta("LlamaModel", **SIZES)],
+    "encoder-decoder": [lambda: on_meta("T5ForConditionalGeneration", **T5)],
+    "several modalities": [llava],
+    "cross attention": [lambda: on_meta("GPT2LMHeadModel", **GPT2, **QUIET, add_cross_attention=True)],
+    "bidirectional attention": [
+        lambda: on_meta("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA, use_bidirectional_attention=True),
+        lambda: on_meta("LlamaForCausalLM", **SIZES, is_causal=False),
+        lambda: on_meta("BertLMHeadModel", **SIZES),
+    ],
+    "linear attention, convolution or state space": [
+        lambda: on_meta("Lfm2ForCausalLM", **SIZES, layer_types=["conv", "full_attention"]),
+        lambda: on_meta("MambaForCausalLM", vocab_size=29, hidden_size=16, state_size=4, num_hidden_layers=1),
+        lambda: on_meta("MiniMaxForCausalLM", **SIZES, layer_types=["linear_attention", "full_attention"]),
+    ],
+    "sparse or chunked attention": [
+        lambda: on_meta("Llama4ForCausalLM", "Llama4TextConfig", **SIZES),
+        lambda: on_meta("DeepseekV32ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 8}),
+    ],
+    "logit soft-cap": [lambda: on_meta("Gemma2ForCausalLM", **GEMMA)],
+    "attention sinks": [lambda: on_meta("GptOssForCausalLM", **GEMMA)],
+    "values of another width than keys": [
+        lambda: on_meta("DeepseekV3ForCausalLM", **{**SIZES, **MOE, **LATENT, "v_head_dim": 6})
+    ],
+    "positions that cannot be given": [lambda: on_meta("BloomForCausalLM", **BLOOM)],
+    "RoPE by the longest sequence": [
+        lambda: on_meta("LlamaForCausalLM", **SIZES, rope_parameters=rope("dynamic", factor=2.0)),
+        lambda: on_meta(
+            "Phi3ForCausalLM",
+            **{**SIZES, "pad_token_id": 0, "original_max_position_embeddings": 32},
+            rope_parameters=rope("longrope", short_factor=[1.0, 1.0], long_factor=[2.0, 2.0]),
+        ),
+    ],
+    "attention dropout": [
+        lambda: on_meta("LlamaForCausalLM", **SIZES, attention_dropout=0.1),
+        lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "attn_pdrop": 0.1}),
+    ],
+    "dropout": [
+        lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "resid_pdrop": 0.1}),
+        lambda: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, "embd_pdrop": 0.1}),
+        lambda: on_meta("OPTForCausalLM", **{**SIZES, "ffn_dim": 16, "dropout": 0.0, "layerdrop": 0.1}),
+    ],
+    "LoRA dropout": [lambda: lora(lora_dropout=0.1)],
+    "virtual tokens": [prompt],
+    "router noise": [lambda: tiny_model("mixtral", router_jitter_noise=0.1)],
+    "router loss": [
+        lambda: tiny_model("mixtral", router_aux_loss_coef=0.001),
+        lambda: tiny_model("mixtral", output_router_logits=True),
+    ],
+    "logits altered after the head": [
+        lambda: on_meta("Gemma2ForCausalLM", **GEMMA),
+        lambda: on_meta("CohereForCausalLM", **SIZES, logit_scale=0.5),
+        lambda: on_meta("GraniteForCausalLM", **SIZES, logits_scaling=2.0),
+        lambda: on_meta("PhiForCausalLM", **SIZES),
+        lambda: on_meta("BertLMHeadModel", **SIZES, is_decoder=True),
+        lambda: lora(target_modules=["q_proj", "lm_head"]),
+    ],
+    "multi-token prediction": [multi_token],
+}
+
+
+def test_every_refusal_has_a_case():
+    assert [refusal.name for refusal in REFUSALS] == list(CASES)
+
+
+@pytest.mark.parametrize(("name", "build"), [(name, build) for name, builds in CASES.items() for build in builds])
+def test_a_model_that_has_it_is_refused_by_name_with_the_way_out(name, build):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages, while they build what is refused here
+        model = build()
+    refusal = next(each for each in REFUSALS if each.name == name)
+    with pytest.raises(SeqloomError, match=rf"(?m)^  - {re.escape(name)} \(.+\): .*{re.escape(refusal.way_out)}$"):
+        attach(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_supported_is_not_refused(name):
+    check(tiny_model(name))
+
+
+def test_lora_without_dropout_is_not_refused():
+    check(lora(lora_dropout=0.0))
+
+
+def test_all_reasons_are_listed_at_once():
+    model = tiny_model("mixtral", router_aux_loss_coef=0.02, attention_dropout=0.1)
+    with pytest.raises(SeqloomError) as error:
+        check(model)
+    found = re.findall(r"^  - (.+?) \(", str(error.value), re.MULTILINE)
+    assert found == ["attention dropout", "router loss"]
+    assert "attention_dropout = 0.1" in str(error.value) and "router_aux_loss_coef = 0.02" in str(error.value)
+
+
+def test_a_dropout_that_is_off_counts_since_training_turns_it_on():
+    with pytest.raises(SeqloomError, match="attention dropout"):
+        check(tiny_model("llama", attention_dropout=0.1).eval())
+
+
+def test_a_model_of_another_library_is_refused():
+    with pytest.raises(SeqloomError, match="Linear is not a model of transformers"):
+        check(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_does_not_let_itself_be_switched_is_refused():
+    class Stubborn(hf.LlamaForCausalLM):
+        _can_set_attn_implementation_cached_value = False
+
+    with pytest.raises(SeqloomError, match="Stubborn stays with attention 'sdpa'"):
+        attach(Stubborn(hf.LlamaConfig(**SIZES)))
