@@ -31,6 +31,7 @@ def cost_model(
     sharding: Sharding | str = "full",
     budget_gib: float | None = None,
     max_length: int | None = None,
+    capacity: int | None = None,
 ) -> CostModel:
     """What prices plans here.
 
@@ -42,6 +43,7 @@ def cost_model(
         budget_gib: memory per GPU that a plan may use; None takes the profile's own, or 0.9 of the device's.
         max_length: longest sequence of the whole run, tokens; ``static`` must hold it, and learned position
             tables grow with it.
+        capacity: tokens a GPU may hold in one round; None takes what fits in memory.
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -50,6 +52,7 @@ def cost_model(
         sharding,
         budget_gib,
         max_length,
+        capacity,
     )
 
 

@@ -1,10 +1,11 @@
 """The README is run: each block of commands and each Python block, in a folder of its own.
 
-Shell lines that install or call `make` are not run; of `make` the target must exist. Every folder holds
-`lengths.txt`, so a block may plan "your own data". Blocks in other languages show output and are not run.
+Shell lines that install or call `make` are not run; of `make` the target must exist. Every folder holds `lengths.txt`
+and `corpus.txt`, so a block may plan and train "your own data". Blocks in other languages show output and are not run.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(command.parent), prepend=":")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.txt").write_text("".join(f"{length}\n" for length in LENGTHS))
+    (tmp_path / "corpus.txt").write_text("".join(f"{'to be or not to be ' * (length // 400)}.\n" for length in LENGTHS))
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     return tmp_path
 
 

@@ -23,7 +23,7 @@ class Extra(NamedTuple):
 EXTRAS = (
     Extra("fast", "numba", "compiled planner loops"),
     Extra("exact", "highspy", "planners exact and flexsp"),
-    Extra("data", "pyarrow", "lengths from .parquet"),
+    Extra("data", "pyarrow", "token stores, lengths from .parquet"),
     Extra("train", "torch", "running plans"),
     Extra("gpu", "cudnn", "fastest attention on Hopper and later"),
     Extra("hf", "transformers", "Hugging Face models"),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from seqloom.cli import compare, demo, doctor, plan, profile, simulate
+from seqloom.cli import compare, data, demo, doctor, plan, profile, simulate, train, verify
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -52,6 +52,9 @@ app.command("plan")(plan.plan)
 app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
+app.add_typer(data.app, name="data")
+app.command("train")(train.train)
+app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 
 

@@ -38,6 +38,7 @@ class CostModel:
         sharding: over which ranks parameters are sharded.
         budget_gib: memory per device; None takes the profile's own, or 0.9 of the device's.
         max_length: longest sequence the run may see; sizes learned position embeddings.
+        capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class CostModel:
         sharding: Sharding | str = Sharding.FULL,
         budget_gib: float | None = None,
         max_length: int | None = None,
+        capacity: int | None = None,
     ) -> None:
         """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -73,7 +75,10 @@ class CostModel:
         else:
             self._engine = AnalyticEngine.build(self.profile, *sizes)
         self.granule: int = self._engine.granule
-        self._capacity = {v: self._tokens_that_fit(v) for v in self._engine.variants}
+        if capacity is not None and capacity < self.granule:
+            raise SeqloomError(f"a capacity of {capacity} tokens; give {self.granule} or more, or leave it out")
+        most = math.inf if capacity is None else capacity - capacity % self.granule
+        self._capacity = {v: int(min(self._tokens_that_fit(v), most)) for v in self._engine.variants}
         self.variants: tuple[Variant, ...] = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
         if not self.variants:
             raise self._too_small()

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
+from seqloom.planners.bounds import lower_bound
 from seqloom.planners.registry import make_plan
 
 
@@ -32,6 +33,7 @@ class StepPlan:
         plan_ns: how long it took to make.
         wait_ns: how long whoever took it waited.
         fallback: why the static plan stands in; "" when it does not.
+        bound_ns: what no plan of the step can beat, under the cost model; None: not known.
     """
 
     step: int
@@ -39,6 +41,7 @@ class StepPlan:
     plan_ns: int
     wait_ns: int
     fallback: str = ""
+    bound_ns: int | None = None
 
 
 class PlanAhead:
@@ -47,7 +50,15 @@ class PlanAhead:
     A plan that was asked for but never taken is forgotten when a later step is taken.
     """
 
-    def __init__(self, cost: CostModel, planner: str = "auto", *, seed: int = 0, patience_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        planner: str = "auto",
+        *,
+        seed: int = 0,
+        patience_s: float = 1.0,
+        first_patience_s: float | None = None,
+    ) -> None:
         """Start the process.
 
         Args:
@@ -55,9 +66,11 @@ class PlanAhead:
             planner: a name, see `make_plan`.
             seed: of the planner.
             patience_s: how long `take` waits for a plan before the static one stands in.
+            first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
         """
         self._cost, self._patience_s = cost, patience_s
-        self._made: dict[int, tuple[str | None, int, str]] = {}
+        self._now_s = patience_s if first_patience_s is None else first_patience_s
+        self._made: dict[int, _Made] = {}
         self._asked: set[int] = set()
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -71,7 +84,7 @@ class PlanAhead:
             self._connection.send((step, np.asarray(lengths, dtype=np.int64)))
             self._asked.add(step)
         except (BrokenPipeError, OSError):
-            self._made[step] = (None, 0, self._obituary())
+            self._made[step] = _Made(None, 0, self._obituary(), None)
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; the static one if it is late or cannot be made.
@@ -83,12 +96,15 @@ class PlanAhead:
         begin = time.monotonic_ns()
         if step not in self._asked and step not in self._made:
             self.submit(step, lengths)
-        self._receive_until(step, begin + round(self._patience_s * 1e9))
-        late = f"no plan within {self._patience_s:g} s"
-        text, plan_ns, fallback = self._made.pop(step, (None, 0, late))
-        self._made = {other: made for other, made in self._made.items() if other > step}
-        plan = Plan.from_json(text) if text is not None else make_plan("static", np.asarray(lengths), self._cost)
-        return StepPlan(step, plan, plan_ns, time.monotonic_ns() - begin, fallback)
+        self._receive_until(step, begin + round(self._now_s * 1e9))
+        late = f"no plan within {self._now_s:g} s"
+        made = self._made.pop(step, _Made(None, 0, late, None))
+        self._made = {other: kept for other, kept in self._made.items() if other > step}
+        plan = self._static(lengths) if made.text is None else Plan.from_json(made.text)
+        return StepPlan(step, plan, made.plan_ns, time.monotonic_ns() - begin, made.why_not, made.bound_ns)
+
+    def _static(self, lengths: Sequence[int] | np.ndarray) -> Plan:
+        return make_plan("static", np.asarray(lengths), self._cost)
 
     def close(self) -> None:
         """Stop the process."""
@@ -113,31 +129,47 @@ class PlanAhead:
             try:
                 if not self._connection.poll(max(0.0, left_s)):
                     return
-                done, *made = self._connection.recv()
+                done, made = self._connection.recv()
             except (EOFError, OSError):
-                self._made[step] = (None, 0, self._obituary())
+                self._made[step] = _Made(None, 0, self._obituary(), None)
                 return
             if done in self._asked:
                 self._asked.discard(done)
-                self._made[done] = (made[0], made[1], made[2])
+                self._made[done] = made
+                self._now_s = self._patience_s
 
     def _obituary(self) -> str:
         self._process.join(timeout=1.0)
         return f"the planner's process has died (exit code {self._process.exitcode})"
 
 
+class _Made(NamedTuple):
+    """What the process answers: the plan as JSON or why there is none, how long it took, and the bound."""
+
+    text: str | None
+    plan_ns: int
+    why_not: str
+    bound_ns: int | None
+
+
 def _serve(connection: Connection, cost: CostModel, planner: str, seed: int) -> None:
-    """Answer (step, lengths) with (step, plan as JSON or None, ns, why there is none) until the pipe closes."""
+    """Answer (step, lengths) with (step, what was made) until the pipe closes."""
     while True:
         try:
             step, lengths = connection.recv()
+            connection.send((step, _make(cost, planner, seed, lengths)))
         except (EOFError, OSError):
             return
-        begin = time.monotonic_ns()
-        try:
-            text, why = make_plan(planner, lengths, cost, seed=seed).to_json(), ""
-        except SeqloomError as error:
-            text, why = None, f"planner {planner!r}: {error}"
-        except Exception as error:  # a defect of the planner must not stop training; the reason is logged
-            text, why = None, f"planner {planner!r} failed: {type(error).__name__}: {error}"
-        connection.send((step, text, time.monotonic_ns() - begin, why))
+
+
+def _make(cost: CostModel, planner: str, seed: int, lengths: np.ndarray) -> _Made:
+    begin = time.monotonic_ns()
+    try:
+        text, why_not = make_plan(planner, lengths, cost, seed=seed).to_json(), ""
+        took = time.monotonic_ns() - begin
+        return _Made(text, took, why_not, int(lower_bound(lengths, cost)))
+    except SeqloomError as error:
+        why_not = f"planner {planner!r}: {error}"
+    except Exception as error:  # a defect of the planner must not stop training; the reason is logged
+        why_not = f"planner {planner!r} failed: {type(error).__name__}: {error}"
+    return _Made(None, time.monotonic_ns() - begin, why_not, None)

@@ -35,7 +35,7 @@ def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_on
         assert taken.fallback == "no plan within 0 s"
         assert taken.plan.hash == make_plan("static", BATCHES[0], COST).hash
         ahead.submit(1, BATCHES[1])
-        ahead._patience_s = 120
+        ahead._now_s = 120
         assert ahead.take(1, BATCHES[1]).plan.hash == make_plan("adaptive", BATCHES[1], COST).hash
 
 
@@ -68,3 +68,9 @@ def test_closing_stops_the_process():
     while ahead._process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not ahead._process.is_alive()
+
+
+def test_the_first_plan_may_take_longer():
+    with PlanAhead(COST, "adaptive", patience_s=0.0, first_patience_s=120) as ahead:
+        assert ahead.take(0, BATCHES[1]).fallback == ""
+        assert ahead.take(1, BATCHES[0]).fallback == "no plan within 0 s"

@@ -1,0 +1,56 @@
+"""``seqloom train``: a config in, a trained model out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from seqloom.cli.options import AsJson, print_json
+from seqloom.errors import SeqloomError
+
+ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes to start here; without it, the config's.")]
+
+
+def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, json: AsJson = False) -> None:
+    """Train with a fresh plan for every step.
+
+    Starts processes on this machine itself, or is one of those that torchrun has started. Goes on from the latest
+    checkpoint of the output folder.
+
+    \b
+    Example:
+        seqloom train recipes/tiny-cpu.toml --ranks 4
+        torchrun --nproc-per-node 4 -m seqloom train recipes/tiny-cpu.toml
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise SeqloomError(f"seqloom train needs torch ({error}); pip install 'seqloom[train,data]'") from None
+    from seqloom.train.config import Config
+    from seqloom.train.launch import train_here, train_on_processes, under_torchrun
+
+    loaded = Config.load(config, overrides or [])
+    if under_torchrun():
+        if ranks is not None:
+            raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
+        summary = train_here(loaded, show=not json)
+    else:
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, show=not json)
+    if not summary:  # another rank than the first
+        return
+    if json:
+        print_json(summary)
+    else:
+        _print_summary(summary, loaded.run.output)
+
+
+def _print_summary(summary: dict[str, Any], output: Path) -> None:
+    typer.echo(
+        f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
+        f"{summary['tokens_per_second'] or 0:,.0f} tokens/s"
+    )
+    typer.echo(f"checkpoints and metrics: {output}")

@@ -1,0 +1,103 @@
+"""``seqloom verify``: the same batch in one process and under several plans, compared number by number."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from seqloom.cli.options import AsJson, print_json
+from seqloom.errors import SeqloomError, unknown
+
+if TYPE_CHECKING:
+    from seqloom.train.verify import Verified
+
+DTYPES = ("float64", "float32")
+
+ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
+Planners = Annotated[str, typer.Option("--planners", help="Names with commas between.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Threads that play ranks; without it, the config's.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float64, or float32 with a wider tolerance.")]
+Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared.")]
+
+
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    planners: Planners = "static,adaptive,flex",
+    ranks: Ranks = None,
+    dtype: Dtype = "float64",
+    batches: Batches = 1,
+    json: AsJson = False,
+) -> None:
+    """Show that a plan does not change the result: loss, gradient norm and every gradient.
+
+    The first batches of a run are computed in one process, and again under a plan of every planner. Exit code 1 when
+    one is out of tolerance.
+
+    \b
+    Example:
+        seqloom verify recipes/tiny-cpu.toml --planners static,flex
+    """
+    names = [name for name in map(str.strip, planners.split(",")) if name]
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if not names or batches < 1:
+        raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
+    rows = _verified(config, overrides or [], names, ranks, dtype, batches)
+    passed = all(row.passed for row in rows)
+    if json:
+        print_json({"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]})
+    else:
+        _print_rows(rows, dtype)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _verified(
+    path: Path, overrides: list[str], planners: list[str], ranks: int | None, dtype: str, batches: int
+) -> list[Verified]:
+    """Run the comparisons, with progress."""
+    try:
+        import torch
+    except ImportError as error:
+        raise SeqloomError(f"seqloom verify needs torch ({error}); pip install 'seqloom[train]'") from None
+    from seqloom.cli.progress import steps
+    from seqloom.train.config import Config
+    from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents
+    from seqloom.train.verify import verify as compare
+
+    config = Config.load(path, overrides)
+    if config.model.spec is None:
+        raise SeqloomError("model.huggingface: verify compares reference models; set model.spec to shapes instead")
+    spec = model_spec(config)
+    source = open_documents(config, spec)
+    cost = make_cost(config, spec, ranks or config.run.ranks, int(source.lengths.max()))
+    sampler, rows = make_sampler(config, source), []
+    with steps("one process", batches * len(planners)) as step:
+        for number in range(batches):
+            options = {"dtype": getattr(torch, dtype), "seed": config.model.seed}
+            for row in compare(spec, source, sampler.next_batch(), cost, planners, **options):
+                rows.append(row)
+                if step is not None:
+                    step(f"batch {number}: {row.planner}")
+    return rows
+
+
+def _print_rows(rows: list[Verified], dtype: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("planner", "plan", "rounds", "groups", "loss", "grad norm", "difference", "", box=None)
+    for row in rows:
+        numbers = (f"{row.loss:.9f}", f"{row.grad_norm:.9f}", f"{row.max_relative_gradient_difference:.1e}")
+        verdict = "same" if row.passed else "DIFFERS"
+        table.add_row(row.planner, row.plan_hash[:8], str(row.rounds), str(row.groups), *numbers, verdict)
+    console = Console(highlight=False)
+    console.print(
+        f"One process beside plans, {dtype}. Difference: of gradients, the largest relative one of all tensors."
+    )
+    console.print(table)

@@ -1,0 +1,10 @@
+"""Training: the config of a run, its metrics, optimiser and checkpoints.
+
+What is here needs no torch, so that a config is checked before anything heavy is loaded; `seqloom.train.optimiser` and
+`seqloom.train.checkpoints` do.
+"""
+
+from seqloom.train.config import Config
+from seqloom.train.schedule import learning_rate
+
+__all__ = ["Config", "learning_rate"]

@@ -1,0 +1,209 @@
+"""Checkpoints of a run: written in the background, complete or not there at all, loadable on any number of ranks.
+
+    FOLDER/
+      step-00000040/            complete: it got this name when all of it was on disk
+        seqloom.json            step, names and shapes, and the extra state
+        .metadata, *.distcp     torch.distributed.checkpoint
+      .step-00000060.partial-2/ being written, or left by a crash: nobody reads it, the next run removes it
+
+Tensors are whole ones or shards (DTensor); torch's format keeps their global shapes, so another number of ranks reads
+what it needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from seqloom.errors import SeqloomError
+from seqloom.train.folders import AtomicWriter, complete, folder_of, partials
+from seqloom.train.manifest import Manifest
+
+Tensors = Mapping[str, torch.Tensor]
+States = Mapping[str, Tensors]
+"""Several tensors for each parameter, see `named_state`."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. All ranks make one, and call `save`, `load` and `close` together.
+
+    Its messages run on a communicator of their own, beside those of training.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 3, group: dist.ProcessGroup | None = None) -> None:
+        """Look what is there, and remove what a crash has left.
+
+        Args:
+            folder: on a file system that all ranks share; made when it does not exist.
+            keep: complete checkpoints that stay, at least 1.
+            group: a gloo group of the ranks that take part, which nothing else uses; None: one is made of all processes
+                of torch.distributed. Where that is not initialised, this process is the only one.
+        """
+        if keep < 1:
+            raise SeqloomError(f"keep = {keep}; the newest checkpoint always stays, so keep 1 or more")
+        self._folder, self._keep = folder, keep
+        self._group, self._owned = group, False
+        self._pending: tuple[int, Path, Future[Any]] | None = None
+        self._saves = 0
+        if not dist.is_initialized():  # torch says at every call that it works alone; that is no news
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        elif group is None:
+            self._group, self._owned = cast("dist.ProcessGroup", dist.new_group(backend="gloo")), True
+        self._leads = self._group is None or dist.get_rank(self._group) == 0
+        self._newest = self._begin()
+        self._own: int | None = None
+
+    def _begin(self) -> int:
+        """Clean up on the first rank, and return the newest complete step of all ranks; 0: there is none."""
+        newest = 0
+        if self._leads:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in partials(self._folder):
+                shutil.rmtree(left)
+            found = complete(self._folder)
+            newest = found[-1][0] if found else 0
+        told = [newest]
+        if self._group is not None:
+            dist.broadcast_object_list(told, group_src=0, group=self._group)
+        return told[0]
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Close, unless something failed: other ranks may never answer then."""
+        if kind is None:
+            self.close()
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint; None: there is none."""
+        return folder_of(self._folder, self._newest) if self._newest else None
+
+    def save(self, step: int, *, model: Tensors, optimiser: States, extra: Mapping[str, Any]) -> None:
+        """Copy the state, begin to write it and return. First waits for the checkpoint before, if that is not done.
+
+        Saving a step again that this run has just saved or loaded does nothing.
+
+        Args:
+            step: steps that are done, more than those of any checkpoint in the folder.
+            model: parameters by canonical name, on this rank.
+            optimiser: see `named_state`.
+            extra: what else a run goes on from (sampler, RNG, plan settings), as JSON can hold it. The first rank's
+                is written.
+        """
+        self.wait()
+        if step == self._own:
+            return
+        if step <= self._newest:
+            raise SeqloomError(
+                f"{self._folder} has a checkpoint of step {self._newest}, so step {step} would not be the latest; "
+                "resume from it, or choose another run.output"
+            )
+        self._saves += 1
+        text = Manifest.of(step, model, _flat(optimiser), extra).to_json()
+        partial = self._folder / f".{folder_of(self._folder, step).name}.partial-{self._saves}"
+        writer = AtomicWriter(partial, folder_of(self._folder, step), text, self._keep)
+        state = _state(model, optimiser)
+        group = self._group
+        started = dcp.async_save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        self._pending = (step, partial, cast("Future[Any]", started))
+
+    def poll(self) -> None:
+        """Raise the error of a checkpoint that could not be written; returns at once. Call it every step."""
+        if self._pending is not None and self._pending[2].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, if any, and raise its error."""
+        if self._pending is None:
+            return
+        step, partial, future = self._pending
+        error = future.exception()
+        self._pending = None
+        if error is None:
+            self._newest = self._own = step
+            return
+        if self._leads:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        intact = f"the one of step {self._newest} is intact" if self._newest else "there is none before it"
+        raise SeqloomError(
+            f"{self._folder}: the checkpoint of step {step} was not written ({_reasons(error)}); {intact}. Make room "
+            "or choose another run.output, and resume"
+        ) from error
+
+    def load(self, path: Path, *, model: Tensors, optimiser: States) -> Manifest:
+        """Copy a checkpoint into the tensors of this rank, and return its step and extra state.
+
+        Args:
+            path: folder of a complete checkpoint, of this run or another.
+            model: parameters by canonical name. Names, shapes and dtypes must be those of the checkpoint.
+            optimiser: see `named_state`, the same way.
+
+        Raises:
+            SeqloomError: another model, or files that cannot be read.
+        """
+        self.wait()
+        manifest = Manifest.read(path)
+        manifest.check(path, model, _flat(optimiser))
+        state = _state(model, optimiser)
+        group = self._group
+        try:
+            with torch.no_grad():
+                dcp.load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            raise SeqloomError(
+                f"{path}: the checkpoint cannot be read ({_reasons(error)}); take another: "
+                f"{', '.join(folder.name for _, folder in complete(path.parent) if folder != path) or 'there is none'}"
+            ) from error
+        if path == self.latest:
+            self._own = manifest.step
+        return manifest
+
+    def close(self) -> None:
+        """Wait for what is being written, raise its error, and give the communicator back."""
+        try:
+            self.wait()
+        finally:
+            if self._owned:
+                dist.destroy_process_group(self._group)
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a folder; None: there is none."""
+    found = complete(folder)
+    return found[-1][1] if found else None
+
+
+def _flat(states: States) -> dict[str, torch.Tensor]:
+    """Return an optimiser's state with one name for each tensor."""
+    return {f"{name}.{key}": tensor for name, tensors in states.items() for key, tensor in tensors.items()}
+
+
+def _state(model: Tensors, optimiser: States) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what torch reads and writes: the same memory, but without gradients, which it would copy too."""
+    parts = {"model": model, "optimiser": _flat(optimiser)}
+    return {part: {name: tensor.detach() for name, tensor in tensors.items()} for part, tensors in parts.items()}
+
+
+def _reasons(error: BaseException) -> str:
+    """Say what went wrong on which ranks, without tracebacks."""
+    return "; ".join(_reason(error))
+
+
+def _reason(error: BaseException) -> Iterator[str]:
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    for rank, (cause, _) in sorted(failures.items()):
+        yield f"rank {rank}: {cause or type(cause).__name__}"
+    if not failures:
+        yield str(error) or type(error).__name__

@@ -1,0 +1,213 @@
+"""The training loop of one rank: take a plan, run it, update, write down what happened.
+
+All ranks run the same lines in the same order; only the first one plans, shows and writes metrics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from seqloom.comm import Transport
+from seqloom.data import Batch, rank_rows
+from seqloom.errors import SeqloomError
+from seqloom.models import Transformer
+from seqloom.planners.ahead import PlanAhead, StepPlan
+from seqloom.runtime import Network, Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
+from seqloom.runtime.parameters import scale_gradients
+from seqloom.train.checkpoints import Checkpoints
+from seqloom.train.config import Config
+from seqloom.train.display import open_display
+from seqloom.train.metrics import Metrics, StepRecord
+from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
+from seqloom.train.plans import SharedPlans
+from seqloom.train.schedule import learning_rate
+from seqloom.train.setup import Setup
+from seqloom.train.sinks import open_sinks
+
+PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
+"""How long a step waits for its plan before the static one stands in; the first one compiles the planner."""
+
+
+class Trainer:
+    """One rank of a run. `close` it, or use it in a `with`."""
+
+    def __init__(
+        self, config: Config, setup: Setup, transport: Transport, *, device: torch.device | str = "cpu"
+    ) -> None:
+        """Build the model and everything around it, and go to the latest checkpoint if the config says so.
+
+        Args:
+            config: of the run.
+            setup: what it is made of.
+            transport: this rank's, over torch.distributed.
+            device: where the model runs.
+        """
+        self.config, self.setup, self.transport, self.device = config, setup, transport, torch.device(device)
+        self._closing = ExitStack()
+        dtype = getattr(torch, config.model.dtype)
+        half = dtype == torch.bfloat16
+        masters = torch.float32 if half else dtype
+        model = Transformer(setup.spec, seed=config.model.seed, dtype=masters, device=self.device)
+        network = Network.of(model)
+        recompute_layers(network.layers)
+        sharding, nodes = setup.cost.sharding, setup.cost.node_size
+        compute = dtype if half else None
+        self.parameters = Sharded(network, transport, sharding, node_size=nodes, compute=compute)
+        self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
+        self.sampler = setup.sampler
+        self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
+        self.step = self._resumed()
+        self.plans = SharedPlans(transport, self._planner(), self.device)
+
+    def __enter__(self) -> Trainer:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Close everything that was opened; after an error nothing is waited for."""
+        self._closing.__exit__(*error)
+
+    def run(self, stream: IO[str] | None = None) -> dict[str, Any]:
+        """Train to the last step and return the summary; only the first rank's counts.
+
+        Args:
+            stream: where progress is shown, on the first rank; None: nowhere.
+        """
+        metrics = self._metrics(stream)
+        for number, batch in self._batches():
+            record = self._train(number, batch)
+            if metrics is not None:
+                metrics.step(record)
+                if record.fallback:
+                    metrics.note(number, "the static plan stood in for the planner's")
+            self.checkpoints.poll()
+            self._evaluate(number, metrics)
+            if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
+                self._save(number)
+        return {} if metrics is None else metrics.summary.as_dict()
+
+    def _batches(self) -> Iterator[tuple[int, Batch]]:
+        """Yield the steps to come, planned ahead."""
+        ahead = self.config.plan.ahead
+        for number, batch in enumerate(self.sampler.peek(min(ahead, self.setup.steps - self.step)), self.step + 1):
+            self.plans.submit(number, batch.lengths)
+        for number in range(self.step + 1, self.setup.steps + 1):
+            batch = self.sampler.next_batch()
+            if ahead and number + ahead <= self.setup.steps:
+                self.plans.submit(number + ahead, self.sampler.peek(ahead)[-1].lengths)
+            yield number, batch
+
+    def _train(self, number: int, batch: Batch) -> StepRecord:
+        """Run one step and update the parameters."""
+        taken = self.plans.take(number, batch.lengths)
+        begin = time.perf_counter()
+        bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
+        rows = self.setup.source
+        result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
+        rate = self._update(number, result)
+        return self._record(number, batch, taken, result, rate, self._slowest(time.perf_counter() - begin))
+
+    def _update(self, number: int, result: StepResult) -> float:
+        """Clip, set the rate, step the optimiser; return the rate."""
+        settings = self.config.optimiser
+        factor = clip_factor(result.gradient_norm, settings.clip)
+        if factor < 1:
+            scale_gradients(self.parameters, factor)
+        schedule = self.config.schedule
+        rate = learning_rate(number, steps=self.setup.steps, peak=settings.lr, schedule=schedule)
+        set_learning_rate(self.optimiser, rate)
+        self.optimiser.step()
+        self.parameters.clear()
+        return rate
+
+    def _record(
+        self, number: int, batch: Batch, taken: StepPlan, result: StepResult, rate: float, seconds: float
+    ) -> StepRecord:
+        predicted = self.setup.cost.plan_ns(taken.plan)
+        return StepRecord(
+            step=number,
+            loss=result.loss,
+            tokens=batch.tokens,
+            lr=rate,
+            grad_norm=result.gradient_norm,
+            measured_ms=seconds * 1e3,
+            predicted_ms=predicted / 1e6,
+            planner_wait_ms=taken.wait_ns / 1e6,
+            gap_to_bound=None if not taken.bound_ns else predicted / taken.bound_ns - 1,
+            planner=taken.plan.planner or "",
+            fallback=bool(taken.fallback),
+        )
+
+    def _slowest(self, seconds: float) -> float:
+        """The longest time of all ranks."""
+        mine = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        every = torch.empty(self.transport.ranks, dtype=torch.float64, device=self.device)
+        self.transport.all_gather(every, mine, range(self.transport.ranks))
+        return float(every.max())
+
+    def _evaluate(self, number: int, metrics: Metrics | None) -> None:
+        if not self._due(self.config.evaluation.every, number):
+            return
+        source, batches = self.setup.validation()
+        total = 0.0
+        for index, batch in enumerate(batches):
+            taken = self.plans.take(-1 - index, batch.lengths)
+            bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
+            loss = evaluate(
+                bound,
+                self.parameters,
+                lambda context, batch=batch: rank_rows(source, context, batch),
+                batch.valid_tokens,
+            )
+            total += loss * batch.valid_tokens
+        if metrics is not None:
+            metrics.evaluation(number, total / sum(batch.valid_tokens for batch in batches))
+
+    def _save(self, number: int) -> None:
+        extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
+        state = named_state(self.optimiser)
+        self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
+
+    def _resumed(self) -> int:
+        """Load the checkpoint to begin from, if any; return the steps that are done."""
+        resume = self.config.checkpoint.resume
+        if resume == "never" and self.checkpoints.latest is not None:
+            raise SeqloomError(
+                f"checkpoint.resume = 'never', and {self.checkpoints.latest} is there, which the run could not "
+                "replace; choose another run.output, or resume"
+            )
+        path = self.checkpoints.latest
+        if path is None and resume not in ("auto", "never"):
+            path = Path(resume)
+        if path is None:
+            return 0
+        state = named_state(self.optimiser)
+        manifest = self.checkpoints.load(path, model=self.parameters.masters(), optimiser=state)
+        self.sampler.load_state_dict(manifest.extra["sampler"])
+        return manifest.step
+
+    def _planner(self) -> PlanAhead | None:
+        if self.transport.rank:
+            return None
+        patience = {"patience_s": PATIENCE_S, "first_patience_s": FIRST_PATIENCE_S}
+        ahead = PlanAhead(self.setup.cost, self.config.plan.planner, seed=self.config.run.seed, **patience)
+        return self._closing.enter_context(ahead)
+
+    def _metrics(self, stream: IO[str] | None) -> Metrics | None:
+        if self.transport.rank:
+            return None
+        log = self.config.log
+        display = None if stream is None else open_display(stream, self.setup.steps, self.step)
+        sinks = open_sinks(log.sinks, self.config.run.output, settings=self.config.as_dict(), done=self.step)
+        metrics = Metrics(self.config.metrics, done=self.step, every=log.every, sinks=sinks, display=display)
+        return self._closing.enter_context(metrics)
+
+    @staticmethod
+    def _due(every: int, number: int) -> bool:
+        return bool(every) and number % every == 0

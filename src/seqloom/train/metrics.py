@@ -1,0 +1,265 @@
+"""What is known of every step: records, the .jsonl that keeps them, and the summary at the end.
+
+A line is written whole and at once, so a crash tears at most the last one, and opening the file again cuts that off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from seqloom.errors import SeqloomError
+
+if TYPE_CHECKING:
+    from seqloom.train.display import Display
+    from seqloom.train.sinks import Sink
+
+
+_TIMES = ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")
+"""What a summary gives the mean of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimiser step. Times are those of the slowest rank, in milliseconds."""
+
+    step: int
+    """From 1."""
+    loss: float
+    """Sum of token losses / valid tokens of the whole step."""
+    tokens: int
+    """Of all documents of the step."""
+    lr: float
+    grad_norm: float
+    """Of the whole model, before clipping."""
+    measured_ms: float
+    """From the plan at hand to the updated parameters."""
+    predicted_ms: float | None = None
+    """The same by the cost model."""
+    planner_wait_ms: float = 0.0
+    """Before that: waiting for the plan."""
+    gap_to_bound: float | None = None
+    """How far the predicted time is above the lower bound, as a share of the bound."""
+    idle_share: float | None = None
+    """Of the ranks' time in the step, by the simulator."""
+    planner: str = ""
+    """Who planned the step."""
+    fallback: bool = False
+    """The planner was late or failed, and the static plan was taken."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput, waiting included."""
+        return 1e3 * self.tokens / (self.measured_ms + self.planner_wait_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name."""
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+class Journal:
+    """The .jsonl of a run: one object per line, each with its `step`.
+
+    Attributes:
+        kept: the records that were there before and stay.
+    """
+
+    def __init__(self, path: Path, *, done: int = 0) -> None:
+        """Open for writing after the records of the first `done` steps.
+
+        What follows them is cut off: a torn last line, and steps after the checkpoint that the run goes on from, which
+        will come again.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self.kept, size = _read(path, done)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file.truncate(size)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line. Numbers that JSON does not have (nan, inf) become null."""
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise SeqloomError(f"{self._path}: cannot be written ({error.strerror or error}); make room") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Summary:
+    """The figures of a run so far. Times are means of the steps of this process, without its first, which warms up."""
+
+    def __init__(self, kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Go on from the records of earlier processes."""
+        losses = [record for record in kept if "loss" in record]
+        self.steps: int = losses[-1]["step"] if losses else 0
+        self.first_loss: float | None = losses[0]["loss"] if losses else None
+        self.final_loss: float | None = losses[-1]["loss"] if losses else None
+        self._times = _Means()
+        self._added = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Count one more step."""
+        self.steps, self.final_loss = record.step, record.loss
+        if self.first_loss is None:
+            self.first_loss = record.loss
+        if self._added == 1:
+            self._times = _Means()
+        self._added += 1
+        seconds = (record.measured_ms + record.planner_wait_ms) / 1e3
+        self._times.add(
+            tokens=record.tokens,
+            seconds=seconds,
+            predicted_ms=record.predicted_ms,
+            measured_ms=record.measured_ms,
+            planner_wait_ms=record.planner_wait_ms,
+            gap_to_bound=record.gap_to_bound,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `seqloom train --json` prints; None where nothing was measured."""
+        tokens, seconds = self._times.of("tokens"), self._times.of("seconds")
+        figures = {
+            "steps": self.steps,
+            "first_loss": self.first_loss,
+            "final_loss": self.final_loss,
+            "tokens_per_second": tokens / seconds if tokens and seconds else None,
+            **{name: self._times.of(name) for name in _TIMES},
+        }
+        return {name: _finite(value) for name, value in figures.items()}
+
+
+class _Means:
+    """Running means by name; values that are None do not count."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = (total + value, count + 1)
+
+    def of(self, name: str) -> float | None:
+        total, count = self._sums.get(name, (0.0, 0))
+        return total / count if count else None
+
+
+class Metrics:
+    """Where one process, the first, puts the figures of a run: the journal always, the rest as asked for."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        done: int = 0,
+        every: int = 1,
+        sinks: Sequence[Sink] = (),
+        display: Display | None = None,
+    ) -> None:
+        """Open the journal.
+
+        Args:
+            path: the .jsonl.
+            done: steps of the checkpoint that the run goes on from.
+            every: steps from one line in sinks and on the display to the next; the first is always shown.
+            sinks: trackers, see `open_sinks`.
+            display: what somebody looks at, see `open_display`.
+        """
+        self._journal = Journal(path, done=done)
+        self._every, self._sinks, self._display, self._first = every, tuple(sinks), display, done + 1
+        self.summary = Summary(self._journal.kept)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def step(self, record: StepRecord) -> None:
+        """Put down one step."""
+        self.summary.add(record)
+        self._journal.write(record.as_dict())
+        if record.step % self._every == 0 or record.step == self._first:
+            for sink in self._sinks:
+                sink.write(record.step, _numbers(record.as_dict()))
+            if self._display is not None:
+                self._display.step(record)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Put down the loss on the validation documents after `step` steps."""
+        figures = {"evaluation_loss": loss}
+        self._journal.write({"step": step, **figures})
+        for sink in self._sinks:
+            sink.write(step, _numbers(figures))
+        if self._display is not None:
+            self._display.note(f"step {step}: loss {loss:.4f} on the validation documents")
+
+    def note(self, step: int, text: str) -> None:
+        """Put down an event: a checkpoint, a late planner."""
+        self._journal.write({"step": step, "note": text})
+        if self._display is not None:
+            self._display.note(f"step {step}: {text}")
+
+    def close(self) -> None:
+        """Close everything that was opened here or handed over."""
+        self._journal.close()
+        for sink in self._sinks:
+            sink.close()
+        if self._display is not None:
+            self._display.close()
+
+
+def read_steps(path: Path) -> list[StepRecord]:
+    """Read the steps of a .jsonl; a torn last line is left out."""
+    names = {field.name for field in fields(StepRecord)}
+    records, _ = _read(path, None)
+    return [StepRecord(**{key: record[key] for key in names & set(record)}) for record in records if "loss" in record]
+
+
+def _read(path: Path, done: int | None) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of the first `done` steps (None: all), and how many bytes they take."""
+    records: list[dict[str, Any]] = []
+    size = 0
+    if not path.exists():
+        return records, size
+    lines = path.read_bytes().split(b"\n")
+    whole = lines[:-1]  # after the last newline there is nothing, or half a line
+    for number, line in enumerate(whole, start=1):
+        record = _parsed(line)
+        if record is None:
+            if number == len(whole):
+                break
+            raise SeqloomError(f"{path}, line {number} is not a record; move the file away to begin a new one")
+        if done is not None and record["step"] > done:
+            break
+        records.append(record)
+        size += len(line) + 1
+    return records, size
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a tracker can draw."""
+    return {key: float(value) for key, value in figures.items() if isinstance(value, int | float) and key != "step"}

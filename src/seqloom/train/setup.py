@@ -1,0 +1,105 @@
+"""From a config to what a run is made of: documents, sampler, model spec, cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqloom.cost import CostModel
+from seqloom.data import Batch, Limited, Sampler, Source, open_source
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.train.config import Config
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """What a run is made of, the same on all ranks.
+
+    Attributes:
+        config: of the run.
+        spec: shapes of the model.
+        source: documents of training.
+        sampler: at its beginning.
+        cost: prices plans.
+        steps: of the whole run.
+    """
+
+    config: Config
+    spec: ModelSpec
+    source: Source
+    sampler: Sampler
+    cost: CostModel
+    steps: int
+
+    @classmethod
+    def of(cls, config: Config, ranks: int) -> Setup:
+        """Open and check everything that needs no other rank, for a run on `ranks` processes."""
+        if config.model.spec is None:
+            raise SeqloomError("model.huggingface is not trained by this loop yet; set model.spec to shapes instead")
+        spec = model_spec(config)
+        source = open_documents(config, spec)
+        sampler = make_sampler(config, source)
+        cost = make_cost(config, spec, ranks, int(source.lengths.max()))
+        return cls(config, spec, source, sampler, cost, _steps(config, source))
+
+    def validation(self) -> tuple[Source, list[Batch]]:
+        """Return the documents of evaluation, and its batches: always the same ones."""
+        source = open_documents(self.config, self.spec, validation=True)
+        return source, make_sampler(self.config, source).peek(self.config.evaluation.batches)
+
+
+def _steps(config: Config, source: Source) -> int:
+    """Optimiser steps of the run; epochs are counted out."""
+    if config.run.steps is not None:
+        return config.run.steps
+    sampler, steps = make_sampler(config, source), 0
+    while sampler.epoch < (config.run.epochs or 0):
+        sampler.next_batch()
+        steps += 1
+    return steps
+
+
+def model_spec(config: Config) -> ModelSpec:
+    """Return the shapes of the model that is trained."""
+    if config.model.spec is None:
+        return ModelSpec.load(str(config.model.huggingface))
+    return ModelSpec.load(config.model.spec)
+
+
+def open_documents(config: Config, spec: ModelSpec, *, validation: bool = False) -> Source:
+    """Open the documents of training, or those of evaluation, under the config's limit of length."""
+    path: Path | None = config.data.validation if validation else config.data.source
+    if path is None:
+        raise SeqloomError("data.validation is not set; name the documents to evaluate on")
+    source = open_source(path, vocabulary=spec.vocabulary)
+    if config.data.max_length is None:
+        return source
+    return Limited(source, config.data.max_length, config.data.too_long)
+
+
+def make_sampler(config: Config, source: Source) -> Sampler:
+    """Return the sampler of a run, at its beginning."""
+    size = {"documents": config.data.sequences, "tokens": config.data.tokens}
+    return Sampler(source.lengths, source.valid, seed=config.run.seed, **size)
+
+
+def make_cost(config: Config, spec: ModelSpec, ranks: int, longest: int) -> CostModel:
+    """Return what prices the plans of a run.
+
+    Args:
+        config: names cluster, profile, sharding and limits.
+        spec: of the model.
+        ranks: processes of the run.
+        longest: tokens of the longest document, where the config sets no limit.
+    """
+    spelling = f"1x{ranks}xCPU" if config.plan.cluster == "auto" else config.plan.cluster
+    cluster = Cluster.parse(spelling)
+    if cluster.ranks != ranks:
+        raise SeqloomError(
+            f"plan.cluster = {spelling!r} has {cluster.ranks} ranks, the run has {ranks}; "
+            f"start {cluster.ranks} processes, or name a cluster of {ranks}"
+        )
+    options = config.plan
+    limit = config.data.max_length or longest
+    return CostModel(cluster, spec, options.profile, options.sharding, options.budget_gib, limit, options.capacity)

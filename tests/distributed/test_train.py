@@ -1,0 +1,132 @@
+"""`seqloom train` as a command: the plan changes nothing, a resumed run is the same run, failures are clear."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqloom.data import StoreWriter
+from seqloom.train.metrics import read_steps
+
+pytestmark = pytest.mark.distributed
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml"
+TINY = """
+layers = 2
+hidden = 16
+heads = 4
+kv_heads = 2
+head_dim = 4
+ffn = 24
+gated = true
+vocabulary = 257
+tied = true
+"""
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with documents and a small model."""
+    folder = tmp_path_factory.mktemp("train")
+    draw = np.random.default_rng(0)
+    with StoreWriter(folder / "store", vocabulary=257) as writer:
+        for length in np.clip(draw.lognormal(3.2, 1.0, 40).astype(int), 2, 200):
+            writer.add(draw.integers(0, 20, length))
+    (folder / "tiny.toml").write_text(TINY)
+    return folder
+
+
+def command(place: Path, run: str, settings: dict[str, object]) -> list[str]:
+    """The words after `seqloom`."""
+    values = {
+        "data.source": place / "store",
+        "data.validation": place / "store",
+        "data.sequences": 6,
+        "data.max_length": 200,
+        "model.spec": place / "tiny.toml",
+        "model.dtype": "float64",
+        "plan.planner": "adaptive",
+        "plan.capacity": 100,
+        "run.steps": STEPS,
+        "run.output": place / run,
+        "schedule.warmup": 2,
+        "evaluation.every": 3,
+        "checkpoint.every": 3,
+        **settings,
+    }
+    return ["train", str(RECIPE), *(word for key, value in values.items() for word in ("--set", f"{key}={value}"))]
+
+
+def seqloom(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "seqloom", *words], capture_output=True, text=True, timeout=150)
+
+
+def trained(place: Path, run: str, *words: str, **settings: object) -> tuple[dict, list[float]]:
+    """Train, and return the summary and the losses."""
+    result = seqloom(*command(place, run, {key.replace("__", "."): v for key, v in settings.items()}), "--json", *words)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout), [record.loss for record in read_steps(place / run / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """A run on two ranks from beginning to end."""
+    return trained(place, "whole", "--ranks", "2")
+
+
+def test_the_loss_falls_and_the_summary_says_so(whole):
+    summary, losses = whole
+    assert summary["steps"] == STEPS == len(losses)
+    assert (summary["first_loss"], summary["final_loss"]) == (losses[0], losses[-1])
+    assert losses[-1] < losses[0]
+    assert summary["tokens_per_second"] > 0 and summary["measured_ms"] > 0 and summary["predicted_ms"] > 0
+
+
+def test_another_planner_and_sharding_on_more_ranks_give_the_same_losses(place, whole):
+    settings = {"plan__planner": "static:2", "plan__sharding": "none"}
+    _, losses = trained(place, "other", "--ranks", "4", **settings)
+    assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
+
+
+def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(place, whole):
+    _, first = trained(place, "parts", "--ranks", "1", run__steps=STEPS, checkpoint__every=3, plan__planner="static")
+    folder = place / "parts"
+    last = folder / "checkpoints" / f"step-{STEPS:08}"
+    assert last.is_dir()
+    for path in sorted(last.rglob("*"), reverse=True):
+        path.unlink()
+    last.rmdir()
+    summary, losses = trained(place, "parts", "--ranks", "2", plan__planner="static")
+    assert summary["steps"] == STEPS
+    assert losses[:3] == first[:3], "kept"
+    assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
+
+
+def test_torchrun_starts_the_ranks_as_well(place, whole):
+    words = command(place, "torchrun", {"run.steps": 2, "schedule.warmup": 1, "schedule.kind": "constant"})
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "seqloom"]
+    result = subprocess.run([*launcher, *words, "--json"], capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr
+    assert np.isclose(json.loads(result.stdout)["first_loss"], whole[1][0], rtol=1e-9)
+
+
+def test_what_cannot_be_is_refused_before_any_process_starts(place):
+    result = seqloom(*command(place, "refused", {"data.source": place / "nothing"}), "--ranks", "2")
+    assert result.returncode == 2
+    assert result.stderr.startswith("seqloom: ") and "no token store" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (place / "refused").exists()
+
+
+def test_a_rank_that_fails_stops_the_run_with_its_reason(place):
+    """A checkpoint of another model is noticed by the ranks."""
+    trained(place, "small", "--ranks", "1", run__steps=2, schedule__warmup=1)
+    (place / "wide.toml").write_text(TINY.replace("ffn = 24", "ffn = 32"))
+    settings = {"model.spec": place / "wide.toml", "run.steps": 3}
+    result = seqloom(*command(place, "small", settings), "--ranks", "2")
+    assert result.returncode == 2
+    assert "rank " in result.stderr and "float64" in result.stderr
+    assert (place / "small" / "checkpoints" / "step-00000002").is_dir(), "the last checkpoint is intact"

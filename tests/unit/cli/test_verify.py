@@ -1,0 +1,93 @@
+"""``seqloom verify``: equal numbers, an exit code when they are not, and refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from seqloom.cli.main import app
+from seqloom.data import StoreWriter
+from seqloom.train import verify as module
+
+torch.set_num_threads(1)
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
+TINY = """
+layers = 2
+hidden = 16
+heads = 4
+kv_heads = 2
+head_dim = 4
+ffn = 24
+gated = true
+vocabulary = 257
+tied = true
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """Overrides of the recipe: few short documents, a smaller model."""
+    folder = tmp_path_factory.mktemp("verify")
+    draw = np.random.default_rng(0)
+    with StoreWriter(folder / "store", vocabulary=257) as writer:
+        for length in (40, 3, 90, 1, 17, 60, 8, 25):
+            writer.add(draw.integers(0, 257, length))
+    (folder / "tiny.toml").write_text(TINY)
+    values = {"data.source": folder / "store", "model.spec": folder / "tiny.toml", "data.sequences": 8}
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["verify", str(RECIPE), *map(str, words)])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_plans_do_not_change_the_result(settings, dtype):
+    words = ("--planners", "static,static:2,flex", "--set", "plan.capacity=50", "--dtype", dtype, "--json")
+    result = run(*settings, *words)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["passed"] and [row["planner"] for row in report["plans"]] == ["static", "static:2", "flex"]
+    assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-5
+    assert max(row["rounds"] for row in report["plans"]) > 1
+    assert len({round(row["loss"], 5) for row in report["plans"]}) == 1
+
+
+def test_a_table_for_people(settings):
+    result = run(*settings, "--planners", "static", "--ranks", "2", "--batches", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("same") == 2
+
+
+def test_a_difference_is_exit_code_1(settings, monkeypatch):
+    real = module.rank_rows
+
+    def other_labels(source, context, batch):
+        ids, labels = real(source, context, batch)
+        return (ids + (context.transport.ranks > 1)) % 257, labels
+
+    monkeypatch.setattr(module, "rank_rows", other_labels)
+    result = run(*settings, "--planners", "static", "--json")
+    assert result.exit_code == 1
+    assert not json.loads(result.stdout)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--dtype", "float16"), "unknown dtype 'float16'"),
+        (("--planners", ","), "0 planners"),
+        (("--batches", "0"), "0 batches"),
+        (("--planners", "flix"), "did you mean"),
+        (("--set", "plan.cluster=1x2xCPU"), "has 2 ranks, the run has 4"),
+        (("--set", "data.source=nowhere"), "no token store"),
+        (("--set", "plan.planer=flex"), "planner"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, words, message):
+    result = run(*settings, *words)
+    assert isinstance(result.exception, Exception) and result.exit_code != 0
+    assert message in str(result.exception)

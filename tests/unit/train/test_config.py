@@ -1,0 +1,183 @@
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+from seqloom.describe import ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.train import Config
+from seqloom.train.overrides import merged, parse_overrides
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+LEAST = """
+[run]
+steps = 10
+output = "out"
+
+[model]
+spec = "qwen3-0.6b"
+
+[data]
+source = "store"
+sequences = 4
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="run.toml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_the_least_config_and_its_defaults(write, tmp_path):
+    config = Config.load(write(LEAST))
+    assert config.run.output == tmp_path / "out"
+    assert config.data.source == tmp_path / "store"
+    assert (config.plan.planner, config.optimiser.betas, config.schedule.kind) == ("auto", (0.9, 0.95), "cosine")
+    assert config.metrics == tmp_path / "out" / "metrics.jsonl"
+    assert config.checkpoints == tmp_path / "out" / "checkpoints"
+    with pytest.raises(FrozenInstanceError):
+        config.run.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.name)
+def test_every_recipe_loads_and_round_trips(file, write):
+    config = Config.load(file)
+    assert Config.load(write(config.to_toml())) == config
+
+
+def test_the_tiny_recipe_is_small_names_every_key_and_stays_in_the_build_folder():
+    path = RECIPES / "tiny-cpu.toml"
+    config = Config.load(path)
+    assert config.model.spec == str(RECIPES / "models" / "tiny.toml")
+    spec = ModelSpec.load(config.model.spec)
+    assert spec.vocabulary == 257
+    assert spec.parameters() < 1_000_000
+    text = path.read_text()
+    for section in fields(config):
+        block = text.partition(f"[{section.name}]")[2].partition("\n[")[0]
+        for key in fields(getattr(config, section.name)):
+            assert f"{key.name} = " in block, f"{section.name}.{key.name}"
+    for place in (config.run.output, config.data.source, config.data.validation):
+        assert place.is_relative_to(RECIPES.parent / "build")
+
+
+def test_overrides_are_typed_like_toml(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    config = Config.load(
+        write(LEAST),
+        overrides=[
+            "optimiser.lr=1e-4",
+            "plan.planner=flex",
+            "optimiser.betas=[0.8, 0.9]",
+            "log.sinks=['wandb']",
+            "model.compile=true",
+            "run.output=elsewhere",
+            "run.steps=",
+            "run.epochs = 2",
+        ],
+    )
+    assert (config.optimiser.lr, config.optimiser.betas, config.plan.planner) == (1e-4, (0.8, 0.9), "flex")
+    assert (config.log.sinks, config.model.compile) == (("wandb",), True)
+    assert (config.run.steps, config.run.epochs) == (None, 2)
+    assert config.run.output == tmp_path.parent / "elsewhere"  # a command line is relative to where it is typed
+    assert config.data.source == tmp_path / "store"
+
+
+def test_values_of_overrides():
+    values = parse_overrides(
+        ["a.i=3", "a.f=3.0", "a.t=x=y z", "a.q='3'", "a.d=2026-11-15", "a.n=", "a.i=4", "a.s=1 2", "b.i=-1"]
+    )
+    expected = {"i": 4, "f": 3.0, "t": "x=y z", "q": "3", "d": "2026-11-15", "n": None, "s": "1 2"}
+    assert values == {"a": expected, "b": {"i": -1}}
+    assert merged({"a": {"n": 1, "k": 2}}, {"a": {"n": None}, "c": {"x": 1}}) == {"a": {"k": 2}, "c": {"x": 1}}
+
+
+@pytest.mark.parametrize("override", ["lr=1", "optimiser.lr", "a.b.c=1", ".lr=1", "optimiser.=1"])
+def test_overrides_that_are_not_dotted_are_refused(override, write):
+    with pytest.raises(SeqloomError, match=r"spell it section\.key=value"):
+        Config.load(write(LEAST), overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=1", r"unknown key 'optimizer'; did you mean 'optimiser'\?"),
+        ("optimiser.learning=1", r"unknown key 'optimiser.learning'; legal keys: lr, betas"),
+        ("plan.planer=flex", r"unknown key 'plan.planer'; did you mean 'planner'\?"),
+        ("plan.planner=flx", r"unknown planner 'flx'; did you mean flex"),
+        ("optimiser.betas=[0.9", r"\[0.9 is not a TOML value"),
+        ("run.steps='10'", r"run.steps = '10': input should be a valid integer"),
+        ("run.steps=10.0", r"run.steps = 10.0: input should be a valid integer"),
+        ("run.steps=true", r"run.steps = True: input should be a valid integer"),
+        ("run.steps=0", r"run.steps = 0; it must be 1 or more"),
+        ("run.epochs=1", r"run.steps and run.epochs: both are given; give exactly one"),
+        ("run.steps=", r"run.steps and run.epochs: neither is given"),
+        ("model.huggingface=m", r"model.spec and model.huggingface: both are given"),
+        ("model.spec=qwen3", r"unknown model 'qwen3'; did you mean qwen3"),
+        ("model.spec=gone.toml", r"gone.toml' does not exist"),
+        ("model.dtype=float16", r"model.dtype = 'float16': input should be 'float64', 'float32' or 'bfloat16'"),
+        ("model.compile=1", r"model.compile = 1: input should be a valid boolean"),
+        ("data.tokens=8", r"data.sequences and data.tokens: both are given"),
+        ("data.max_length=1", r"data.max_length = 1; it must be 2 or more"),
+        ("data.too_long=drop", r"data.too_long = 'drop' without data.max_length"),
+        ("data.too_long=cut", r"data.too_long = 'cut': input should be 'refuse', 'truncate' or 'drop'"),
+        ("data.source=", r"key 'data.source' is missing"),
+        ("plan.cluster=8xH2000", r"unknown device 'H2000'; did you mean"),
+        ("plan.profile=h2", r"unknown profile 'h2'; did you mean"),
+        ("plan.sharding=half", r"plan.sharding = 'half': input should be 'full', 'hybrid' or 'none'"),
+        ("plan.budget_gib=0", r"plan.budget_gib = 0.0; it must be above 0"),
+        ("plan.capacity=0", r"plan.capacity = 0; it must be 1 or more"),
+        ("plan.ahead=-1", r"plan.ahead = -1; it must be 0 or more"),
+        ("optimiser.lr=nan", r"optimiser.lr = nan; it must be above 0"),
+        ("optimiser.lr=inf", r"optimiser.lr = inf; it must be above 0"),
+        ("optimiser.betas=[0.9, 1.0]", r"optimiser.betas = \[0.9, 1.0\]; both must be at least 0 and below 1"),
+        ("optimiser.betas=0.9", r"optimiser.betas = 0.9: input should be a valid tuple"),
+        ("optimiser.clip=-1", r"optimiser.clip = -1.0; it must be 0 or more"),
+        ("schedule.kind=cos", r"schedule.kind = 'cos': input should be 'cosine', 'linear' or 'constant'"),
+        ("schedule.final=1.5", r"schedule.final = 1.5; it is a share of optimiser.lr, from 0 to 1"),
+        ("schedule.warmup=11", r"schedule.warmup = 11 is more than run.steps = 10"),
+        ("evaluation.every=5", r"evaluation.every = 5 without data.validation"),
+        ("evaluation.batches=0", r"evaluation.batches = 0; it must be 1 or more"),
+        ("checkpoint.keep=0", r"checkpoint.keep = 0; it must be 1 or more"),
+        ("log.every=0", r"log.every = 0; it must be 1 or more"),
+        ("log.sinks=['mlflow']", r"log.sinks.0 = 'mlflow': input should be 'tensorboard', 'wandb' or 'trackio'"),
+        ("log.sinks=['wandb', 'wandb']", r"names one twice"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_way_out(override, message, write):
+    with pytest.raises(SeqloomError, match=message):
+        Config.load(write(LEAST), overrides=[override])
+
+
+def test_budgets_that_exclude_the_longest_document_are_refused(write):
+    with pytest.raises(SeqloomError, match=r"data.tokens = 8 is less than data.max_length = 16"):
+        Config.load(write(LEAST), overrides=["data.sequences=", "data.tokens=8", "data.max_length=16"])
+
+
+def test_a_section_must_be_a_table_and_needed_ones_are_asked_for(write):
+    with pytest.raises(SeqloomError, match=r"optimiser = 3: input should be a dictionary"):
+        Config.load(write("optimiser = 3\n" + LEAST), overrides=["optimiser.lr=1"])
+    with pytest.raises(SeqloomError, match=r"key 'model' is missing; add it"):
+        Config.load(write(LEAST.replace('[model]\nspec = "qwen3-0.6b"', "")))
+    with pytest.raises(SeqloomError, match=r"a training config is a \.toml file"):
+        Config.load(write(LEAST, "run.json"))
+
+
+def test_resuming_inside_the_own_folder_is_refused(write, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000004"
+    with pytest.raises(SeqloomError, match=r"lies in this run's own folder"):
+        Config.load(write(LEAST), overrides=[f"checkpoint.resume={checkpoint}"])
+    other = tmp_path / "other" / "step-00000004"
+    assert Config.load(write(LEAST), overrides=[f"checkpoint.resume={other}"]).checkpoint.resume == str(other)
+
+
+def test_odd_texts_survive_the_round_trip(write, tmp_path):
+    odd = tmp_path / 'a "b" \\ü\x7f\U0001f9f5\n'
+    config = Config.load(write(LEAST), overrides=[f"run.output={odd}", "optimiser.eps=1e-30", "optimiser.lr=1"])
+    assert Config.load(write(config.to_toml(), "again.toml")) == config
+    assert config.as_dict()["run"]["output"].startswith(str(tmp_path))

@@ -1,0 +1,106 @@
+import pytest
+import torch
+from torch import nn
+
+from seqloom.errors import SeqloomError
+from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
+from seqloom.train.sections import Optimiser
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def network():
+    torch.manual_seed(0)
+    layers = {"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "linear": nn.Linear(4, 3)}
+    return nn.ModuleDict(layers).double()
+
+
+def give_gradients(module, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def test_matrices_are_decayed_and_vectors_are_not():
+    optimiser = make_optimiser(dict(network().named_parameters()), Optimiser(weight_decay=0.3))
+    decay = {name: group["weight_decay"] for group in optimiser.param_groups for name in group["param_names"]}
+    assert decay == {
+        "embed.weight": 0.3,
+        "linear.weight": 0.3,
+        "linear.bias": 0.0,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+    }
+    assert all(group["fused"] for group in optimiser.param_groups)
+
+
+def test_a_step_is_the_formula_of_adamw():
+    module, settings = network(), Optimiser(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    optimiser = make_optimiser(dict(module.named_parameters()), settings)
+    give_gradients(module, 1)
+    set_learning_rate(optimiser, 0.02)
+    optimiser.step()
+    for name, parameter in module.named_parameters():
+        # After one step the corrected moments are the gradient and its square.
+        decay = 0.5 if parameter.ndim == 2 else 0.0
+        moved = parameter.grad / (parameter.grad.abs() + 1e-6)
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.02 * decay) - 0.02 * moved)
+
+
+def test_only_one_kind_of_parameter_makes_one_group():
+    norm = nn.LayerNorm(4)
+    assert len(make_optimiser(dict(norm.named_parameters()), Optimiser()).param_groups) == 1
+    with pytest.raises(SeqloomError, match="no parameter is to be trained"):
+        make_optimiser({}, Optimiser())
+
+
+def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order():
+    module = network()
+    optimiser = make_optimiser(dict(module.named_parameters()), Optimiser())
+    give_gradients(module, 1)
+    optimiser.step()
+    state = named_state(optimiser)
+    assert set(state) == set(dict(module.named_parameters()))
+
+    twin = network()
+    twin.load_state_dict(module.state_dict())
+    other = make_optimiser(dict(reversed(list(twin.named_parameters()))), Optimiser())
+    for name, tensors in named_state(other).items():
+        for key, tensor in tensors.items():
+            tensor.copy_(state[name][key])
+    for each, its in ((module, optimiser), (twin, other)):
+        give_gradients(each, 2)
+        its.step()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, twin.get_parameter(name))
+
+
+def test_the_state_before_the_first_step_is_what_torch_begins_with():
+    module = network()
+    blank = named_state(make_optimiser(dict(module.named_parameters()), Optimiser()))
+    stepped = make_optimiser(dict(module.named_parameters()), Optimiser())
+    give_gradients(module, 1)
+    stepped.step()
+    for group in stepped.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            assert set(stepped.state[parameter]) == set(blank[name])
+            for key, tensor in stepped.state[parameter].items():
+                assert (tensor.shape, tensor.dtype) == (blank[name][key].shape, blank[name][key].dtype)
+                assert not blank[name][key].any()
+
+
+def test_clipping():
+    assert clip_factor(4.0, 1.0) == 0.25
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(4.0, 0.0) == 1.0
+    assert clip_factor(0.0, 1.0) == 1.0
+    for norm in (float("nan"), float("inf")):
+        with pytest.raises(SeqloomError, match=f"the gradient's norm is {norm}; nothing was updated"):
+            clip_factor(norm, 1.0)
