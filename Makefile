@@ -23,7 +23,7 @@ INPUTS := pyproject.toml constraints.txt
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(DEMO_READY)  ## plan a long-tailed batch on 64 GPUs and compare the planners
+demo: $(DEMO_READY)  ## plan a long-tailed batch on 64 GPUs, then train a tiny model on this machine
 	@$(BIN)/seqloom demo
 
 test: lint layers types  ## style, layers, types, then every test that takes seconds
@@ -70,7 +70,7 @@ endef
 
 $(DEMO_READY): $(INPUTS)
 	$(need_python)
-	$(PIP) install -q -c constraints.txt -e ".[exact]"
+	$(PIP) install -q -c constraints.txt -e ".[exact,data,train]"
 	@touch $@
 
 $(DEV_READY): $(INPUTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,15 +29,17 @@ FRAME = 9
 """Columns of a chart beside its time: a node's name and the two sides."""
 
 OutFile = Annotated[Path, typer.Option("--out", help="Where auto's plan is written: .json or .txt.")]
+Train = Annotated[bool, typer.Option("--train/--no-train", help="End by training a tiny model on this machine.")]
 
 
 def demo(
     out: OutFile = Path("seqloom-demo-plan.json"),
     picture: Picture = None,
     seed: Seed = 0,
+    train: Train = True,
     json: AsJson = False,
 ) -> None:
-    """Plan a long-tailed batch on 64 GPUs with every planner: table, timelines and a plan file.
+    """Plan a long-tailed batch on 64 GPUs with every planner, then train a tiny model on this machine.
 
     \b
     Example:
@@ -57,13 +59,40 @@ def demo(
         row = run(names, workload.batches[0], cost, seed, progress)
     row["auto"].plan.save(out)
     if json:
-        print_json(report(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out)))
+        content = report(cost, workload, [row], batch_size=SEQUENCES, left_out=left_out, out=str(out))
+        print_json(content | ({"training": _trained(seed)} if train else {}))
     else:
         _print_demo(cost, workload, row, left_out, out)
+        if train:
+            _print_training(seed)
     if picture is not None:
         from seqloom.view import save_picture
 
         save_picture(picture, "seqloom demo", lambda console: _draw_comparison(console, cost, row))
+
+
+def _trained(seed: int) -> dict[str, Any]:
+    """Summaries of the training runs by planner, or why there are none."""
+    from seqloom.cli.demo_training import missing, train_both
+
+    why_not = missing()
+    if why_not is not None:
+        return {"left_out": why_not}
+    return {name: found["summary"] for name, found in train_both(seed, show=False).items()}
+
+
+def _print_training(seed: int) -> None:
+    from rich.console import Console
+
+    from seqloom.cli.demo_training import missing, print_training, train_both
+
+    console, why_not = Console(highlight=False), missing()
+    console.print()
+    if why_not is not None:
+        console.print(f"A tiny model would be trained here now; {why_not}.", markup=False)
+        return
+    console.print("And now for real: a tiny model, trained with a fixed degree and with a plan per step.")
+    print_training(console, train_both(seed, show=True))
 
 
 def run(

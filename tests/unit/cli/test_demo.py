@@ -12,7 +12,7 @@ def without_solver(monkeypatch):
 
 
 def test_it_writes_the_plan_and_says_what_next(run, folder, without_solver):
-    result = run("demo")
+    result = run("demo --no-train")
     assert result.code == 0, result.err
     plan = Plan.load(folder / "seqloom-demo-plan.json")
     assert len(plan.documents) == 512
@@ -27,7 +27,7 @@ def test_it_writes_the_plan_and_says_what_next(run, folder, without_solver):
 
 
 def test_json_compares_the_planners(run, folder, without_solver):
-    report = run("demo --json --seed 5 --out other.txt").json
+    report = run("demo --no-train --json --seed 5 --out other.txt").json
     planners = report["planners"]
     assert list(planners) == ["static", "adaptive", "flex", "auto"]
     assert Plan.load(folder / "other.txt").hash == planners["auto"]["plan_hash"][0]
@@ -48,6 +48,12 @@ def test_every_planner_is_there_with_the_solver(monkeypatch):
 @pytest.mark.slow
 def test_the_published_solver_takes_part(run):
     pytest.importorskip("highspy")
-    planners = run("demo --json").json["planners"]
+    planners = run("demo --no-train --json").json["planners"]
     assert list(planners) == list(demo.PLANNERS)
     assert planners["auto"]["step_ms"] <= planners["flexsp"]["step_ms"]
+
+
+def test_without_torch_it_says_how_to_train(run, folder, without_solver):
+    result = run("demo")
+    assert result.code == 0, result.err
+    assert "seqloom[train,data]" in result.out
