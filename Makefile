@@ -70,7 +70,7 @@ endef
 
 $(DEMO_READY): $(INPUTS)
 	$(need_python)
-	$(PIP) install -q -c constraints.txt -e ".[exact,data,train]"
+	$(PIP) install -q -c constraints.txt -e ".[exact,train]"
 	@touch $@
 
 $(DEV_READY): $(INPUTS)

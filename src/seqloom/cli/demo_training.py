@@ -6,8 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -23,9 +21,10 @@ output = "run"
 [model]
 spec = "tiny.toml"
 [data]
-source = "store"
+source = "toy:1"
 sequences = {SEQUENCES}
 max_length = {LONGEST}
+too_long = "truncate"
 [plan]
 capacity = {LONGEST // 2}
 [optimiser]
@@ -50,10 +49,9 @@ def missing() -> str | None:
     """What this installation lacks for training, and the way to it; None: nothing."""
     from seqloom.cli.doctor import probe
 
-    absent = [package for package in ("torch", "pyarrow") if not probe(package).available]
-    if not absent:
+    if probe("torch").available:
         return None
-    return f"training needs {' and '.join(absent)}: pip install 'seqloom[train,data]'"
+    return "training needs torch: pip install 'seqloom[train]'"
 
 
 def train_both(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
@@ -63,21 +61,18 @@ def train_both(seed: int, *, show: bool) -> dict[str, dict[str, Any]]:
         seed: of lengths, text and order.
         show: show steps on stderr while they run.
     """
-    from seqloom.data.toy import write_toy_store
-    from seqloom.describe import sample
     from seqloom.train.config import Config
     from seqloom.train.launch import train_on_processes
     from seqloom.train.metrics import read_steps
 
-    lengths = np.clip(sample("wikipedia", STEPS * SEQUENCES, seed=seed), 8, LONGEST)
     found = {}
     with tempfile.TemporaryDirectory(prefix="seqloom-demo-") as place:
         folder = Path(place)
-        write_toy_store(folder / "store", lengths, seed=seed)
         (folder / "tiny.toml").write_text(TINY)
         (folder / "demo.toml").write_text(CONFIG)
+        source = f"data.source=toy:{STEPS * SEQUENCES}:{seed}"
         for name in PLANNERS:
-            settings = [f"plan.planner={name}", f"run.output={folder / name}", f"run.seed={seed}"]
+            settings = [source, f"plan.planner={name}", f"run.output={folder / name}", f"run.seed={seed}"]
             config = Config.load(folder / "demo.toml", settings)
             summary = train_on_processes(config, RANKS, show=show)
             found[name] = {"summary": summary, "steps": read_steps(config.metrics)}

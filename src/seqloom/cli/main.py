@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from seqloom.cli import compare, data, demo, doctor, plan, profile, simulate, train, verify
+from seqloom.cli import check, compare, data, demo, doctor, plan, profile, simulate, train, verify
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -53,6 +53,7 @@ app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
 app.add_typer(data.app, name="data")
+app.command("check")(check.check)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)

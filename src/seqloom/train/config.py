@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from seqloom.cost import Profile
+from seqloom.data.toy import NAME as MADE_UP
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.files import build, is_file_name, read_mapping
 from seqloom.errors import SeqloomError
@@ -137,7 +138,7 @@ def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def anchor(section: str, key: str) -> None:
         keys = result.get(section)
-        if isinstance(keys, dict) and isinstance(keys.get(key), str):
+        if isinstance(keys, dict) and isinstance(keys.get(key), str) and not keys[key].startswith(MADE_UP):
             keys[key] = str((folder / Path(keys[key]).expanduser()).resolve())
 
     for section, key in _PATHS:

@@ -81,7 +81,7 @@ class Data:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     source: Path
-    """A token store (folder), or the prefix of a Megatron .bin / .idx pair."""
+    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a made-up corpus such as toy:600."""
     validation: Path | None = None
     """Documents for evaluation, in either form."""
     sequences: Whole | None = None

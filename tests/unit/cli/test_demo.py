@@ -56,4 +56,4 @@ def test_the_published_solver_takes_part(run):
 def test_without_torch_it_says_how_to_train(run, folder, without_solver):
     result = run("demo")
     assert result.code == 0, result.err
-    assert "seqloom[train,data]" in result.out
+    assert "seqloom[train]" in result.out

@@ -1,0 +1,287 @@
+"""What a run will be, before it starts: its documents, its steps, and the predicted times and memory of the first ones.
+
+Figures only. Nothing here needs torch; what a run could not start with raises the error that the run would raise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.data import Batch, Limited, Source
+from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
+from seqloom.planners import make_plan
+from seqloom.planners.bounds import lower_bound
+from seqloom.planners.registry import parse_name
+from seqloom.planners.static import fastest_static_degree
+from seqloom.train.config import Config
+from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents
+
+T = TypeVar("T")
+Progress = Callable[[str, int], None]
+"""Called with a planner's name and a batch's index before each planning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What a source holds under the config's limit of length.
+
+    Attributes:
+        documents, tokens: of an epoch.
+        valid: labels that count, of an epoch.
+        longest: tokens.
+        truncated, dropped: documents to which it happened.
+        lost: tokens that this took away.
+        batches: of the first epoch.
+        unlabelled: those of them in which no label counts.
+    """
+
+    documents: int
+    tokens: int
+    valid: int
+    longest: int
+    truncated: int
+    dropped: int
+    lost: int
+    batches: int
+    unlabelled: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """A run before anything is planned.
+
+    Attributes:
+        config: of the run.
+        cost: prices its plans.
+        training: its documents.
+        validation: those of evaluation; None: there are none.
+        steps: of the whole run.
+        sample: the first batches.
+    """
+
+    config: Config
+    cost: CostModel
+    training: Documents
+    validation: Documents | None
+    steps: int
+    sample: tuple[Batch, ...]
+
+    @property
+    def baseline(self) -> bool:
+        """Whether the planner is another one than static, so that static is worth a comparison."""
+        return parse_name(self.config.plan.planner)[0] != "static"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """The sampled steps under one planner; every tuple has one entry per batch.
+
+    Attributes:
+        planner: its name.
+        step_ns: predicted.
+        bound_ns: what no plan beats.
+        rounds: of the plan.
+        plan_ns: what planning took, the bound included, as in a run.
+        memory: int64[batches, ranks], predicted peak bytes.
+        fallbacks: why the static plan stands in; "" where it does not.
+    """
+
+    planner: str
+    step_ns: tuple[int, ...]
+    bound_ns: tuple[int, ...]
+    rounds: tuple[int, ...]
+    plan_ns: tuple[int, ...]
+    memory: np.ndarray
+    fallbacks: tuple[str, ...]
+
+    @property
+    def worst(self) -> int:
+        """Index of the longest step."""
+        return int(np.argmax(self.step_ns))
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """How far each step is above its bound, as a share of the bound."""
+        return tuple(step / bound - 1 for step, bound in zip(self.step_ns, self.bound_ns, strict=True))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that any rank holds in any of the steps."""
+        return int(self.memory.max())
+
+
+def outlook(config: Config, ranks: int, batches: int = 8) -> Outlook:
+    """Open and count what a run reads; nothing is planned.
+
+    Args:
+        config: of the run.
+        ranks: processes of the run.
+        batches: to look at, from the first on; not more than the run has steps.
+
+    Raises:
+        SeqloomError: what the run would refuse, and a document that no group holds.
+    """
+    if batches < 1:
+        raise SeqloomError(f"{batches} batches to look at; give 1 or more")
+    spec = model_spec(config)
+    source = open_documents(config, spec)
+    cost = make_cost(config, spec, ranks, int(source.lengths.max()))
+    sources = {"data.source": source}
+    if config.data.validation is not None:
+        sources["data.validation"] = open_documents(config, spec, validation=True)
+    for name, each in sources.items():
+        _refuse_too_long(name, each, cost)
+    training, *others = (_count(config, each) for each in sources.values())
+    steps = config.run.steps or len(_labels(config, source, config.run.epochs or 1))
+    sample = make_sampler(config, source).peek(min(batches, steps))
+    return Outlook(config, cost, training, others[0] if others else None, steps, tuple(sample))
+
+
+def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
+    """Plan the sampled batches with the run's planner, and with static where that is another.
+
+    Static has one degree: the one that is fastest over the sample.
+    """
+    name, seed = run.config.plan.planner, run.config.run.seed
+    lengths = [batch.lengths for batch in run.sample]
+    bounds = [_timed(lambda each=each: int(lower_bound(each, run.cost))) for each in lengths]
+    made = [_forecast(name, lengths, bounds, run.cost, seed, progress)]
+    if run.baseline:
+        degree = fastest_static_degree(lengths, run.cost)
+        made.append(_forecast(f"static:{degree}", lengths, bounds, run.cost, seed, progress))
+    return made
+
+
+def warnings(run: Outlook, planned: Forecast) -> list[str]:
+    """Say what lets a run start and is probably not meant, each with the way out."""
+    found = []
+    if any(planned.fallbacks):
+        reason = next(filter(None, planned.fallbacks))
+        count = sum(map(bool, planned.fallbacks))
+        found.append(
+            f"the static plan stands in for {count} of {len(run.sample)} steps, since planner {planned.planner!r} "
+            f"could not plan them: {reason}"
+        )
+    plan_ns, step_ns = median(planned.plan_ns), median(planned.step_ns)
+    if not run.config.plan.ahead:
+        found.append(
+            f"plan.ahead = 0, so every step waits for its plan, about {plan_ns / 1e6:.3g} ms beside a step of "
+            f"{step_ns / 1e6:.3g} ms; raise it to 1 or more"
+        )
+    elif plan_ns > step_ns:
+        found.append(
+            f"planning takes {plan_ns / 1e6:.3g} ms and a step {step_ns / 1e6:.3g} ms (medians), so planning ahead "
+            "falls behind and steps wait; choose a faster planner, or give a step more tokens"
+        )
+    if run.training.unlabelled:
+        found.append(
+            f"no label counts in {run.training.unlabelled:,} of the first epoch's {run.training.batches:,} batches, "
+            "and such a step is refused; put more documents in a step, or prepare the data without such documents"
+        )
+    return found + _of_evaluation(run)
+
+
+def _of_evaluation(run: Outlook) -> list[str]:
+    every, batches = run.config.evaluation.every, run.config.evaluation.batches
+    if run.validation is None:
+        return []
+    if not every:
+        return ["data.validation is set and evaluation.every = 0, so nothing is evaluated; set every, or leave it out"]
+    found = []
+    if every > run.steps:
+        found.append(f"evaluation.every = {every} is more than the {run.steps:,} steps of the run; lower it")
+    if batches > run.validation.batches:
+        found.append(
+            f"evaluation.batches = {batches}, but data.validation has {run.validation.batches}, so documents count "
+            f"more than once; lower it to {run.validation.batches}"
+        )
+    return found
+
+
+def _count(config: Config, source: Source) -> Documents:
+    limited = source if isinstance(source, Limited) else None
+    valid = _labels(config, source, 1)
+    return Documents(
+        documents=len(source.lengths),
+        tokens=int(source.lengths.sum()),
+        valid=sum(valid),
+        longest=int(source.lengths.max()),
+        truncated=limited.truncated if limited else 0,
+        dropped=limited.dropped if limited else 0,
+        lost=limited.lost if limited else 0,
+        batches=len(valid),
+        unlabelled=valid.count(0),
+    )
+
+
+def _labels(config: Config, source: Source, epochs: int) -> list[int]:
+    """Labels that count in every batch of some epochs; by tokens, each epoch has its own number of them."""
+    sampler, valid = make_sampler(config, source), []
+    while sampler.epoch < epochs:
+        valid.append(sampler.next_batch().valid_tokens)
+    return valid
+
+
+def _refuse_too_long(name: str, source: Source, cost: CostModel) -> None:
+    """Refuse a document that the largest group does not hold: the step that has it could not be planned."""
+    document = int(source.lengths.argmax())
+    degree = max(shape.degree for shape in cost.shapes)
+    capacity = max(cost.capacity(variant) for variant in cost.variants)
+    room = degree * capacity // cost.granule * cost.granule
+    if int(cost.tokens(source.lengths[document : document + 1])[0]) > room:
+        raise SeqloomError(
+            f"{name}: document {document} has {source.lengths[document]:,} tokens, but the largest group ({degree} "
+            f"ranks x {capacity:,} tokens) holds {room:,}; set data.max_length to {room} with data.too_long 'truncate' "
+            "or 'drop', raise plan.capacity or plan.budget_gib, or use more ranks"
+        )
+
+
+def _forecast(
+    name: str,
+    lengths: Sequence[np.ndarray],
+    bounds: Sequence[tuple[int, int]],
+    cost: CostModel,
+    seed: int,
+    progress: Progress | None,
+) -> Forecast:
+    """Plan every batch; `bounds` are (bound, what it took to find), ns each."""
+    _plan(name, lengths[0][:2], cost, seed)  # load, and compile where that is installed, before the clock runs
+    made: list[tuple[Plan, str]] = []
+    took = []
+    for index, (each, bound) in enumerate(zip(lengths, bounds, strict=True)):
+        if progress is not None:
+            progress(name, index)
+        planned, ns = _timed(lambda each=each: _plan(name, each, cost, seed))
+        made.append(planned)
+        took.append(ns + bound[1])
+    return Forecast(
+        planner=name,
+        step_ns=tuple(int(cost.plan_ns(plan)) for plan, _ in made),
+        bound_ns=tuple(bound for bound, _ in bounds),
+        rounds=tuple(plan.rounds for plan, _ in made),
+        plan_ns=tuple(took),
+        memory=np.stack([cost.plan_memory(plan) for plan, _ in made]),
+        fallbacks=tuple(why for _, why in made),
+    )
+
+
+def _plan(name: str, lengths: np.ndarray, cost: CostModel, seed: int) -> tuple[Plan, str]:
+    """Plan as a run does: where the planner cannot, static stands in, with the reason."""
+    try:
+        return make_plan(name, lengths, cost, seed=seed), ""
+    except SeqloomError as error:
+        return make_plan("static", lengths, cost), str(error)
+
+
+def _timed(work: Callable[[], T]) -> tuple[T, int]:
+    """Do some work; return its result and the ns it took."""
+    begin = time.perf_counter_ns()
+    return work(), time.perf_counter_ns() - begin

@@ -1,0 +1,191 @@
+"""``seqloom check``: figures of a run that is not started, warnings, and the refusals that it shares with the run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqloom.data import StoreWriter
+from seqloom.train.check import forecasts, outlook, warnings
+from seqloom.train.config import Config
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
+LENGTHS = (40, 3, 90, 2, 17, 60, 8, 25, 150, 31)
+TINY = """
+layers = 2
+hidden = 16
+heads = 4
+kv_heads = 2
+head_dim = 4
+ffn = 24
+gated = true
+vocabulary = 257
+tied = true
+"""
+HF = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    """Overrides of the recipe: few short documents, a smaller model, steps of two documents."""
+    folder = tmp_path_factory.mktemp("check")
+    draw = np.random.default_rng(0)
+    with StoreWriter(folder / "store", vocabulary=257) as writer:
+        for length in LENGTHS:
+            writer.add(draw.integers(0, 257, length))
+    (folder / "tiny.toml").write_text(TINY)
+    chosen = {
+        "data.source": folder / "store",
+        "data.validation": folder / "store",
+        "data.sequences": 2,
+        "data.max_length": 100,
+        "model.spec": folder / "tiny.toml",
+        "plan.planner": "adaptive",
+        "plan.capacity": 64,
+    }
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def given(values):
+    return [word for value in values for word in ("--set", value)]
+
+
+@pytest.fixture
+def settings(values):
+    return given(values)
+
+
+def test_figures_of_the_run(run, settings):
+    report = run("check", str(RECIPE), *settings, "--json", "--batches", "3").json
+    assert report["training"] == {
+        "documents": 10,
+        "tokens": sum(LENGTHS) - 50,
+        "valid": sum(LENGTHS) - 50 - 10,
+        "longest": 100,
+        "truncated": 1,
+        "dropped": 0,
+        "lost": 50,
+        "batches": 5,
+        "unlabelled": 0,
+    }
+    assert (report["steps"], report["ranks"], report["epochs"]) == (60, 4, 12)
+    assert [batch["documents"] for batch in report["batches"]] == [2, 2, 2]
+    (planner, static) = report["planners"].items()
+    assert planner[0] == "adaptive" and static[0].startswith("static:")
+    for figures in (planner[1], static[1]):
+        assert len(figures["step_ms"]) == 3 and min(figures["gap"]) >= 0
+        assert figures["worst_step_ms"] == figures["step_ms"][figures["worst_batch"]] == max(figures["step_ms"])
+        assert max(figures["worst_step_memory_gib"]) <= figures["peak_memory_gib"] <= report["budget_gib"]
+        assert len(figures["worst_step_memory_gib"]) == 4
+    assert sum(planner[1]["step_ms"]) <= sum(static[1]["step_ms"])
+
+
+def test_epochs_are_counted_out_and_documents_dropped(run, settings, tmp_path):
+    text = RECIPE.read_text().replace("steps = 60", "epochs = 2").replace('"truncate"', '"drop"')
+    (tmp_path / "run.toml").write_text(text)
+    report = run("check run.toml", *settings, "--set", "schedule.warmup=0", "--json", "--batches", "99").json
+    assert report["training"]["dropped"] == 1 and report["training"]["lost"] == 150
+    assert report["training"]["batches"] == 5
+    assert report["steps"] == len(report["batches"]) == 10  # no more batches than the run has steps
+
+
+def test_a_table_for_people(run, settings):
+    result = run("check", str(RECIPE), *settings, "--batches", "2")
+    assert result.code == 0, result.err
+    for words in ("10 documents", "1 truncated", "60 steps on 4 ranks", "adaptive", "static:", "of 3.6 GiB"):
+        assert words in result.out
+
+
+def test_static_is_not_compared_with_itself(run, settings):
+    report = run("check", str(RECIPE), *settings, "--set", "plan.planner=static:4", "--json", "--batches", "1").json
+    assert list(report["planners"]) == ["static:4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["plan.ahead=0"], "plan.ahead = 0"),
+        (["evaluation.every=0"], "nothing is evaluated"),
+        (["evaluation.every=61"], "more than the 60 steps"),
+        (["evaluation.batches=6"], "lower it to 5"),
+        (["plan.planner=static:1"], "the static plan stands in"),
+    ],
+)
+def test_warnings(run, settings, changes, message):
+    result = run("check", str(RECIPE), *settings, *given(changes), "--batches", "5")
+    assert result.code == 0, result.err
+    assert any(message in line for line in result.out.splitlines() if line.startswith("warning: "))
+
+
+def test_planning_that_falls_behind_and_steps_without_labels(tmp_path, values):
+    with StoreWriter(tmp_path / "store", vocabulary=257) as writer:
+        writer.add(np.arange(9))
+        writer.add(np.arange(1))  # one token predicts nothing
+    run = outlook(Config.load(RECIPE, [*values, f"data.source={tmp_path / 'store'}", "data.sequences=1"]), 4)
+    planned = forecasts(run)[0]
+    told = {ns: " ".join(warnings(run, _slower(planned, ns))) for ns in (0, 10**12)}
+    assert "falls behind" in told[10**12] and "falls behind" not in told[0]
+    assert "no label counts in 1 of the first epoch's 2 batches" in told[0]
+
+
+def _slower(planned, ns):
+    return replace(planned, plan_ns=(ns,) * len(planned.plan_ns))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--set", "plan.capacity=16"), "document 8 has 100 tokens, but the largest group (4 ranks x 16 tokens) holds"),
+        (("--batches", "0"), "0 batches to look at"),
+        (("--ranks", "2", "--set", "plan.cluster=1x4xCPU"), "has 4 ranks, the run has 2"),
+        (("--set", "data.source=nowhere"), "no token store"),
+        (("--set", "data.validation=nowhere"), "no token store"),
+        (("--set", "data.too_long=refuse"), "document 8 has 150 tokens, more than the maximum length 100"),
+        (("--set", "plan.budget_gib=0.0001"), "does not fit"),
+        (("--set", "plan.planner=flix"), "did you mean"),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused(refused, settings, words, message):
+    assert message in refused("check", str(RECIPE), *settings, *words)
+
+
+def test_ids_that_the_model_does_not_have(refused, settings, tmp_path):
+    (tmp_path / "small.toml").write_text(TINY.replace("257", "256"))
+    assert "257 ids, the model has 256" in refused("check", str(RECIPE), *settings, "--set", "model.spec=small.toml")
+
+
+def test_hugging_face_models_are_attached_without_weights(run, values, tmp_path):
+    (tmp_path / "run.toml").write_text(RECIPE.read_text().replace('spec = "models/tiny.toml"', 'huggingface = "hf"'))
+    (tmp_path / "hf").mkdir()
+    words = given(value for value in values if not value.startswith("model."))
+    described = tmp_path / "hf" / "config.json"
+    described.write_text(json.dumps(HF))
+    assert run("check run.toml --json", *words).json["model"] == "hf"
+    described.write_text(json.dumps({**HF, "attention_dropout": 0.1}))
+    result = run("check run.toml", *words)
+    assert result.code == 2 and "LlamaForCausalLM is refused" in result.err and "dropout" in result.err
+    described.write_text(json.dumps({**HF, "auto_map": {"AutoConfig": "code.Config"}, "model_type": "deepseek"}))
+    result = run("check run.toml", *words)
+    assert result.code == 2 and "makes no causal model" in result.err and result.err.count("\n") == 1
+
+
+def test_shapes_alone_need_no_torch(settings):
+    words = ["check", str(RECIPE), *settings, "--batches", "1"]
+    script = f"import sys; from seqloom.cli.main import app; app({words!r}, standalone_mode=False); " + (
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
