@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from seqloom.cli.options import AsJson, print_json
 from seqloom.errors import SeqloomError
+
+if TYPE_CHECKING:
+    from seqloom.train.config import Config
+    from seqloom.train.kinds import Kind
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
@@ -34,18 +38,32 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
     from seqloom.train.launch import train_here, train_on_processes, under_torchrun
 
     loaded = Config.load(config, overrides or [])
+    kind = kind_of(loaded)
     if under_torchrun():
         if ranks is not None:
             raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        summary = train_here(loaded, show=not json)
+        summary = train_here(loaded, kind=kind, show=not json)
     else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, show=not json)
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, kind=kind, show=not json)
     if not summary:  # another rank than the first
         return
     if json:
         print_json(summary)
     else:
         _print_summary(summary, loaded.run.output)
+        if kind.save is not None:
+            typer.echo(f"trained model: {loaded.run.output / 'model'}")
+
+
+def kind_of(config: Config) -> Kind:
+    """Return how the model that a config names is built and written."""
+    from seqloom.train.kinds import REFERENCE
+
+    if config.model.huggingface is None:
+        return REFERENCE
+    from seqloom.integrations.training import HUGGINGFACE
+
+    return HUGGINGFACE
 
 
 def _print_summary(summary: dict[str, Any], output: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,20 +67,21 @@ def _verified(
     except ImportError as error:
         raise SeqloomError(f"seqloom verify needs torch ({error}); pip install 'seqloom[train]'") from None
     from seqloom.cli.progress import steps
+    from seqloom.cli.train import kind_of
     from seqloom.train.config import Config
     from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents
     from seqloom.train.verify import verify as compare
 
     config = Config.load(path, overrides)
-    if config.model.spec is None:
-        raise SeqloomError("model.huggingface: verify compares reference models; set model.spec to shapes instead")
     spec = model_spec(config)
     source = open_documents(config, spec)
     cost = make_cost(config, spec, ranks or config.run.ranks, int(source.lengths.max()))
     sampler, rows = make_sampler(config, source), []
+    precision = getattr(torch, dtype)
+    build = partial(kind_of(config).build, config, torch.device("cpu"), precision)
+    options = {"dtype": precision, "seed": config.model.seed, "build": build}
     with steps("one process", batches * len(planners)) as step:
         for number in range(batches):
-            options = {"dtype": getattr(torch, dtype), "seed": config.model.seed}
             for row in compare(spec, source, sampler.next_batch(), cost, planners, **options):
                 rows.append(row)
                 if step is not None:

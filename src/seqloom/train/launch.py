@@ -17,6 +17,7 @@ from seqloom.comm import Communicators, Distributed
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 from seqloom.train.config import Config
+from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
 from seqloom.train.setup import Setup
 
@@ -29,23 +30,24 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
-def train_here(config: Config, *, show: bool = True) -> dict[str, Any]:
+def train_here(config: Config, *, kind: Kind = REFERENCE, show: bool = True) -> dict[str, Any]:
     """Run as the rank that torchrun made this process; return the summary on the first rank, {} on others."""
     dist.init_process_group(_backend())
     try:
-        return _run(config, dist.get_rank(), dist.get_world_size(), show)
+        return _run(config, kind, dist.get_rank(), dist.get_world_size(), show)
     finally:
         dist.destroy_process_group()
 
 
-def train_on_processes(config: Config, ranks: int, *, show: bool = True) -> dict[str, Any]:
+def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, show: bool = True) -> dict[str, Any]:
     """Start `ranks` processes on this machine, wait for them, and return the summary.
 
     When one fails, the others are stopped and its reason is raised.
     """
     Setup.of(config, ranks)  # refuse here, once, what every process would refuse
+    kind.build(config, torch.device("meta"), dtypes(config)[0])
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        arguments = (ranks, config, folder, show)
+        arguments = (ranks, config, kind, folder, show)
         try:
             mp.start_processes(_process, arguments, nprocs=ranks, start_method="spawn")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -53,13 +55,13 @@ def train_on_processes(config: Config, ranks: int, *, show: bool = True) -> dict
         return torch.load(Path(folder) / "summary", weights_only=True)
 
 
-def _process(rank: int, ranks: int, config: Config, folder: str, show: bool) -> None:
+def _process(rank: int, ranks: int, config: Config, kind: Kind, folder: str, show: bool) -> None:
     """One rank in a process of its own."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     try:
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=ranks)
-        summary = _run(config, rank, ranks, show)
+        summary = _run(config, kind, rank, ranks, show)
         dist.destroy_process_group()
     except SeqloomError as error:
         (Path(folder) / f"failed-{rank}").write_text(str(error))
@@ -71,14 +73,14 @@ def _process(rank: int, ranks: int, config: Config, folder: str, show: bool) -> 
         torch.save(summary, Path(folder) / "summary")
 
 
-def _run(config: Config, rank: int, ranks: int, show: bool) -> dict[str, Any]:
+def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool) -> dict[str, Any]:
     """Connect to the other ranks and train."""
     setup = Setup.of(config, ranks)
     communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
     communicators.warm_up()
     device = _device(rank)
     stream = sys.stderr if show and rank == 0 else None
-    with Trainer(config, setup, Distributed(communicators), device=device) as trainer:
+    with Trainer(config, setup, Distributed(communicators), kind=kind, device=device) as trainer:
         summary = trainer.run(stream)
     communicators.close()
     return summary

@@ -16,13 +16,13 @@ import torch
 from seqloom.comm import Transport
 from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
-from seqloom.models import Transformer
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import Network, Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
+from seqloom.runtime import Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
 from seqloom.runtime.parameters import scale_gradients
 from seqloom.train.checkpoints import Checkpoints
 from seqloom.train.config import Config
 from seqloom.train.display import open_display
+from seqloom.train.kinds import REFERENCE, Kind, dtypes, gathered
 from seqloom.train.metrics import Metrics, StepRecord
 from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
 from seqloom.train.plans import SharedPlans
@@ -38,7 +38,13 @@ class Trainer:
     """One rank of a run. `close` it, or use it in a `with`."""
 
     def __init__(
-        self, config: Config, setup: Setup, transport: Transport, *, device: torch.device | str = "cpu"
+        self,
+        config: Config,
+        setup: Setup,
+        transport: Transport,
+        *,
+        kind: Kind = REFERENCE,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Build the model and everything around it, and go to the latest checkpoint if the config says so.
 
@@ -46,19 +52,16 @@ class Trainer:
             config: of the run.
             setup: what it is made of.
             transport: this rank's, over torch.distributed.
+            kind: how the model is built and written.
             device: where the model runs.
         """
         self.config, self.setup, self.transport, self.device = config, setup, transport, torch.device(device)
-        self._closing = ExitStack()
-        dtype = getattr(torch, config.model.dtype)
-        half = dtype == torch.bfloat16
-        masters = torch.float32 if half else dtype
-        model = Transformer(setup.spec, seed=config.model.seed, dtype=masters, device=self.device)
-        network = Network.of(model)
-        recompute_layers(network.layers)
+        self._closing, self._kind = ExitStack(), kind
+        masters, compute = dtypes(config)
+        self._network = kind.build(config, self.device, masters)
+        recompute_layers(self._network.layers)
         sharding, nodes = setup.cost.sharding, setup.cost.node_size
-        compute = dtype if half else None
-        self.parameters = Sharded(network, transport, sharding, node_size=nodes, compute=compute)
+        self.parameters = Sharded(self._network, transport, sharding, node_size=nodes, compute=compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
@@ -90,6 +93,7 @@ class Trainer:
             self._evaluate(number, metrics)
             if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
                 self._save(number)
+        self._write_model()
         return {} if metrics is None else metrics.summary.as_dict()
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
@@ -173,6 +177,15 @@ class Trainer:
         extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
         state = named_state(self.optimiser)
         self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
+
+    def _write_model(self) -> None:
+        """Write the trained model, if its kind can; also when nothing was left to do, since a crash may have been."""
+        if self._kind.save is None:
+            return
+        leads = self.transport.rank == 0
+        state = gathered(self._network.module, keep=leads)
+        if leads:
+            self._kind.save(self.config, self._network.module, state)
 
     def _resumed(self) -> int:
         """Load the checkpoint to begin from, if any; return the steps that are done."""

@@ -35,8 +35,6 @@ class Setup:
     @classmethod
     def of(cls, config: Config, ranks: int) -> Setup:
         """Open and check everything that needs no other rank, for a run on `ranks` processes."""
-        if config.model.spec is None:
-            raise SeqloomError("model.huggingface is not trained by this loop yet; set model.spec to shapes instead")
         spec = model_spec(config)
         source = open_documents(config, spec)
         sampler = make_sampler(config, source)

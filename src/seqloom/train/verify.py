@@ -6,7 +6,7 @@ runs the same batch as a single group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,30 +67,34 @@ def verify(
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    build: Callable[[], Network] | None = None,
 ) -> Iterator[Verified]:
     """Run a batch in one process, then under a plan of every planner, and yield how they compare.
 
     Args:
-        spec: the reference model; its parameters are drawn with `seed`.
+        spec: shapes of the model.
         source: where the batch's documents are.
         batch: a step's.
         cost: prices the plans; its ranks are the threads that run them.
         planners: names, see `make_plan`.
         dtype: float64 or float32.
         seed: of parameters and planners.
+        build: makes the model in `dtype`, with the same values every time; None: the reference model.
     """
+    make = build or (lambda: Network.of(Transformer(spec, seed=seed, dtype=dtype)))
     alone = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
-    truth = run_plan(make_plan("static:1", batch.lengths, alone), spec, source, batch, dtype, seed)
+    truth = run_plan(make_plan("static:1", batch.lengths, alone), source, batch, make)
     for name in planners:
         plan = make_plan(name, batch.lengths, cost, seed=seed)
-        yield _compared(name, plan, run_plan(plan, spec, source, batch, dtype, seed), truth, TOLERANCE[dtype])
+        yield _compared(name, plan, run_plan(plan, source, batch, make), truth, TOLERANCE[dtype])
 
 
-def run_plan(plan: Plan, spec: ModelSpec, source: Source, batch: Batch, dtype: torch.dtype, seed: int) -> Outcome:
-    """Run one step of a plan on threads and return what the first rank holds in the end."""
+def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Network]) -> Outcome:
+    """Run one step of a plan on threads, with a model each, and return what the first rank holds in the end."""
+    networks = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
 
     def body(transport: Transport) -> Outcome | None:
-        network = Network.of(Transformer(spec, seed=seed, dtype=dtype))
+        network = networks[transport.rank]
         recompute_layers(network.layers)
         parameters = Replicated(network, transport)
         bound = bind_plan(plan, transport)

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from seqloom.cli.main import app
 from seqloom.data import StoreWriter
+from seqloom.errors import SeqloomError
+from seqloom.testing.tiny_models import tiny_model
 from seqloom.train import verify as module
 
 torch.set_num_threads(1)
@@ -54,6 +56,53 @@ def test_plans_do_not_change_the_result(settings, dtype):
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-5
     assert max(row["rounds"] for row in report["plans"]) > 1
     assert len({round(row["loss"], 5) for row in report["plans"]}) == 1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A recipe for Hugging Face folders, and two of them: with parameters, and with experts and none."""
+    place = tmp_path_factory.mktemp("huggingface")
+    tiny_model("llama", vocab_size=257).save_pretrained(place / "llama")
+    tiny_model("mixtral", vocab_size=257).config.save_pretrained(place / "mixtral")
+    recipe = RECIPE.read_text().replace('spec = "models/tiny.toml" ', 'huggingface = "llama"')
+    (place / "recipe.toml").write_text(recipe)
+    return place
+
+
+def run_folder(place, settings, *words):
+    values = [word for word in settings if word != "--set" and not word.startswith("model.spec")]
+    sets = [word for value in values for word in ("--set", value)]
+    return CliRunner().invoke(app, ["verify", str(place / "recipe.toml"), *sets, *map(str, words)])
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_plans_do_not_change_the_result_of_hugging_face_models(settings, folders, name):
+    words = ("--planners", "static,flex", "--set", "plan.capacity=50", "--set", f"model.huggingface={folders / name}")
+    result = run_folder(folders, settings, *words, "--ranks", "2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["passed"] and [row["planner"] for row in report["plans"]] == ["static", "flex"]
+    assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
+
+
+def test_a_hugging_face_model_is_refused_by_name(settings, folders):
+    refused = folders / "refused"
+    refused.mkdir()
+    config = json.loads((folders / "llama" / "config.json").read_text())
+    (refused / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    result = run_folder(folders, settings, "--set", f"model.huggingface={refused}")
+    assert isinstance(result.exception, SeqloomError)
+    assert "attention dropout" in str(result.exception) and str(refused) in str(result.exception)
+
+
+def test_parameters_in_other_files_are_not_drawn_silently(settings, folders):
+    other = folders / "bin"
+    other.mkdir()
+    (other / "config.json").write_text((folders / "llama" / "config.json").read_text())
+    (other / "pytorch_model.bin").write_bytes(b"")
+    result = run_folder(folders, settings, "--set", f"model.huggingface={other}")
+    assert isinstance(result.exception, SeqloomError)
+    assert "none in .safetensors" in str(result.exception)
 
 
 def test_a_table_for_people(settings):

@@ -1,0 +1,76 @@
+"""Kinds of models that a run can train: how one is built, and how the trained one is written.
+
+The loop knows no library. Who brings another kind of model brings these two functions, at the top of a module, so that
+other processes find them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from seqloom.models import Transformer
+from seqloom.runtime import Network
+from seqloom.train.config import Config
+from seqloom.train.setup import model_spec
+
+Build = Callable[[Config, torch.device, torch.dtype], Network]
+"""Make the model of a run on a device, in a dtype, with the same values on all ranks; on "meta" without values."""
+Save = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
+"""Write the trained model, given the module of its network and all its tensors, whole and on the CPU; return where.
+Called on the first rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        build: makes it.
+        save: writes it after the last step; None: its checkpoints are all there is.
+    """
+
+    build: Build
+    save: Save | None = None
+
+
+def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
+    """Make the reference model: see `Build`."""
+    return Network.of(Transformer(model_spec(config), seed=config.model.seed, dtype=dtype, device=device))
+
+
+REFERENCE = Kind(build_reference)
+"""The reference transformer, with fresh parameters."""
+
+
+def dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtype of the parameters that are updated, and the one that layers compute in where it differs."""
+    dtype = getattr(torch, config.model.dtype)
+    return (torch.float32, dtype) if dtype == torch.bfloat16 else (dtype, None)
+
+
+def gathered(module: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model by name, whole and on the CPU; tied ones once, by the first name.
+
+    All ranks take part, one tensor after the other.
+
+    Args:
+        module: sharded or not.
+        keep: whether this rank wants them; others get nothing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        held = tensor.detach()
+        whole = held.full_tensor() if isinstance(held, DTensor) else held
+        if keep:
+            found[name] = whole.cpu()
+    return found

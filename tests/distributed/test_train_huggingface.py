@@ -1,0 +1,158 @@
+"""`seqloom train` on a Hugging Face folder: plans change nothing, the trained model is one of transformers again."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
+
+from seqloom.data import StoreWriter
+from seqloom.testing.tiny_models import VOCABULARY, tiny_model
+from seqloom.train.metrics import read_steps
+
+pytestmark = pytest.mark.distributed
+RECIPE = (Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml").read_text()
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with documents, a tiny model with a tokenizer file, and a recipe for them."""
+    folder = tmp_path_factory.mktemp("train")
+    draw = np.random.default_rng(0)
+    with StoreWriter(folder / "store", vocabulary=VOCABULARY) as writer:
+        for length in (40, 3, 60, 1, 17, 55, 8, 25, 33, 5):
+            writer.add(draw.integers(0, VOCABULARY, length))
+    tiny_model("llama-tied").save_pretrained(folder / "llama")
+    (folder / "llama" / "tokenizer_config.json").write_text("{}")
+    recipe = RECIPE.replace('spec = "models/tiny.toml" ', 'huggingface = "llama"')
+    assert recipe != RECIPE
+    (folder / "recipe.toml").write_text(recipe)
+    return folder
+
+
+def seqloom(place: Path, run: str, *words: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Run the command on the recipe of the place; a key's dot is written as two underscores."""
+    values = {
+        "data__source": place / "store",
+        "data__validation": place / "store",
+        "data__sequences": 5,
+        "data__max_length": 64,
+        "model__dtype": "float64",
+        "plan__capacity": 64,
+        "run__steps": STEPS,
+        "run__output": place / run,
+        "schedule__warmup": 1,
+        "evaluation__every": 2,
+        **settings,
+    }
+    sets = [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+    command = [sys.executable, "-m", "seqloom", "train", str(place / "recipe.toml"), *sets, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+
+
+def trained(place: Path, run: str, *words: str, **settings: object) -> list[float]:
+    """Train, and return the losses."""
+    result = seqloom(place, run, *words, "--json", **settings)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == STEPS
+    return [record.loss for record in read_steps(place / run / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def two(place):
+    """The losses of a run on two ranks."""
+    return trained(place, "two", "--ranks", "2", plan__planner="adaptive", plan__capacity=40)
+
+
+def loaded(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=torch.arange(20)[None] % VOCABULARY).logits
+
+
+def test_planner_and_ranks_do_not_change_the_losses(place, two):
+    assert len(two) == STEPS and two[-1] < two[0]
+    assert np.allclose(trained(place, "one", "--ranks", "1", plan__planner="static"), two, rtol=1e-9, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_transformers_reads_the_trained_model_and_it_is_the_one_of_the_last_step(place, two):
+    saved = loaded(place / "two" / "model")
+    assert saved.dtype == torch.float64, "that of the parameters which were updated"
+    assert saved.config._attn_implementation != "seqloom"
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight
+    last = tiny_model("llama-tied").eval()
+    state = {"model": {name: torch.empty_like(p) for name, p in last.named_parameters()}}
+    dcp.load(state, checkpoint_id=place / "two" / "checkpoints" / f"step-{STEPS:08}", no_dist=True)
+    before = logits(last)
+    last.load_state_dict(state["model"], strict=False)
+    assert torch.equal(logits(saved), logits(last))
+    assert not torch.allclose(logits(saved), before, rtol=1e-3), "trained"
+
+
+def test_the_tokenizer_comes_along_and_nothing_half_written_stays(place, two):
+    names = {path.name for path in (place / "two" / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
+    assert not list((place / "two").glob(".model*"))
+
+
+def test_a_finished_run_writes_a_model_that_was_lost(place, two):
+    folder = place / "two" / "model"
+    before = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    trained(place, "two", "--ranks", "1", plan__planner="adaptive")
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(place):
+    fresh = place / "fresh"
+    fresh.mkdir()
+    (fresh / "config.json").write_bytes((place / "llama" / "config.json").read_bytes())
+    options = {"model__huggingface": fresh, "model__dtype": "bfloat16", "plan__planner": "static"}
+    first = trained(place, "drawn-a", "--ranks", "2", **options)
+    again = trained(place, "drawn-b", "--ranks", "1", **options)
+    assert abs(first[0] - np.log(VOCABULARY)) < 0.1, "small random parameters know nothing"
+    assert np.allclose(first, again, rtol=5e-3)
+    assert loaded(place / "drawn-a" / "model").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention_dropout", 0.1, "attention dropout (model.layers.0.self_attn.attention_dropout = 0.1"),
+        ("model_type", "gemma2", "logit soft-cap (attn_logit_softcapping = 50.0)"),
+    ],
+)
+def test_a_refused_model_gives_the_reason_before_any_process_starts(place, key, value, message):
+    folder = place / f"refused-{key}"
+    folder.mkdir()
+    config = json.loads((place / "llama" / "config.json").read_text())
+    if key == "model_type":
+        config = {name: config[name] for name in config if name not in ("architectures", "rope_parameters")}
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    result = seqloom(place, "refused", "--ranks", "2", model__huggingface=folder)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and result.stderr.startswith("seqloom: model.huggingface")
+    assert "Traceback" not in result.stderr and "rank " not in result.stderr
+    assert not (place / "refused").exists()
+
+
+def test_parameters_that_are_missing_are_not_drawn_silently(place):
+    folder = place / "partly"
+    model = tiny_model("llama-tied")
+    state = {name: tensor for name, tensor in model.state_dict().items() if "up_proj" not in name}
+    model.save_pretrained(folder, state_dict=state)
+    result = seqloom(place, "partly-run", "--ranks", "1", model__huggingface=folder)
+    assert result.returncode == 2
+    assert "2 parameters are missing" in result.stderr and "up_proj" in result.stderr
+    assert "cannot be loaded" not in result.stderr
+    assert "Traceback" not in result.stderr
