@@ -20,8 +20,6 @@ Whole = Annotated[int, Strict()]
 """A whole number; no text that looks like one, no 3.0."""
 Real = Annotated[float, Strict()]
 """A number."""
-Flag = Annotated[bool, Strict()]
-"""true or false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,6 @@ class Model:
     """Of parameters that are drawn."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """What layers compute in. With bfloat16 the optimiser's parameters and all sums are float32."""
-    compile: Flag = False
-    """Compile the bodies of layers, with lengths as unknowns."""
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -75,14 +75,13 @@ def test_overrides_are_typed_like_toml(write, tmp_path, monkeypatch):
             "plan.planner=flex",
             "optimiser.betas=[0.8, 0.9]",
             "log.sinks=['wandb']",
-            "model.compile=true",
             "run.output=elsewhere",
             "run.steps=",
             "run.epochs = 2",
         ],
     )
     assert (config.optimiser.lr, config.optimiser.betas, config.plan.planner) == (1e-4, (0.8, 0.9), "flex")
-    assert (config.log.sinks, config.model.compile) == (("wandb",), True)
+    assert config.log.sinks == ("wandb",)
     assert (config.run.steps, config.run.epochs) == (None, 2)
     assert config.run.output == tmp_path.parent / "elsewhere"  # a command line is relative to where it is typed
     assert config.data.source == tmp_path / "store"
@@ -121,7 +120,6 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("model.spec=qwen3", r"unknown model 'qwen3'; did you mean qwen3"),
         ("model.spec=gone.toml", r"gone.toml' does not exist"),
         ("model.dtype=float16", r"model.dtype = 'float16': input should be 'float64', 'float32' or 'bfloat16'"),
-        ("model.compile=1", r"model.compile = 1: input should be a valid boolean"),
         ("data.tokens=8", r"data.sequences and data.tokens: both are given"),
         ("data.max_length=1", r"data.max_length = 1; it must be 2 or more"),
         ("data.too_long=drop", r"data.too_long = 'drop' without data.max_length"),
