@@ -15,7 +15,7 @@ import torch
 
 from seqloom import compat
 from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
-from seqloom.attention.kernels.reference import wide_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.attention.segments import Segments
 
 CPU_FLASH = Ability(
@@ -75,7 +75,7 @@ class PreparedCpuFlash:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `Prepared`."""
         out = torch.zeros(q.shape, dtype=q.dtype)
-        lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=wide_dtype(q.dtype))
+        lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=sum_dtype(q.dtype))
         for tile in self.tiles:
             inputs = (_by_head(q[tile.queries]), _by_head(k[tile.keys]), _by_head(v[tile.keys]))
             options = {"causal": tile.causal, "mask": tile.mask(lse.dtype), "scale": self.shape.scale}
@@ -91,7 +91,7 @@ class PreparedCpuFlash:
         so the backward of half precision runs in float32 and is rounded once.
         """
         q, k, v, out, lse = saved
-        wide = wide_dtype(q.dtype)
+        wide = sum_dtype(q.dtype)
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
         for tile in self.tiles:
             grad, queries, result = (_by_head(x[tile.queries].to(wide)) for x in (dout, q, out))

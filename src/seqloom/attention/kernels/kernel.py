@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.segments import Segments
+from seqloom.comm.context import rows_of as runs_of_rows
 from seqloom.comm.upload import on_device
 
 
@@ -194,8 +195,5 @@ def rows_of(start: np.ndarray, stop: np.ndarray, device: torch.device) -> slice 
 
     A slice where each begins at the end of the one before, else int64[rows] on the device.
     """
-    if np.array_equal(start[1:], stop[:-1]):
-        return slice(int(start[0]), int(stop[-1]))
-    lengths = stop - start
-    before = np.cumsum(lengths) - lengths
-    return on_device(np.repeat(start - before, lengths) + np.arange(lengths.sum()), device)
+    rows = runs_of_rows(start, stop - start)
+    return rows if isinstance(rows, slice) else on_device(rows, device)

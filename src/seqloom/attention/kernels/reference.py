@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
+from seqloom.attention.merge import sum_dtype
 from seqloom.attention.segments import Segments
 
 REFERENCE = Ability(
@@ -40,7 +41,7 @@ class PreparedReference:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `Prepared`."""
-        wide = wide_dtype(q.dtype)
+        wide = sum_dtype(q.dtype)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=wide, device=q.device)
         for rows, keys, visible in self._tiles(q.device):
@@ -83,17 +84,12 @@ class PreparedReference:
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, heads or kv_heads, dim] -> [kv_heads, heads per kv head or 1, rows, dim] in the wide dtype."""
-        x = x.to(wide_dtype(x.dtype)).transpose(0, 1)
+        x = x.to(sum_dtype(x.dtype)).transpose(0, 1)
         return x.unflatten(0, (self.shape.kv_heads, -1))
 
     def _by_row(self, x: torch.Tensor) -> torch.Tensor:
         """[kv_heads, heads per kv head, rows, dim] -> [rows, heads, dim]."""
         return x.flatten(0, 1).transpose(0, 1)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are kept: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _weights(logits: torch.Tensor, sums: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from seqloom import compat
 from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape, rows_of
-from seqloom.attention.kernels.reference import wide_dtype
+from seqloom.attention.merge import sum_dtype
 from seqloom.attention.segments import Segments
 from seqloom.comm.upload import on_device
 
@@ -116,7 +116,7 @@ class PreparedPacked:
         if self._alone(q, k):
             return self._forward(self.calls[0], q, k, v)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=wide_dtype(q.dtype), device=q.device)
+        lse = torch.full((self.shape.heads, len(q)), -torch.inf, dtype=sum_dtype(q.dtype), device=q.device)
         self.forward_into(q, k, v, out, lse)
         return out, lse
 
