@@ -105,6 +105,14 @@ def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(place, wh
     assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
 
 
+def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(place):
+    settings = {"plan__planner": "static:64", "run__steps": 2, "schedule__warmup": 1}
+    summary, losses = trained(place, "fallback", "--ranks", "1", **settings)
+    assert summary["steps"] == len(losses) == 2
+    notes = (place / "fallback" / "metrics.jsonl").read_text()
+    assert notes.count("the static plan stood in: planner 'static:64'") == 2
+
+
 def test_torchrun_starts_the_ranks_as_well(place, whole):
     words = command(place, "torchrun", {"run.steps": 2, "schedule.warmup": 1, "schedule.kind": "constant"})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "seqloom"]

@@ -84,11 +84,12 @@ class Trainer:
         """
         metrics = self._metrics(stream)
         for number, batch in self._batches():
-            record = self._train(number, batch)
+            taken = self.plans.take(number, batch.lengths)
+            record = self._train(taken, batch)
             if metrics is not None:
                 metrics.step(record)
-                if record.fallback:
-                    metrics.note(number, "the static plan stood in for the planner's")
+                if taken.fallback:
+                    metrics.note(number, f"the static plan stood in: {taken.fallback}")
             self.checkpoints.poll()
             self._evaluate(number, metrics)
             if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
@@ -107,15 +108,14 @@ class Trainer:
                 self.plans.submit(number + ahead, self.sampler.peek(ahead)[-1].lengths)
             yield number, batch
 
-    def _train(self, number: int, batch: Batch) -> StepRecord:
+    def _train(self, taken: StepPlan, batch: Batch) -> StepRecord:
         """Run one step and update the parameters."""
-        taken = self.plans.take(number, batch.lengths)
         begin = time.perf_counter()
         bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
-        rate = self._update(number, result)
-        return self._record(number, batch, taken, result, rate, self._slowest(time.perf_counter() - begin))
+        rate = self._update(taken.step, result)
+        return self._record(batch, taken, result, rate, self._slowest(time.perf_counter() - begin))
 
     def _update(self, number: int, result: StepResult) -> float:
         """Clip, set the rate, step the optimiser; return the rate."""
@@ -130,12 +130,10 @@ class Trainer:
         self.parameters.clear()
         return rate
 
-    def _record(
-        self, number: int, batch: Batch, taken: StepPlan, result: StepResult, rate: float, seconds: float
-    ) -> StepRecord:
+    def _record(self, batch: Batch, taken: StepPlan, result: StepResult, rate: float, seconds: float) -> StepRecord:
         predicted = self.setup.cost.plan_ns(taken.plan)
         return StepRecord(
-            step=number,
+            step=taken.step,
             loss=result.loss,
             tokens=batch.tokens,
             lr=rate,
