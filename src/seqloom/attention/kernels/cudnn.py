@@ -16,6 +16,7 @@ import torch
 from seqloom.attention.kernels import cudnn_graphs as names
 from seqloom.attention.kernels.cudnn_calls import KEY_TENSORS, Gap, PlacedCall, Tensors
 from seqloom.attention.kernels.cudnn_graphs import Graph, GraphCache, GraphKey
+from seqloom.attention.kernels.cudnn_warm import Rehearsal
 from seqloom.attention.kernels.grid import CallShape, all_shapes, plan_calls
 from seqloom.attention.kernels.kernel import Ability, Gradients, Prepared, Saved, Shape
 from seqloom.attention.segments import Segments
@@ -65,14 +66,16 @@ class Cudnn:
         shape: Shape,
         longest: int,
         *,
+        tokens: int | None = None,
         strides: tuple[int, int, int] | None = None,
         report: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Build every graph that documents of up to `longest` tokens can reach.
+        """Build and load every graph that documents of up to `longest` tokens can reach.
 
         Args:
             shape: heads, width, dtype and device.
-            longest: tokens.
+            longest: tokens of a document.
+            tokens: of all documents of a call, at most; None: any number.
             strides: row strides of q, k and v in elements; contiguous tensors if left out.
             report: called as report(done, total) after every shape.
 
@@ -80,14 +83,16 @@ class Cudnn:
             Number of shapes.
         """
         contiguous = (shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim)
-        shapes = all_shapes(longest)
-        for done, call in enumerate(shapes, 1):
-            key = graph_key(call, shape, strides or contiguous)
-            for backward in (False, True):
-                self.graphs.graph(key, backward=backward)
-            if report is not None:
-                report(done, len(shapes))
-        return len(shapes)
+        keys = [graph_key(call, shape, strides or contiguous) for call in all_shapes(longest, tokens)]
+        with torch.cuda.device(shape.device):
+            rehearsal = Rehearsal(keys, shape.device)
+            for done, key in enumerate(keys, 1):
+                for backward in (False, True):
+                    rehearsal.run(self.graphs, key, backward=backward)
+                if report is not None:
+                    report(done, len(keys))
+            torch.cuda.synchronize()
+        return len(keys)
 
     def side_streams(self, device: torch.device) -> list[torch.cuda.Stream]:
         """Return the streams of a device, made once."""
