@@ -20,19 +20,20 @@ LAYERS = 16
 """Attention calls of one graph: a step wakes autograd's thread once, not once per call."""
 
 
-def enqueue_us(run, rounds: int = 9) -> float:
-    """Microseconds of host time per call of a graph of them, forward and backward, with nothing waiting for the GPU."""
+def enqueue_us(runs: dict, rounds: int = 25) -> dict[str, float]:
+    """Median microseconds of host time per call, forward and backward, with nothing waiting for the GPU; in turns."""
     import torch
 
-    run()
-    took = []
-    for _ in range(rounds):  # few enough launches to fit into the GPU's queue
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        took.append((time.perf_counter() - begin) * 1e6 / LAYERS)
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):  # the first one does not count
+        for name, run in runs.items():
+            torch.cuda.synchronize()  # a graph has few enough launches to fit into the GPU's queue
+            begin = time.perf_counter()
+            run()
+            if number:
+                took[name].append((time.perf_counter() - begin) * 1e6 / LAYERS)
     torch.cuda.synchronize()
-    return statistics.median(took)
+    return {name: statistics.median(times) for name, times in took.items()}
 
 
 def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float]:
@@ -71,18 +72,16 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
 
     def kernels() -> None:
         kept, out, grad = [], q.detach(), dout
+        gradients = []  # kept, as autograd keeps them
         for pair in leaves:
             inputs = (out, *(leaf.detach() for leaf in pair))
             out, lse = prepared.forward(*inputs)
             kept.append(Saved(*inputs, out, lse))
         for saved in reversed(kept):
-            grad = prepared.backward(grad, saved)[0]
+            grad, *others = prepared.backward(grad, saved)
+            gradients += others
 
-    costs = {
-        "engine us": enqueue_us(engine),
-        "node us": enqueue_us(lambda: graph(Node.apply)),
-        "kernels us": enqueue_us(kernels),
-    }
+    costs = enqueue_us({"engine us": engine, "node us": lambda: graph(Node.apply), "kernels us": kernels})
     torch.cuda.set_sync_debug_mode("error")
     with torch.profiler.profile() as profiler:
         engine()
