@@ -13,11 +13,12 @@ from typing import IO, Any
 
 import torch
 
-from seqloom.comm import Transport
+from seqloom.comm import Context, Transport
 from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
+from seqloom.runtime import BoundPlan, Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
 from seqloom.runtime.parameters import scale_gradients
 from seqloom.train.checkpoints import Checkpoints
 from seqloom.train.config import Config
@@ -58,6 +59,7 @@ class Trainer:
         self.config, self.setup, self.transport, self.device = config, setup, transport, torch.device(device)
         self._closing, self._kind = ExitStack(), kind
         masters, compute = dtypes(config)
+        self._compute = compute or masters
         self._network = kind.build(config, self.device, masters)
         recompute_layers(self._network.layers)
         sharding, nodes = setup.cost.sharding, setup.cost.node_size
@@ -111,11 +113,18 @@ class Trainer:
     def _train(self, taken: StepPlan, batch: Batch) -> StepRecord:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
-        bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
+        bound = self._bound(taken.plan)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
         rate = self._update(taken.step, result)
         return self._record(batch, taken, result, rate, self._slowest(time.perf_counter() - begin))
+
+    def _bound(self, plan: Plan) -> BoundPlan:
+        """Bind a plan that `SharedPlans` has compared, with all index work of the model's layers."""
+        return bind_plan(plan, self.transport, device=self.device, check=False, prepare=self._prepare)
+
+    def _prepare(self, context: Context) -> None:
+        self._network.prepare(context, self._compute)
 
     def _update(self, number: int, result: StepResult) -> float:
         """Clip, set the rate, step the optimiser; return the rate."""
@@ -160,9 +169,8 @@ class Trainer:
         total = 0.0
         for index, batch in enumerate(batches):
             taken = self.plans.take(-1 - index, batch.lengths)
-            bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
             loss = evaluate(
-                bound,
+                self._bound(taken.plan),
                 self.parameters,
                 lambda context, batch=batch: rank_rows(source, context, batch),
                 batch.valid_tokens,
