@@ -30,6 +30,7 @@ from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
 from seqloom.train.setup import Setup
 from seqloom.train.sinks import open_sinks
+from seqloom.train.watch import Watch
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
 """How long a step waits for its plan before the static one stands in; the first one compiles the planner."""
@@ -46,6 +47,7 @@ class Trainer:
         *,
         kind: Kind = REFERENCE,
         device: torch.device | str = "cpu",
+        watch: Watch | None = None,
     ) -> None:
         """Build the model and everything around it, and go to the latest checkpoint if the config says so.
 
@@ -55,9 +57,10 @@ class Trainer:
             transport: this rank's, over torch.distributed.
             kind: how the model is built and written.
             device: where the model runs.
+            watch: is told what this rank is doing; None: nobody is.
         """
         self.config, self.setup, self.transport, self.device = config, setup, transport, torch.device(device)
-        self._closing, self._kind = ExitStack(), kind
+        self._closing, self._kind, self._watch = ExitStack(), kind, watch
         masters, compute = dtypes(config)
         self._compute = compute or masters
         self._network = kind.build(config, self.device, masters)
@@ -85,8 +88,12 @@ class Trainer:
             stream: where progress is shown, on the first rank; None: nowhere.
         """
         metrics = self._metrics(stream)
+        before = "none before it"
         for number, batch in self._batches():
+            self._at(f"step {number}, whose plan has not come ({before})")
             taken = self.plans.take(number, batch.lengths)
+            before = f"step {number}, plan {taken.plan.hash[:12]}"
+            self._at(before)
             record = self._train(taken, batch)
             if metrics is not None:
                 metrics.step(record)
@@ -96,8 +103,13 @@ class Trainer:
             self._evaluate(number, metrics)
             if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
                 self._save(number)
+        self._at("the end of the run", limited=False)
         self._write_model()
         return {} if metrics is None else metrics.summary.as_dict()
+
+    def _at(self, place: str, *, limited: bool = True) -> None:
+        if self._watch is not None:
+            self._watch.at(place, limited=limited)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield the steps to come, planned ahead."""
@@ -152,6 +164,7 @@ class Trainer:
             planner_wait_ms=taken.wait_ns / 1e6,
             gap_to_bound=None if not taken.bound_ns else predicted / taken.bound_ns - 1,
             planner=taken.plan.planner or "",
+            plan_hash=taken.plan.hash,
             fallback=bool(taken.fallback),
         )
 
@@ -168,6 +181,7 @@ class Trainer:
         source, batches = self.setup.validation()
         total = 0.0
         for index, batch in enumerate(batches):
+            self._at(f"evaluation after step {number}")
             taken = self.plans.take(-1 - index, batch.lengths)
             loss = evaluate(
                 self._bound(taken.plan),
@@ -180,6 +194,7 @@ class Trainer:
             metrics.evaluation(number, total / sum(batch.valid_tokens for batch in batches))
 
     def _save(self, number: int) -> None:
+        self._at(f"checkpoint of step {number}", limited=False)  # the one before may still be on its way to the disk
         extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
         state = named_state(self.optimiser)
         self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
@@ -214,7 +229,8 @@ class Trainer:
     def _planner(self) -> PlanAhead | None:
         if self.transport.rank:
             return None
-        patience = {"patience_s": PATIENCE_S, "first_patience_s": FIRST_PATIENCE_S}
+        limit = self.config.run.timeout_s / 2  # other ranks wait as well
+        patience = {"patience_s": min(PATIENCE_S, limit), "first_patience_s": min(FIRST_PATIENCE_S, limit)}
         ahead = PlanAhead(self.setup.cost, self.config.plan.planner, seed=self.config.run.seed, **patience)
         return self._closing.enter_context(ahead)
 
