@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from seqloom.attention.bound import prepare_attention, warm_up_attention
+from seqloom.attention.bound import ModelCall, prepare_attention, warm_up_attention
 from seqloom.attention.packed import packed_attention
 from seqloom.attention.segments import Segments
 from seqloom.attention.unified import attention, attention_with_lse
 
 __all__ = [
+    "ModelCall",
     "Segments",
     "attention",
     "attention_with_lse",

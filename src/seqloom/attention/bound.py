@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,22 @@ class GroupCall:
     rows: RowIndex
     exchange: Exchange | None
     inner: Prepared
+
+
+class ModelCall(NamedTuple):
+    """An attention call that a model makes, as far as its index work depends on it.
+
+    Attributes:
+        heads, kv_heads, dim: of the layer.
+        window: how many tokens it sees, itself included; None: all.
+        scale: logits are multiplied by it; None: dim ** -0.5.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+    scale: float | None = None
 
 
 def prepare_attention(
@@ -115,9 +132,11 @@ def calls_of(
 ) -> tuple[GroupCall, ...]:
     """Return the calls for tensors of these sizes."""
 
+    scale = dim**-0.5 if call.scale is None else call.scale
+    call = call._replace(scale=scale)  # the default, spelt out or not, is one call
+
     def build() -> tuple[GroupCall, ...]:
         check_call(context, heads, kv_heads, call)
-        scale = dim**-0.5 if call.scale is None else call.scale
         model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
         kernel = _default_kernels(context.device) if call.kernels is None else call.kernels
         groups = [

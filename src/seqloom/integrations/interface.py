@@ -6,12 +6,13 @@ which transformers hands on to every attention layer, also when a layer is recom
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from seqloom.attention import attention
+from seqloom.attention import ModelCall, attention
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 
@@ -100,6 +101,22 @@ def attention_function(
     if not rows:  # the row that `inputs` adds to an empty rank: nobody's token, so it sees nothing
         out = torch.cat([out, out.new_zeros((1, *out.shape[1:]))])
     return out[None], None
+
+
+def calls(layers: Iterable[torch.nn.Module]) -> tuple[ModelCall, ...]:
+    """Return the distinct attention calls that layers will make, from their configs and what their attention keeps.
+
+    A model that says it in other words is left out: its index work is done in the first layer of a round.
+    """
+    found = []
+    for module in (module for layer in layers for module in layer.modules()):
+        config: Any = getattr(module, "config", None)
+        heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
+        dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        if isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float):
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            found.append(ModelCall(heads, kv_heads, dim, _window(module), scale))
+    return tuple(dict.fromkeys(found))
 
 
 def _check(

@@ -14,7 +14,7 @@ from torch import nn
 
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
-from seqloom.integrations.interface import NAME, register
+from seqloom.integrations.interface import NAME, calls, register
 from seqloom.integrations.refusals import check, unwrapped
 from seqloom.runtime.network import Network
 
@@ -111,4 +111,4 @@ def network(model: nn.Module) -> Network:
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
         return hidden_states(model, ids, context.positions, context)
 
-    return Network(model, layers, hidden, causal.get_output_embeddings())
+    return Network(model, layers, hidden, causal.get_output_embeddings(), calls(layers))

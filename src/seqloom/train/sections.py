@@ -38,6 +38,8 @@ class Run:
     """Of the order of documents and of planners."""
     ranks: Whole = 1
     """Processes to start on this machine. Under torchrun its own number counts."""
+    timeout_s: Whole = 600
+    """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -45,7 +47,7 @@ class Run:
         for name in ("steps", "epochs"):
             if getattr(self, name) is not None:
                 at_least("run", self, 1, name)
-        at_least("run", self, 1, "ranks")
+        at_least("run", self, 1, "ranks", "timeout_s")
         at_least("run", self, 0, "seed")
 
 
