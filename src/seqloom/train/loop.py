@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
 from seqloom.train.setup import Setup
 from seqloom.train.sinks import open_sinks
+from seqloom.train.warm import warm_up
 from seqloom.train.watch import Watch
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
@@ -94,6 +96,8 @@ class Trainer:
             taken = self.plans.take(number, batch.lengths)
             before = f"step {number}, plan {taken.plan.hash[:12]}"
             self._at(before)
+            if number == self.step + 1:
+                self._warm_up(taken.plan, metrics)
             record = self._train(taken, batch)
             if metrics is not None:
                 metrics.step(record)
@@ -106,6 +110,12 @@ class Trainer:
         self._at("the end of the run", limited=False)
         self._write_model()
         return {} if metrics is None else metrics.summary.as_dict()
+
+    def _warm_up(self, plan: Plan, metrics: Metrics | None) -> None:
+        """Build what attention on a GPU needs for shapes it has not met."""
+        note = (lambda text: None) if metrics is None else partial(metrics.note, self.step)
+        longest = self.setup.cost.max_length or int(self.setup.source.lengths.max())
+        warm_up(self._network, plan, longest, self._compute, self.device, note)
 
     def _at(self, place: str, *, limited: bool = True) -> None:
         if self._watch is not None:
