@@ -136,6 +136,16 @@ def test_all_gather_instead_of_a_ring(llama):
     assert short.kv_gather > 0 and short.total_ns == max(short.lanes)
 
 
+def test_memory_of_a_token_by_hand(llama):
+    """bf16; 32 layers, hidden 4096 = 32 heads x 128, 8 kv heads, feed-forward 14336; the attention output twice."""
+    hidden, query, kv, lse = 4096, 4096, 1024, 4 * 32
+    whole = 2 * (4 * hidden + query + 2 * kv + 2 * query + 3 * 14336) + lse
+    others = 2 * 3 * hidden + 8 * (query + kv) + 24 * kv
+    assert llama.token_bytes(NONE) == 32 * whole + others
+    assert llama.token_bytes(SELECTIVE) == 32 * (2 * (hidden + 2 * query) + lse) + whole + others
+    assert llama.token_bytes(FULL) == 32 * 2 * hidden + whole + others
+
+
 def test_recomputation_trades_time_for_memory(llama):
     assert llama.capacity(NONE) < llama.capacity(SELECTIVE) < llama.capacity(FULL)
     assert llama.token_bytes(NONE) > llama.token_bytes(SELECTIVE) > llama.token_bytes(FULL)
