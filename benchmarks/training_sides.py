@@ -89,6 +89,7 @@ class Sides:
         keep = Checkpoint(recompute)
         if side != "ours":
             self._prepare("flex_attention" if side == "flex" else "sdpa", keep)
+        self.optimiser.zero_grad()  # what a step that ran out of memory may have left
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
