@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from seqloom.attention.kernels.triton_blocks import run_kernel
+
 _BLOCK, _WARPS = 8192, 16  # logits of a row that are read at once
 
 
@@ -55,5 +57,5 @@ def fused_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, wante
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(vocabulary))
         options = {"IGNORED": ignored, "VOCABULARY": vocabulary, "WANTED": wanted, "BLOCK": block}
-        _losses_kernel[(rows,)](logits, labels, chosen, losses, **options, num_warps=_WARPS)
+        run_kernel(_losses_kernel, (rows,), logits, labels, chosen, losses, **options, num_warps=_WARPS)
     return losses
