@@ -1,7 +1,7 @@
 """Training steps of one transformers model on one device, by two sides: Seqloom's engine, and plain transformers.
 
-The modules are two, the parameters one: both sides always have the same values, the same optimiser, the same clipping
-and the same chunked loss. A step begins with lengths and token ids on the host and ends with updated parameters.
+The modules are several, the parameters one: all sides always have the same values, the same optimiser, the same
+clipping and the same chunked loss. A step begins with lengths and token ids on the host and ends with an update.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from training_inputs import CONFIGS, Pack
 from transformers import AutoModelForCausalLM
 
-from seqloom.attention.kernels.kernel import Shape
-from seqloom.attention.kernels.registry import default
+from seqloom.attention import warm_up_attention
 from seqloom.comm import bind_alone
 from seqloom.comm.alone import Alone
 from seqloom.integrations import attach, network
@@ -36,17 +35,31 @@ class Step(NamedTuple):
 
 
 class Sides:
-    """A model with both sides around it."""
+    """A model with all sides around it.
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    ours        the engine; its layers are compiled if asked for
+    flex        plain transformers on whole packs: positions that begin anew tell it where documents begin
+    documents   plain transformers with SDPA, a call for every document
+
+    With " compiled" after its name a rival's layers are compiled too.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, compiled: bool = False) -> None:
         self.device, self.config = device, CONFIGS[name]()
         torch.manual_seed(0)
         with device:  # drawn where it will live
-            self.plain: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
-        self.plain.train()
-        self.parameters = list(self.plain.parameters())
-        shared: Any = {id(each): each for each in self.parameters}
-        self.network = network(attach(copy.deepcopy(self.plain, shared)))
+            plain: Any = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16).train()
+        self.parameters = list(plain.parameters())
+        self.rivals = {"": plain}
+        shared = {id(each): each for each in self.parameters}
+        self.network = network(attach(copy.deepcopy(plain, dict(shared))))
+        if compiled:
+            from seqloom.runtime.compiled import compile_layers
+
+            compile_layers(self.network.layers)
+            self.rivals["compiled"] = copy.deepcopy(plain, dict(shared))
+            for layer in self.rivals["compiled"].get_decoder().layers:
+                layer.compile()
         recompute_layers(self.network.layers)
         self.engine = Replicated(self.network, Alone(), chunk=CHUNK)
         self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
@@ -56,13 +69,38 @@ class Sides:
         return Pack.drawn(lengths, self.config.vocab_size, self.device)
 
     def warm_up(self, longest: int, report: Callable[[int, int], None]) -> int:
-        """Build the engine's kernels for documents of up to `longest` tokens."""
+        """Build the engine's kernels for packs of `longest` tokens."""
         c = self.config
         shape = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, torch.bfloat16, self.device)
-        return default(self.device).warm_up(Shape(*shape, c.head_dim**-0.5), longest, report=report)
+        return warm_up_attention(*shape, longest=longest, tokens=longest, report=report)
 
-    def ours(self, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
-        """Loss and gradients by the engine: one round on one rank, run as in training."""
+    def run(self, side: str, pack: Pack, recompute: str) -> Step:
+        """A whole step, timed."""
+        keep, cuda = Checkpoint(recompute), self.device.type == "cuda"
+        rival = self._rival(side, keep)
+        self.optimiser.zero_grad()  # what a step that ran out of memory may have left
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        loss, norm = self._engine(pack, keep) if side == "ours" else self._plain(rival, pack)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        return Step(seconds, float(loss), float(norm), torch.cuda.max_memory_allocated() / GIB if cuda else 0.0)
+
+    @torch.no_grad()
+    def difference(self, pack: Pack) -> float:
+        """How far hidden states are from those of a call per document: norm of the difference / norm."""
+        rival, (ids, _) = self._rival("documents", Checkpoint.NONE), self._upload(pack)
+        wanted = torch.cat([self._hidden(rival, part, None) for part in ids.split(pack.lengths)]).float()
+        found = self.network.hidden(ids, bind_alone(pack.lengths, device=self.device))
+        return float((found.float() - wanted).norm() / wanted.norm())
+
+    def _engine(self, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
+        """One round on one rank, run as in training."""
         spans = tuple(Span(number, 0, length) for number, length in enumerate(pack.lengths))
         rounds = [Round((Work((Group((0,), 1, 1, spans),), keep),))]
         limits = Limits(1, 1, self.config.num_attention_heads, ((keep, len(pack.ids)),))
@@ -73,64 +111,37 @@ class Sides:
         scale_gradients(self.engine, min(1.0, CLIP / result.gradient_norm))
         return result.loss, result.gradient_norm
 
-    def flex(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plain transformers, packed: positions that begin anew tell it where documents begin."""
+    def _plain(self, model: Any, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a loop without Seqloom does."""
         ids, labels = self._upload(pack)
-        positions = torch.cat([torch.arange(length) for length in pack.lengths]).to(self.device, non_blocking=True)
-        return self._backward(pack, [(ids, positions, labels)])
-
-    def documents(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plain transformers, a call for every document; also for a pack of one."""
-        ids, labels = (x.split(pack.lengths) for x in self._upload(pack))
-        return self._backward(pack, [(i, None, label) for i, label in zip(ids, labels, strict=True)])
-
-    def run(self, side: str, pack: Pack, recompute: str) -> Step:
-        """A whole step of "ours", "flex" or "documents", timed."""
-        keep = Checkpoint(recompute)
-        if side != "ours":
-            self._prepare("flex_attention" if side == "flex" else "sdpa", keep)
-        self.optimiser.zero_grad()  # what a step that ran out of memory may have left
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        loss, norm = self.ours(pack, keep) if side == "ours" else getattr(self, side)(pack)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        return Step(seconds, float(loss), float(norm), torch.cuda.max_memory_allocated() / GIB if cuda else 0.0)
-
-    @torch.no_grad()
-    def difference(self, pack: Pack) -> float:
-        """How far the hidden states of the sides are apart: norm of the difference / norm."""
-        self._prepare("sdpa", Checkpoint.NONE)
-        ids, _ = self._upload(pack)
-        wanted = torch.cat([self._hidden(part, None) for part in ids.split(pack.lengths)]).float()
-        found = self.network.hidden(ids, bind_alone(pack.lengths, device=self.device))
-        return float((found.float() - wanted).norm() / wanted.norm())
-
-    def _upload(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        return pack.ids.to(self.device, non_blocking=True), pack.labels.to(self.device, non_blocking=True)
-
-    def _prepare(self, attention: str, keep: Checkpoint) -> None:
-        self.plain.set_attn_implementation(attention)
-        if keep == Checkpoint.FULL:
-            self.plain.gradient_checkpointing_enable({"use_reentrant": False})
+        calls: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+        if model.config._attn_implementation == "flex_attention":
+            positions = torch.cat([torch.arange(length) for length in pack.lengths])
+            calls = [(ids, positions.to(self.device, non_blocking=True), labels)]
         else:
-            self.plain.gradient_checkpointing_disable()
-
-    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        given = {} if positions is None else {"position_ids": positions[None]}
-        return self.plain.get_decoder()(input_ids=ids[None], use_cache=False, **given).last_hidden_state.squeeze(0)
-
-    def _backward(self, pack: Pack, calls: list) -> tuple[torch.Tensor, torch.Tensor]:
-        total = torch.zeros((), device=self.device)
-        weight = self.plain.get_output_embeddings().weight
-        for ids, positions, labels in calls:
-            loss = summed_loss(self._hidden(ids, positions), weight, labels, chunk=CHUNK) / pack.valid
+            each = zip(*(x.split(pack.lengths) for x in (ids, labels)), strict=True)
+            calls = [(some, None, wanted) for some, wanted in each]
+        total, weight = torch.zeros((), device=self.device), model.get_output_embeddings().weight
+        for some, positions, wanted in calls:
+            loss = summed_loss(self._hidden(model, some, positions), weight, wanted, chunk=CHUNK) / pack.valid
             loss.backward()
             total += loss.detach()
         return total, torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+
+    def _rival(self, side: str, keep: Checkpoint) -> Any:
+        """The model of a rival, ready for its way to attend and to recompute."""
+        way, _, kind = side.partition(" ")
+        model = self.rivals[kind]
+        model.set_attn_implementation("flex_attention" if way == "flex" else "sdpa")
+        if keep == Checkpoint.FULL:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+        return model
+
+    def _hidden(self, model: Any, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        given = {} if positions is None else {"position_ids": positions[None]}
+        return model.get_decoder()(input_ids=ids[None], use_cache=False, **given).last_hidden_state.squeeze(0)
+
+    def _upload(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+        return pack.ids.to(self.device, non_blocking=True), pack.labels.to(self.device, non_blocking=True)
