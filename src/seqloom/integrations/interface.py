@@ -96,7 +96,7 @@ def attention_function(
             f"round; pass the ids of context.spans: {CALL}"
         )
     _check_positions(keywords.get("position_ids"), seqloom_context)
-    q, k, v = (x[0, :, :rows].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (only_rows(x.squeeze(0).transpose(0, 1), rows) for x in (query, key, value))
     out = attention(q, k, v, seqloom_context, window=sliding_window, scale=scaling, dropout=dropout, softcap=softcap)
     if not rows:  # the row that `inputs` adds to an empty rank: nobody's token, so it sees nothing
         out = torch.cat([out, out.new_zeros((1, *out.shape[1:]))])
@@ -117,6 +117,11 @@ def calls(layers: Iterable[torch.nn.Module]) -> tuple[ModelCall, ...]:
             kv_heads = getattr(config, "num_key_value_heads", None) or heads
             found.append(ModelCall(heads, kv_heads, dim, _window(module), scale))
     return tuple(dict.fromkeys(found))
+
+
+def only_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first rows. All of them are the tensor itself: behind an index, gradients are copied into zeros."""
+    return tensor if len(tensor) == rows else tensor[:rows]
 
 
 def _check(
