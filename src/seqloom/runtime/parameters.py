@@ -157,6 +157,8 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> None:
     """Multiply all gradients; clipping is a factor of min(1, limit / norm)."""
+    if isinstance(factor, float) and factor == 1.0:
+        return
     for parameter in parameters.masters().values():
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor)

@@ -31,7 +31,8 @@ def _losses_kernel(
     logits += row * VOCABULARY
     label = tl.load(labels + row)
     columns = tl.arange(0, BLOCK)
-    top, total = float("-inf"), 0.0
+    top = float("-inf")
+    total = 0.0
     for begin in range(0, VOCABULARY, BLOCK):
         values = tl.load(logits + begin + columns, begin + columns < VOCABULARY, float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(values, 0))
