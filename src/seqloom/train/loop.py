@@ -200,9 +200,7 @@ class Trainer:
         self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
 
     def _write_model(self) -> None:
-        """Write the trained model, if its kind can; also when nothing was left to do, since a crash may have been."""
-        if self._kind.save is None:
-            return
+        """Write the trained model; also when nothing was left to do, since a crash may have been."""
         leads = self.transport.rank == 0
         state = gathered(self._network.module, keep=leads)
         if leads:
