@@ -6,7 +6,7 @@ All ranks run the same lines in the same order; only the first one plans, shows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -81,13 +81,17 @@ class Trainer:
         """Close everything that was opened; after an error nothing is waited for."""
         self._closing.__exit__(*error)
 
-    def run(self, stream: IO[str] | None = None) -> dict[str, Any]:
+    def run(self, stream: IO[str] | None = None, *, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Train to the last step and return the summary; only the first rank's counts.
 
         Args:
             stream: where progress is shown, on the first rank; None: nowhere.
+            notes: what the log says before the first step.
         """
         metrics = self._metrics(stream)
+        if metrics is not None:
+            for text in notes:
+                metrics.note(self.step, text)
         before = "none before it"
         for number, batch in self._batches():
             self._at(f"step {number}, whose plan has not come ({before})")
