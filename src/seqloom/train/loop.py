@@ -167,6 +167,7 @@ class Trainer:
             predicted_ms=predicted / 1e6,
             planner_wait_ms=taken.wait_ns / 1e6,
             gap_to_bound=None if not taken.bound_ns else predicted / taken.bound_ns - 1,
+            idle_share=taken.idle_share,
             planner=taken.plan.planner or "",
             plan_hash=taken.plan.hash,
             fallback=bool(taken.fallback),
