@@ -109,7 +109,7 @@ def train(transport, config: Config, plans: list[Plan]) -> list[float]:
     """One rank of a run; returns the loss of every step."""
     with GivenTrainer(config, Setup.of(config, transport.ranks), transport) as trainer:
         trainer.plans = Given(plans)
-        trainer.run()
+        trainer.run(notes=["something to know"])
         assert trainer.prepared() == {1}, "and no layer needed more"
     return [record.loss for record in read_steps(config.metrics)]
 
@@ -160,6 +160,7 @@ def curves(gloo_pool, place: Path, dtype: str, plans: dict[str, list[Plan]]) -> 
 def test_in_float64_the_planner_does_not_show(gloo_pool, place, plans):
     static, flex = curves(gloo_pool, place, "float64", plans)
     assert len(static) == STEPS and static[-1] < 0.6 * static[0], "something was learnt"
+    assert (place / "flex-float64" / "metrics.jsonl").read_text().count('"note": "something to know"') == 1
     assert furthest(static, flex) < 1e-9
     assert furthest(flex, train_alone(configured(place, "float64"))) < 1e-9
 

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from seqloom.comm import Communicators, Distributed
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
+from seqloom.train.allocator import advice, for_new_processes
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
@@ -59,7 +60,8 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
     kind.build(config, torch.device("meta"), dtypes(config)[0])
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         arguments = (ranks, config, kind, folder, show)
-        started = mp.start_processes(_process, arguments, nprocs=ranks, join=False, start_method="spawn")
+        with for_new_processes():
+            started = mp.start_processes(_process, arguments, nprocs=ranks, join=False, start_method="spawn")
         assert started is not None
         try:
             while not started.join(grace_period=GRACE_S):
@@ -107,7 +109,7 @@ def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool, watch: W
     device = _device(rank)
     stream = sys.stderr if show and rank == 0 else None
     with Trainer(config, setup, Distributed(communicators), kind=kind, device=device, watch=watch) as trainer:
-        summary = trainer.run(stream)
+        summary = trainer.run(stream, notes=[text for text in (advice(device.type),) if text])
     communicators.close()
     return summary
 

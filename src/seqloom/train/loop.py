@@ -6,7 +6,7 @@ All ranks run the same lines in the same order; only the first one plans, shows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -83,13 +83,17 @@ class Trainer:
         """Close everything that was opened; after an error nothing is waited for."""
         self._closing.__exit__(*error)
 
-    def run(self, stream: IO[str] | None = None) -> dict[str, Any]:
+    def run(self, stream: IO[str] | None = None, *, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Train to the last step and return the summary; only the first rank's counts.
 
         Args:
             stream: where progress is shown, on the first rank; None: nowhere.
+            notes: what the log says before the first step.
         """
         metrics = self._metrics(stream)
+        if metrics is not None:
+            for text in notes:
+                metrics.note(self.step, text)
         before = "none before it"
         for number, batch in self._batches():
             self._at(f"step {number}, whose plan has not come ({before})")
@@ -173,6 +177,7 @@ class Trainer:
             predicted_ms=predicted / 1e6,
             planner_wait_ms=taken.wait_ns / 1e6,
             gap_to_bound=None if not taken.bound_ns else predicted / taken.bound_ns - 1,
+            idle_share=taken.idle_share,
             planner=taken.plan.planner or "",
             plan_hash=taken.plan.hash,
             fallback=bool(taken.fallback),
@@ -210,9 +215,7 @@ class Trainer:
         self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
 
     def _write_model(self) -> None:
-        """Write the trained model, if its kind can; also when nothing was left to do, since a crash may have been."""
-        if self._kind.save is None:
-            return
+        """Write the trained model; also when nothing was left to do, since a crash may have been."""
         leads = self.transport.rank == 0
         state = gathered(self._network.module, keep=leads)
         if leads:
