@@ -20,7 +20,7 @@ from seqloom.plan import Plan
 
 FREE = 1e9
 """A rate is this many times as high where a constant shall cost nothing."""
-KINDS = ("all_to_all", "p2p", "collective")
+PLACES, KINDS = ("intra", "network"), ("all_to_all", "p2p", "collective")
 CONSTANTS = (
     "matmul",
     "memory",
@@ -29,7 +29,7 @@ CONSTANTS = (
     "layer",
     "ring_step",
     "step",
-    *(f"{kind}.{what}" for kind in KINDS for what in ("bytes", "call", "hop")),
+    *(f"{place}.{kind}.{what}" for place in PLACES for kind in KINDS for what in ("bytes", "call", "hop")),
 )
 """Everything of a profile that takes time. A round's own constant is not among them: it is counted per layer."""
 
@@ -49,16 +49,24 @@ class Calibration:
     Attributes:
         profile: the start with every constant scaled.
         factors: how much dearer each constant is than at the start.
-        errors: predicted / measured - 1 of every trial.
+        trials: what it was fitted to.
+        predicted_ns: what the profile says of every trial.
     """
 
     profile: AnalyticProfile
     factors: dict[str, float]
-    errors: tuple[float, ...]
+    trials: tuple[Trial, ...]
+    predicted_ns: tuple[float, ...]
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Predicted / measured - 1 of every trial."""
+        pairs = zip(self.trials, self.predicted_ns, strict=True)
+        return tuple(predicted / trial.ns - 1 for trial, predicted in pairs)
 
 
 def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, float]) -> Calibration:
-    """Fit the constants of a profile to measured steps.
+    """Fit the constants of a profile to measured steps. One that no step depends on stays as it is at the start.
 
     Args:
         cost: prices the plans; its profile is the start, in which every fitted constant costs something.
@@ -68,19 +76,19 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
     start = cost.profile
     if not isinstance(start, AnalyticProfile):
         raise SeqloomError(f"profile {start.name} holds published constants; start from an analytic one, such as cpu")
-    nothing = scaled(start, dict.fromkeys(CONSTANTS, 0.0))
-    floor = _prices(cost, nothing, trials)
-    columns = [_prices(cost, scaled(start, _only(name)), trials) - floor for name in CONSTANTS]
     times = np.array([trial.ns for trial in trials])
-    rows = [(np.array(columns).T / times[:, None], 1.0 - floor / times)]
+    floor = _prices(cost, scaled(start, dict.fromkeys(CONSTANTS, 0.0)), trials)
+    prices = {name: _prices(cost, scaled(start, _only(name)), trials) - floor for name in CONSTANTS}
+    fitted = [name for name, column in prices.items() if column.any()]
+    design = [np.array([prices[name] for name in fitted]).T / times[:, None]]
+    target = [1.0 - floor / times]
     for name, weight in known.items():  # a row that says: this factor is 1
-        row = weight * np.array([float(name == other) for other in CONSTANTS])
-        rows.append((row[None, :], np.array([weight])))
-    design, target = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-    factors = dict(zip(CONSTANTS, non_negative(design, target).tolist(), strict=True))
+        design.append(weight * np.array([[float(name == other) for other in fitted]]))
+        target.append(np.array([weight * float(name in fitted)]))
+    found = non_negative(np.concatenate(design), np.concatenate(target))
+    factors = dict.fromkeys(CONSTANTS, 1.0) | dict(zip(fitted, found.tolist(), strict=True))
     profile = scaled(start, factors)
-    predicted = _prices(cost, profile, trials)
-    return Calibration(profile, factors, tuple((predicted / times - 1).tolist()))
+    return Calibration(profile, factors, tuple(trials), tuple(_prices(cost, profile, trials).tolist()))
 
 
 def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticProfile:
@@ -91,8 +99,8 @@ def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticPr
     """
     dearer = {name: float(factors.get(name, 1.0)) for name in CONSTANTS}
 
-    def links(own: Links) -> Links:
-        return Links(*(_link(getattr(own, kind), dearer, kind) for kind in KINDS))
+    def links(own: Links, place: str) -> Links:
+        return Links(*(_link(getattr(own, kind), dearer, f"{place}.{kind}") for kind in KINDS))
 
     return replace(
         profile,
@@ -100,8 +108,8 @@ def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticPr
         memory_efficiency=profile.memory_efficiency * _rate(dearer["memory"]),
         attention=_curve(profile.attention, dearer["attention"]),
         tile=_curve(profile.tile, dearer["attention"]),
-        intra=links(profile.intra),
-        network=links(profile.network),
+        intra=links(profile.intra, "intra"),
+        network=links(profile.network, "network"),
         layer_us=profile.layer_us * dearer["layer"],
         round_us=profile.round_us * dearer["layer"],
         ring_step_us=profile.ring_step_us * dearer["ring_step"],
@@ -131,9 +139,9 @@ def _curve(curve: Curve, dearer: float) -> Curve:
     return Curve(curve.lengths, forward, backward)
 
 
-def _link(rate: LinkRate, dearer: Mapping[str, float], kind: str) -> LinkRate:
+def _link(rate: LinkRate, dearer: Mapping[str, float], name: str) -> LinkRate:
     return LinkRate(
-        rate.efficiency * _rate(dearer[f"{kind}.bytes"]),
-        rate.call_us * dearer[f"{kind}.call"],
-        rate.hop_us * dearer[f"{kind}.hop"],
+        rate.efficiency * _rate(dearer[f"{name}.bytes"]),
+        rate.call_us * dearer[f"{name}.call"],
+        rate.hop_us * dearer[f"{name}.hop"],
     )

@@ -1,7 +1,7 @@
 """Real training steps on made-up tokens, timed: what a machine's profile is fitted to, and what benchmarks compare.
 
-A step is what a trainer does with a plan: bind it, run its rounds, reduce, clip, update. The time is that of the slowest
-rank, all of them having begun together.
+A step is what a trainer does with a plan: bind it, run its rounds, reduce, clip, update. The time is that of the
+slowest rank, all of them having begun together.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
         most = [
             Load(1, TINY * degree),
             Load(max(1, degree * capacity // 2 // SHORT), min(SHORT, capacity)),
-            Load(max(1, 2 * degree * capacity // (capacity + 1)), capacity // 2),
+            Load(2 * degree, capacity // 2),
             Load(1, room),
         ]
         first, *others = (shape for shape in shapes if shape.degree == degree)
@@ -123,3 +123,12 @@ def equal_groups(cost: CostModel, shape: Shape, load: Load) -> Plan:
     )
     plan.validate()
     return plan
+
+
+def described(plan: Plan) -> str:
+    """For example: 8 groups of 2x1, 16 documents of 256 in each, 1 rounds."""
+    rounds = plan.pipelines[0].rounds
+    groups = rounds[0].work[0].groups
+    first = groups[0]
+    load = f"{len(first.spans)} documents of {first.spans[0].tokens}"
+    return f"{len(groups)} groups of {first.ulysses}x{first.ring}, {load} in each, {len(rounds)} rounds"
