@@ -35,8 +35,7 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
     except ImportError as error:
         raise SeqloomError(f"seqloom train needs torch ({error}); pip install 'seqloom[train,data]'") from None
     from seqloom.train.config import Config
-    from seqloom.train.launch import train_here, train_on_processes
-    from seqloom.train.processes import under_torchrun
+    from seqloom.train.launch import train_here, train_on_processes, under_torchrun
 
     loaded = Config.load(config, overrides or [])
     kind = kind_of(loaded)

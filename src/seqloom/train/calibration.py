@@ -27,7 +27,7 @@ from seqloom.errors import SeqloomError
 from seqloom.train.trials import StepTimer, described, trial_plans
 
 REPEATS = 3
-KERNEL_LENGTHS = (16, 64, 256, 1024, 4096)
+KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
 """Documents whose kernels are timed; what the shortest costs is what any document costs, however short."""
 MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 """Bytes of the messages whose times give a link's latency and bandwidth."""
@@ -98,7 +98,8 @@ class Machine:
         spec = self.cost.model
         shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
-        times = measure([default(self.device)], shape, Effort(KERNEL_LENGTHS, max(KERNEL_LENGTHS), 2)).times[0]
+        lengths = KERNEL_LENGTHS[self.device.type]
+        times = measure([default(self.device)], shape, Effort(lengths, max(lengths), 2)).times[0]
         causal, full = (
             tuple(Point(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points)
             for points in (times.causal, times.full)

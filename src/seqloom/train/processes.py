@@ -1,10 +1,9 @@
-"""Ranks as processes: started on this machine, or by torchrun, with the device each of them runs on."""
+"""Ranks for a measurement: processes started on this machine, or those that torchrun has started."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,8 @@ import torch.multiprocessing as mp
 
 from seqloom.errors import SeqloomError
 
-DIED = 3
-"""Exit code of a process whose rank failed; the reason is in a file beside the rendezvous."""
-
 Body = Callable[..., Any]
 """body(rank, ranks, device, *arguments) -> plain values; at the top of a module, so that other processes find it."""
-
-
-def under_torchrun() -> bool:
-    """Say whether a launcher has started this process as one rank of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def join_ranks(body: Body, *arguments: Any) -> Any:
@@ -36,36 +27,30 @@ def join_ranks(body: Body, *arguments: Any) -> Any:
         dist.destroy_process_group()
 
 
-def start_ranks(body: Body, ranks: int, *arguments: Any, advice: str = "") -> Any:
-    """Start `ranks` processes on this machine, wait for them, and return what the body returned on the first.
-
-    When one fails, the others are stopped and its reason is raised.
-
-    Args:
-        advice: what the message says where a rank died without a word.
-    """
+def start_ranks(body: Body, ranks: int, *arguments: Any) -> Any:
+    """Start `ranks` processes on this machine, wait for them, and return what the body returned on the first."""
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         try:
             mp.start_processes(_process, (ranks, folder, body, arguments), nprocs=ranks, start_method="spawn")
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise SeqloomError(_reason(Path(folder), error, advice)) from None
+        except mp.ProcessRaisedException as error:
+            refusal = Path(folder) / "refusal"
+            raise SeqloomError(refusal.read_text() if refusal.is_file() else str(error)) from None
+        except mp.ProcessExitedException as error:
+            raise SeqloomError(f"a rank has died ({error}); try fewer ranks, or a smaller model") from None
         return torch.load(Path(folder) / "result", weights_only=True)
 
 
 def _process(rank: int, ranks: int, folder: str, body: Body, arguments: tuple[Any, ...]) -> None:
-    """One rank in a process of its own."""
+    """One rank in a process of its own, with its share of the cores."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=ranks)
     try:
-        dist.init_process_group(_backend(), store=store, rank=rank, world_size=ranks)
         result = body(rank, ranks, _device(rank), *arguments)
-        dist.destroy_process_group()
     except SeqloomError as error:
-        (Path(folder) / f"failed-{rank}").write_text(str(error))
-        os._exit(DIED)  # without waiting for other ranks, which wait for this one
-    except Exception:
-        (Path(folder) / f"failed-{rank}").write_text(traceback.format_exc())
-        os._exit(DIED)
+        (Path(folder) / "refusal").write_text(str(error))
+        raise
+    dist.destroy_process_group()
     if rank == 0:
         torch.save(result, Path(folder) / "result")
 
@@ -80,11 +65,3 @@ def _device(rank: int) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.cuda.set_device(device)
     return device
-
-
-def _reason(folder: Path, error: Exception, advice: str) -> str:
-    """Say which rank failed first and why."""
-    failures = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not failures:
-        return f"a rank has died ({error})" + (f"; {advice}" if advice else "")
-    return f"rank {failures[0].name.removeprefix('failed-')}: {failures[0].read_text().strip()}"

@@ -126,9 +126,9 @@ def equal_groups(cost: CostModel, shape: Shape, load: Load) -> Plan:
 
 
 def described(plan: Plan) -> str:
-    """For example: 8 groups of 2x1, 16 documents of 256 in each, 1 rounds."""
+    """For example: 8 of 2x1, each 16 x 256 tokens, 3 rounds."""
     rounds = plan.pipelines[0].rounds
     groups = rounds[0].work[0].groups
-    first = groups[0]
-    load = f"{len(first.spans)} documents of {first.spans[0].tokens}"
-    return f"{len(groups)} groups of {first.ulysses}x{first.ring}, {load} in each, {len(rounds)} rounds"
+    first, more = groups[0], f", {len(rounds)} rounds" if len(rounds) > 1 else ""
+    load = f"{len(first.spans)} x {first.spans[0].tokens} tokens"
+    return f"{len(groups)} of {first.ulysses}x{first.ring}, each {load}{more}"
