@@ -64,6 +64,8 @@ def profile_machine(wanted: Wanted, ranks: int | None, output: Path | None, json
     from seqloom.train.launch import under_torchrun
     from seqloom.train.processes import join_ranks, start_ranks
 
+    if ranks is not None and ranks < 1:
+        raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
     if output is None:
         raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
     if wanted.cluster is None and torch.cuda.is_available():

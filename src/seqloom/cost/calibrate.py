@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from seqloom.cost.fit import non_negative
-from seqloom.cost.model import CostModel
+from seqloom.cost.model import GIB, CostModel
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
@@ -91,6 +91,12 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
     return Calibration(profile, factors, tuple(trials), tuple(_prices(cost, profile, trials).tolist()))
 
 
+def under(cost: CostModel, profile: AnalyticProfile) -> CostModel:
+    """The same cost model with another profile."""
+    budget = cost.budget_bytes / GIB
+    return CostModel(cost.cluster, cost.model, profile, cost.sharding, budget, cost.max_length)
+
+
 def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticProfile:
     """The profile with constants that many times as dear; those not named stay.
 
@@ -120,8 +126,7 @@ def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticPr
 
 def _prices(cost: CostModel, profile: AnalyticProfile, trials: Sequence[Trial]) -> np.ndarray:
     """float64[trials] ns under another profile, nothing hidden behind anything."""
-    serial = replace(profile, overlap=0.0)
-    priced = CostModel(cost.cluster, cost.model, serial, cost.sharding, max_length=cost.max_length)
+    priced = under(cost, replace(profile, overlap=0.0))
     return np.array([priced.plan_ns(trial.plan) for trial in trials], dtype=np.float64)
 
 

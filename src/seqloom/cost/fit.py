@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,18 +63,32 @@ def fit_curve(
     """Throughput by length from the times of one causal document each.
 
     A forward is ``4 * s^2/2 * heads * head_dim`` FLOPs. Lengths must ascend. Noise must not make a longer
-    document faster than a shorter one: such a time is raised to the shorter one's.
+    document faster than a shorter one: such a time is raised as far as a curve needs.
     """
+    if not len(lengths) == len(forward_us) == len(backward_us) or np.any(np.diff(lengths) <= 0):
+        raise SeqloomError("a curve needs ascending lengths with one forward and backward time each")
+    if min(*forward_us, *backward_us) <= 0:
+        raise SeqloomError("a curve needs times above 0; measure longer documents")
     flops = [2.0 * length * length * heads * head_dim for length in lengths]
-    forward = np.maximum.accumulate(np.asarray(forward_us, dtype=np.float64))
-    backward = np.maximum.accumulate(np.asarray(backward_us, dtype=np.float64))
-    if not len(lengths) == len(forward) == len(backward) or np.any(np.diff(lengths) <= 0) or forward[0] <= 0:
-        raise SeqloomError("a curve needs ascending lengths with one positive forward and backward time each")
+    forward, backward = (_rising(lengths, times) for times in (forward_us, backward_us))
     return Curve(
         tuple(int(length) for length in lengths),
         tuple(float(f / t * 1e-6) for f, t in zip(flops, forward, strict=True)),
         tuple(float(BACKWARD_FLOPS * f / t * 1e-6) for f, t in zip(flops, backward, strict=True)),
     )
+
+
+def _rising(lengths: Sequence[int], times_us: Sequence[float]) -> list[float]:
+    """The times, raised where time would fall with length anywhere on a curve through them.
+
+    Between two lengths a < b a curve's time per token is linear, from p to q. Its time rises up to b if
+    ``q + (q - p) / (b - a) * b > 0``, so if q is above ``p * b / (2 b - a)``.
+    """
+    raised = [float(times_us[0])]
+    for (a, b), time in zip(itertools.pairwise(lengths), times_us[1:], strict=True):
+        least = raised[-1] / a * b / (2 * b - a) * b
+        raised.append(max(float(time), least * (1 + 1e-6)))
+    return raised
 
 
 def non_negative(columns: np.ndarray, times: np.ndarray) -> np.ndarray:

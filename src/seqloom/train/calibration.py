@@ -19,8 +19,8 @@ from seqloom.attention.kernels.registry import default
 from seqloom.attention.kernels.tables import Point, Times
 from seqloom.comm import Parcel, Transport
 from seqloom.cost import CostModel
-from seqloom.cost.calibrate import Calibration, Trial, calibrate
-from seqloom.cost.fit import LinkFit, fit_curve, fit_link
+from seqloom.cost.calibrate import Calibration, Trial, calibrate, under
+from seqloom.cost.fit import fit_curve
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
@@ -29,7 +29,7 @@ from seqloom.train.trials import StepTimer, described, trial_plans
 REPEATS = 3
 KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
 """Documents whose kernels are timed; what the shortest costs is what any document costs, however short."""
-MESSAGES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
+MESSAGES = (1 << 12, 1 << 22)
 """Bytes of the messages whose times give a link's latency and bandwidth."""
 TOKENS = 2048
 """Rows of the matrix products."""
@@ -71,9 +71,8 @@ class Machine:
             report(f"trial {len(trials) + 1}: {described(plan)}")
             self.timer.seconds(plan)
             trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(REPEATS))))
-        begun = CostModel(cost.cluster, cost.model, start, cost.sharding, max_length=cost.max_length)
         apart = ("matmul", "attention", "document", f"{self._links}.collective.bytes", f"{self._links}.p2p.bytes")
-        return calibrate(begun, trials, dict.fromkeys(apart, 1.0))
+        return calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
 
     def _start(self) -> AnalyticProfile:
         """What is measured apart, in the place of the given profile's."""
@@ -108,21 +107,25 @@ class Machine:
 
     def _link_rates(self) -> Links:
         """Messages to a neighbour and all-gathers, timed; an all-to-all begins the fit as a message per doubling."""
-        link = self.cost.cluster.nic if self._links == "network" else self.cost.cluster.intra
-        fits = [self._link(send) for send in (self._pass_on, self._gather)]
-        p2p, collective = (LinkRate(fit.gb_s / link.gb_s, max(1.0, fit.latency_us), 0.0) for fit in fits)
-        return Links(replace(p2p, hop_us=p2p.call_us), p2p, replace(collective, hop_us=0.0))
+        p2p, collective = self._link(self._pass_on), self._link(self._gather)
+        return Links(replace(p2p, hop_us=p2p.call_us), p2p, collective)
 
-    def _link(self, send: Send) -> LinkFit:
-        """Latency and bandwidth of messages that all ranks send at once."""
+    def _link(self, send: Send) -> LinkRate:
+        """Latency and bandwidth of messages that all ranks send at once.
+
+        Noise may make a short message as slow as a long one; at least half of a long one's time is taken as its bytes'.
+        """
+        link = self.cost.cluster.nic if self._links == "network" else self.cost.cluster.intra
         if self.transport.ranks == 1:
-            return LinkFit(1.0, self.cost.cluster.intra.gb_s, 0.0)
-        times = []
-        for size in MESSAGES:
-            message = torch.zeros(size // 4, device=self.device)
-            send(message)
-            times.append(statistics.median(self._timed(send, message) for _ in range(2 * REPEATS)))
-        return fit_link(MESSAGES, [1e6 * seconds for seconds in times])
+            return LinkRate(1.0, 1.0, 0.0)
+        short, long = (self._message_seconds(send, size) for size in MESSAGES)
+        gb_s = MESSAGES[1] / max(long - short, long / 2) / 1e9
+        return LinkRate(gb_s / link.gb_s, max(1.0, 1e6 * min(short, long / 2)), 0.0)
+
+    def _message_seconds(self, send: Send, size: int) -> float:
+        message = torch.zeros(size // 4, device=self.device)
+        send(message)
+        return statistics.median(self._timed(send, message) for _ in range(2 * REPEATS))
 
     def _gather(self, message: torch.Tensor) -> None:
         """An all-gather in which a rank ends up with as many bytes as the message has."""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from seqloom.comm import Context, Transport
-from seqloom.cost import CostModel, Shape
+from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.shapes import candidate_shapes
+from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
 from seqloom.runtime import Network, Sharded, bind_plan, recompute_layers, run_step
@@ -82,7 +83,12 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
         cost: of the machine; its capacity bounds the loads.
         longest: tokens of the longest document that is tried.
     """
-    capacity = max(cost.capacity(variant) for variant in cost.variants if variant.checkpoint == Checkpoint.NONE)
+    kept = [variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE]
+    if not kept:
+        raise SeqloomError(
+            f"{cost.model.name} holds no token without recomputing; measure a smaller model or more ranks"
+        )
+    capacity = min(cost.capacity(variant) for variant in kept)
     shapes = candidate_shapes(cost.family, cost.model.heads, cost.model.kv_heads)
     for degree in (size for size in cost.family.sizes if size & (size - 1) == 0):
         room = min(degree * capacity, max(longest, capacity))
@@ -93,16 +99,16 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
             Load(1, room),
         ]
         first, *others = (shape for shape in shapes if shape.degree == degree)
-        yield from (equal_groups(cost, first, load) for load in most)
-        yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3))
+        yield from (equal_groups(cost, first, load, kept[0]) for load in most)
+        for variant in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
+            yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
         for shape in others:
             if shape.ulysses == 1 and shape.ring in (2, 4):
-                yield from (equal_groups(cost, shape, load) for load in (most[0], most[2]))
+                yield from (equal_groups(cost, shape, load, kept[0]) for load in (most[0], most[2]))
 
 
-def equal_groups(cost: CostModel, shape: Shape, load: Load) -> Plan:
+def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:
     """The plan in which every block of the shape's degree has the same load."""
-    variant = next(variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE)
     blocks = cost.family.blocks(shape.degree)
     rounds, first = [], 0
     for _ in range(load.rounds):
@@ -111,7 +117,7 @@ def equal_groups(cost: CostModel, shape: Shape, load: Load) -> Plan:
             spans = tuple(Span(document, 0, load.length) for document in range(first, first + load.documents))
             groups.append(Group(tuple(block), shape.ulysses, shape.ring, spans))
             first += load.documents
-        rounds.append(Round((Work(tuple(groups), Checkpoint.NONE),)))
+        rounds.append(Round((Work(tuple(groups), variant.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce)
     plan = Plan(
         limits=cost.limits(variant.reduce),
