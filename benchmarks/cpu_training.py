@@ -1,10 +1,10 @@
 """Real training steps on CPU processes of one core each: planners side by side, measured beside predicted.
 
 Fixed before measuring: Wikipedia lengths cut at 16K, 64 sequences a step, 2,048 tokens of a rank in a round, and the
-model below, with the heads of a small Gemma 3. The machine is measured first (`seqloom.train.calibration`), on plans
-that are none of the benchmark's. Then every batch is run under every planner, one after the other, in an order that
-turns from batch to batch; planners that make the same plan share its run. A step is bind, forward, backward, reduction,
-clipping and AdamW; its time is that of the slowest rank. Planning is done before: a trainer plans ahead.
+model below, as deep, wide and many-headed as BERT-Tiny. The machine is measured first (`seqloom.train.calibration`), on
+plans that are none of the benchmark's. Then every batch is run under every planner, one after the other, in an order
+that turns from batch to batch; planners that make the same plan share its run. A step is bind, forward, backward,
+reduction, clipping and AdamW; its time is that of the slowest rank. Plans are made before: a trainer plans ahead.
 
     python benchmarks/cpu_training.py --lengths wikipedia_lengths.npz --out benchmarks/results/cpu_training.json
 """
@@ -33,7 +33,7 @@ from seqloom.train.calibration import Machine
 
 LONGEST, SEQUENCES, CAPACITY, STEPS = 16_384, 64, 2_048, 20
 SHARDING = "none"  # a small model: every rank has all of it, and gradients are summed once per step
-SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 1, "head_dim": 32, "ffn": 384, "vocabulary": 512}
+SIZES = {"layers": 2, "hidden": 128, "heads": 2, "kv_heads": 2, "head_dim": 64, "ffn": 384, "vocabulary": 512}
 QUICK = {"longest": 512, "capacity": 256, "sequences": 8, "steps": 1}
 
 
