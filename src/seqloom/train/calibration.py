@@ -73,8 +73,8 @@ class Machine:
             self.timer.seconds(plan)
             trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(REPEATS))))
         apart = ["matmul", "attention", "document"]
-        if self.device.type == "cpu":  # elsewhere messages hide behind computing, and only what is left counts
-            apart += [f"{self._links}.collective.bytes", f"{self._links}.p2p.bytes"]
+        if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
+            apart.append(f"{self._links}.collective.bytes")
         return calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
 
     def _start(self) -> AnalyticProfile:
