@@ -14,6 +14,8 @@ from seqloom.cost import CostModel
 from seqloom.cost.calibrate import Calibration, Trial
 from seqloom.planners.registry import Planned
 
+TIE = 1.01
+"""Planners whose predicted times are nearer than this have no order to be right or wrong about."""
 Row = dict[str, dict[str, Any]]
 """One batch: by planner, what was predicted and measured."""
 
@@ -70,21 +72,28 @@ class Report:
         return min(static, key=lambda name: self._column(name, "measured_ms").sum())
 
     def order(self, key: str) -> list[str]:
-        """The best static degree and the other planners, the fastest first; the same plans stay together."""
+        """The best static degree and the other planners, the fastest first."""
         chosen = [name for name in self.names if name == self.best_static or not name.startswith("static")]
         return sorted(chosen, key=lambda name: self._column(name, key).sum())
+
+    def misplaced(self) -> list[tuple[str, str]]:
+        """Pairs of planners of which the first was predicted to be faster, by more than `TIE`, and was not."""
+        measured, predicted = (self.order(key) for key in ("measured_ms", "predicted_ms"))
+        pairs = [(a, b) for i, a in enumerate(predicted) for b in predicted[i + 1 :]]
+        total = {name: self._column(name, "predicted_ms").sum() for name in predicted}
+        apart = [(a, b) for a, b in pairs if total[b] > TIE * total[a]]
+        return [(a, b) for a, b in apart if measured.index(a) > measured.index(b)]
 
     def checks(self) -> list[Check]:
         """The targets."""
         table = self.planners()
         off = 100 * max(abs(row["predicted_off"]) for row in table.values())
-        wrong = self.order("measured_ms") != self.order("predicted_ms")
         rivals = ("flex", "auto")
         checks = [Check(f"{name} / best static, speed", table[name]["to_best_static"], 1.3, True) for name in rivals]
         return [
             *checks,
             Check("predicted step time off, the worst planner, %", off, 15),
-            Check("planners not in the predicted order", int(wrong), 0),
+            Check("pairs of planners not in the predicted order", len(self.misplaced()), 0),
         ]
 
     def write(self, script: str, arguments: argparse.Namespace) -> None:
