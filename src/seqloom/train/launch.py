@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from seqloom.comm import Communicators, Distributed
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
+from seqloom.train.compilers import check_compilers
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
@@ -32,6 +33,7 @@ def under_torchrun() -> bool:
 
 def train_here(config: Config, *, kind: Kind = REFERENCE, show: bool = True) -> dict[str, Any]:
     """Run as the rank that torchrun made this process; return the summary on the first rank, {} on others."""
+    _check_machine(config)
     dist.init_process_group(_backend())
     try:
         return _run(config, kind, dist.get_rank(), dist.get_world_size(), show)
@@ -44,6 +46,7 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
 
     When one fails, the others are stopped and its reason is raised.
     """
+    _check_machine(config)
     Setup.of(config, ranks)  # refuse here, once, what every process would refuse
     kind.build(config, torch.device("meta"), dtypes(config)[0])
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
@@ -84,6 +87,12 @@ def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool) -> dict[
         summary = trainer.run(stream)
     communicators.close()
     return summary
+
+
+def _check_machine(config: Config) -> None:
+    """Refuse what the config asks for and this machine lacks, before anyone waits for another rank."""
+    if config.model.compile:
+        check_compilers("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _backend() -> str:

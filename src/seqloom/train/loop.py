@@ -17,7 +17,7 @@ from seqloom.comm import Transport
 from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
+from seqloom.runtime import Sharded, StepResult, bind_plan, compile_layers, evaluate, recompute_layers, run_step
 from seqloom.runtime.parameters import scale_gradients
 from seqloom.train.checkpoints import Checkpoints
 from seqloom.train.config import Config
@@ -59,6 +59,8 @@ class Trainer:
         self._closing, self._kind = ExitStack(), kind
         masters, compute = dtypes(config)
         self._network = kind.build(config, self.device, masters)
+        if config.model.compile:
+            compile_layers(self._network.layers)
         recompute_layers(self._network.layers)
         sharding, nodes = setup.cost.sharding, setup.cost.node_size
         self.parameters = Sharded(self._network, transport, sharding, node_size=nodes, compute=compute)
