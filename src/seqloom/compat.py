@@ -177,6 +177,13 @@ def _serves(found: str, expected: str) -> bool:
     return now.startswith(arguments) and returns_now == returns and added[0] == "" and all("=" in a for a in added[1:])
 
 
+def mark_rows(tensor: torch.Tensor, axis: int) -> None:
+    """Tell torch.compile that the length of an axis will change, so that a graph should not depend on it."""
+    from torch._dynamo import maybe_mark_dynamic  # loads the compiler; only when it is needed
+
+    maybe_mark_dynamic(tensor, axis)
+
+
 def occupy_gpu(cycles: int) -> None:
     """Keep the current GPU busy for so many clock cycles, about half a nanosecond each; the host goes on."""
     torch.cuda._sleep(cycles)

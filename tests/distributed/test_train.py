@@ -1,6 +1,7 @@
 """`seqloom train` as a command: the plan changes nothing, a resumed run is the same run, failures are clear."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,23 @@ def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(place, wh
     assert summary["steps"] == STEPS
     assert losses[:3] == first[:3], "kept"
     assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
+def test_compiled_layers_go_on_from_a_checkpoint_of_plain_ones_with_the_same_losses(place, whole):
+    begin = place / "whole" / "checkpoints" / "step-00000003"
+    settings = {"model__compile": "true", "checkpoint__resume": begin, "evaluation__every": 0}
+    summary, losses = trained(place, "compiled", "--ranks", "1", **settings)
+    assert summary["steps"] == STEPS
+    assert np.allclose(losses, whole[1][3:], rtol=1e-9, atol=0)
+
+
+def test_a_machine_without_compiler_is_told_so_before_any_process_starts(place, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    result = seqloom(*command(place, "uncompiled", {"model.compile": "true"}), "--ranks", "2")
+    assert result.returncode == 2
+    assert "the C++ compiler 'no-such-compiler'; install it, or set model.compile = false" in result.stderr
+    assert "Traceback" not in result.stderr and not (place / "uncompiled").exists()
 
 
 def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(place):

@@ -19,13 +19,14 @@ from seqloom.attention.kernels.kernel import Gradients, Kernel, Saved
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.rows import put, take
 from seqloom.comm.context import Context
+from seqloom.errors import SeqloomError
 
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    context: Context,
+    context: Context | torch.Tensor,
     *,
     causal: bool = True,
     window: int | None = None,
@@ -41,7 +42,7 @@ def attention(
     Args:
         q: [tokens, heads, dim], rows as `context.spans` says.
         k, v: [tokens, kv_heads, dim]; query head h reads kv head h // (heads // kv_heads).
-        context: what `bind` made of the round.
+        context: what `bind` made of the round; in a layer that `compile_layers` has compiled, its ticket.
         causal: a token sees itself and what is before it; otherwise its whole document.
         window: how many tokens it sees at most, itself included.
         scale: logits are multiplied by it; None: dim ** -0.5.
@@ -52,7 +53,10 @@ def attention(
     Returns:
         [tokens, heads, dim].
     """
-    calls = bound_calls(q, k, v, context, Call(causal, window, scale, kernels, dropout, softcap))
+    call = Call(causal, window, scale, kernels, dropout, softcap)
+    if isinstance(context, torch.Tensor):
+        return _in_graph(q, k, v, context, call)
+    calls = bound_calls(q, k, v, context, call)
     return _Attention.apply(q, k, v, calls, False)[0]
 
 
@@ -72,6 +76,16 @@ def attention_with_lse(
     Costs one exchange more where there is Ulysses.
     """
     return _Attention.apply(q, k, v, bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), True)
+
+
+def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return `attention` as one operator of a compiled graph, see `operator.py`; who makes a ticket has loaded it."""
+    if call.kernels is not None:
+        raise SeqloomError(
+            f"kernels={call.kernels!r} in a compiled layer: a graph cannot hold them; leave them out, or do not compile"
+        )
+    options = (call.causal, call.window, call.scale, call.dropout, call.softcap)
+    return torch.ops.seqloom.attention(q, k, v, ticket, *options)[0]
 
 
 def forward_group(call: GroupCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Saved]:
@@ -135,7 +149,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[GroupCall, ...], with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (_last_contiguous(x) for x in (q, k, v))
+        q, k, v = (last_contiguous(x) for x in (q, k, v))
         out, lse, kept = forward_groups(calls, q, k, v, with_lse)
         ctx.calls = calls
         ctx.kv_shape = k.shape
@@ -151,7 +165,7 @@ class _Attention(torch.autograd.Function):
         kept = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
         if not kept:  # no group of this rank holds a token, nor does the rank
             return torch.zeros_like(dout), dout.new_zeros(ctx.kv_shape), dout.new_zeros(ctx.kv_shape), None, None
-        return *backward_groups(ctx.calls, _last_contiguous(dout), kept), None, None
+        return *backward_groups(ctx.calls, last_contiguous(dout), kept), None, None
 
 
 def _local_lse(call: GroupCall, saved: Saved) -> torch.Tensor:
@@ -161,6 +175,6 @@ def _local_lse(call: GroupCall, saved: Saved) -> torch.Tensor:
     return call.exchange.to_tokens(saved.lse.T.unsqueeze(-1)).squeeze(-1).T
 
 
-def _last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Kernels want the last axis contiguous; the others may be strided."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -37,7 +37,7 @@ def verify(
     """Show that a plan does not change the result: loss, gradient norm and every gradient.
 
     The first batches of a run are computed in one process, and again under a plan of every planner. Exit code 1 when
-    one is out of tolerance.
+    one is out of tolerance. Layers run as they stand, whatever model.compile says.
 
     \b
     Example:

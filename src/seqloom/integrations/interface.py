@@ -59,9 +59,8 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
-    seqloom_context: Context | None = None,
+    seqloom_context: Context | torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer for this rank's tokens.
@@ -73,10 +72,10 @@ def attention_function(
         attention_mask: None, which is what `mask_function` gives.
         scaling: logits are multiplied by it.
         dropout, softcap: refused by the engine unless 0 and None.
-        sliding_window: how many tokens a token of this layer sees, itself included.
         is_causal: only True, when a model says it.
-        seqloom_context: what `bind` made of the round.
-        keywords: whatever else the model and its caller pass.
+        seqloom_context: what `bind` made of the round; in a compiled layer its ticket.
+        keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
+            layer sees, itself included.
 
     Returns:
         Output [1, tokens, heads, dim], and None for the weights, which never exist.
@@ -88,7 +87,12 @@ def attention_function(
             "model does not hand keywords on to attention and cannot be used"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _check(module, query, key, value, attention_mask, causal, sliding_window, keywords)
+    _check(module, query, key, value, attention_mask, causal, keywords)
+    _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
+    options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
+    if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attention(q, k, v, seqloom_context, **options)[None], None
     rows = seqloom_context.tokens
     if query.shape[2] != max(rows, 1):
         raise SeqloomError(
@@ -97,7 +101,7 @@ def attention_function(
         )
     _check_positions(keywords.get("position_ids"), seqloom_context)
     q, k, v = (only_rows(x.squeeze(0).transpose(0, 1), rows) for x in (query, key, value))
-    out = attention(q, k, v, seqloom_context, window=sliding_window, scale=scaling, dropout=dropout, softcap=softcap)
+    out = attention(q, k, v, seqloom_context, **options)
     if not rows:  # the row that `inputs` adds to an empty rank: nobody's token, so it sees nothing
         out = torch.cat([out, out.new_zeros((1, *out.shape[1:]))])
     return out[None], None
@@ -115,7 +119,7 @@ def calls(layers: Iterable[torch.nn.Module]) -> tuple[ModelCall, ...]:
         dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float):
             kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            found.append(ModelCall(heads, kv_heads, dim, _window(module), scale))
+            found.append(ModelCall(heads, kv_heads, dim, _window(module, getattr(module, "layer_idx", None)), scale))
     return tuple(dict.fromkeys(found))
 
 
@@ -131,7 +135,6 @@ def _check(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     causal: bool,
-    window: int | None,
     keywords: dict[str, Any],
 ) -> None:
     """Refuse a call that means something else than the engine computes."""
@@ -161,22 +164,32 @@ def _check(
     for keyword, what in NOT_COMPUTED.items():
         if keywords.get(keyword) is not None:
             raise SeqloomError(f"{name} passes {keyword}: {what} is not computed here; use a model without it")
-    wanted = _window(module)
-    if wanted is not None and window is None:
+
+
+def _check_window(module: torch.nn.Module, keywords: dict[str, Any], *, compiled: bool) -> None:
+    """Refuse a layer with a window that it does not pass on.
+
+    A compiled graph serves many layers and must not look at a layer's number. There the window of any layer counts,
+    and a layer that passes none by name is believed.
+    """
+    if keywords.get("sliding_window") is not None or (compiled and "sliding_window" in keywords):
+        return
+    wanted = _window(module, None if compiled else getattr(module, "layer_idx", None))
+    if wanted is not None:
+        where = "" if compiled else f", layer {getattr(module, 'layer_idx', '?')}"
         raise SeqloomError(
-            f"{name}, layer {getattr(module, 'layer_idx', '?')}: the config says a sliding window of {wanted}, but the "
-            "layer does not pass it to attention; set config.sliding_window = None if full attention is meant"
+            f"{type(module).__name__}{where}: the config says a sliding window of {wanted}, but the layer does not "
+            "pass it to attention; set config.sliding_window = None if full attention is meant"
         )
 
 
-def _window(module: torch.nn.Module) -> int | None:
-    """The window that a layer's config gives it."""
+def _window(module: torch.nn.Module, layer: int | None) -> int | None:
+    """The window that the config gives to a layer, or to any."""
     config: Any = getattr(module, "config", None)
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    if not types or layer is None:
+    if not types:
         return window
-    return window if types[layer] == "sliding_attention" else None
+    return window if "sliding_attention" in (types if layer is None else types[layer : layer + 1]) else None
 
 
 def _check_positions(positions: torch.Tensor | None, context: Context) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from seqloom.runtime.bind import BoundPlan, BoundRound, bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.executor import StepResult, evaluate, run_step
 from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.loss import summed_loss
@@ -25,6 +26,7 @@ __all__ = [
     "Sharded",
     "StepResult",
     "bind_plan",
+    "compile_layers",
     "evaluate",
     "recompute_layers",
     "run_step",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,23 +43,16 @@ def recompute_layers(layers: Iterable[nn.Module], *, keep_exchanged: bool = Fals
         keep_exchanged: under selective checkpointing, keep q, k and v as the Ulysses exchange delivered them.
     """
     for layer in layers:
-        if isinstance(layer, _Recomputing):
+        if isinstance(layer, Recomputing):
             raise SeqloomError(f"{type(layer).__name__} recomputes already; call recompute_layers once for a layer")
-        kind = type(layer)
-        layer.__class__ = type(kind.__name__, (_Recomputing, kind), {"keep_exchanged": keep_exchanged})
+        layer.__class__ = _recomputing(type(layer), keep_exchanged)
 
 
 def run_layer(
     body: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any], *, keep_exchanged: bool = False
 ) -> T:
     """Call `body(*args, **options)` under the checkpointing of the context among its arguments."""
-    found = [each for each in (*args, *options.values()) if isinstance(each, Context)]
-    if len(found) != 1:
-        raise SeqloomError(
-            f"a layer was called with {len(found)} contexts, it needs one to know what to keep; pass the context of "
-            "the round to every layer, as the model's call does"
-        )
-    chosen = found[0].work.checkpoint
+    chosen = context_among(args, options).work.checkpoint
     if chosen in KEEP_ALL or not torch.is_grad_enabled():
         return body(*args, **options)
     if chosen == Checkpoint.SELECTIVE:
@@ -67,7 +61,18 @@ def run_layer(
     return cast("T", checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **options))
 
 
-class _Recomputing:
+def context_among(args: tuple[Any, ...], options: dict[str, Any]) -> Context:
+    """Return the context among a layer's arguments."""
+    found = [each for each in (*args, *options.values()) if isinstance(each, Context)]
+    if len(found) != 1:
+        raise SeqloomError(
+            f"a layer was called with {len(found)} contexts, it needs one to know what to keep; pass the context of "
+            "the round to every layer, as the model's call does"
+        )
+    return found[0]
+
+
+class Recomputing:
     """Put before the class of a layer: the same layer, run by `run_layer`."""
 
     keep_exchanged: bool
@@ -76,6 +81,12 @@ class _Recomputing:
         """Run the layer's own forward."""
         own = super().forward  # pyrefly: ignore[missing-attribute]
         return run_layer(own, args, options, keep_exchanged=self.keep_exchanged)
+
+
+@cache
+def _recomputing(kind: type[nn.Module], keep_exchanged: bool) -> type[nn.Module]:
+    """Return the class of recomputing layers of a kind; one for all, so that what is compiled for one serves all."""
+    return type(kind.__name__, (Recomputing, kind), {"keep_exchanged": keep_exchanged})
 
 
 class Tape:

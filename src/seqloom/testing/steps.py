@@ -29,6 +29,7 @@ from seqloom.plan import (
 )
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.executor import run_step
 from seqloom.runtime.loss import IGNORED
 from seqloom.runtime.network import Network
@@ -118,9 +119,18 @@ class Step:
         norm = torch.stack([each.norm() for each in gradients.values()]).norm()
         return Found(loss.item(), norm.item(), gradients)
 
-    def spread(self, plan: Plan, transport: Transport, make: Callable[..., Parameters] = Replicated) -> Found:
-        """Return what a rank of a plan finds. All ranks call it."""
+    def spread(
+        self,
+        plan: Plan,
+        transport: Transport,
+        make: Callable[..., Parameters] = Replicated,
+        *,
+        backend: str | None = None,
+    ) -> Found:
+        """Return what a rank of a plan finds, with layers compiled if there is a backend. All ranks call it."""
         network = Network.of(self.model())
+        if backend is not None:
+            compile_layers(network.layers, backend=backend)
         recompute_layers(network.layers)
         parameters = make(network, transport)
         result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)

@@ -20,6 +20,7 @@ from seqloom.comm import Communicators, Distributed
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 from seqloom.train.allocator import advice, for_new_processes
+from seqloom.train.compilers import check_compilers
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
@@ -40,6 +41,7 @@ def train_here(config: Config, *, kind: Kind = REFERENCE, show: bool = True) -> 
 
     A rank that cannot go on says why on stderr and ends the process.
     """
+    _check_machine(config)
     dist.init_process_group(_backend(), timeout=_torch_timeout(config))
     rank = dist.get_rank()
 
@@ -56,6 +58,7 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
 
     When one fails, the others are stopped and its reason is raised.
     """
+    _check_machine(config)
     Setup.of(config, ranks)  # refuse here, once, what every process would refuse
     kind.build(config, torch.device("meta"), dtypes(config)[0])
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
@@ -117,6 +120,12 @@ def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool, watch: W
 def _torch_timeout(config: Config) -> timedelta:
     """How long torch's own messages wait: at least as long as `Watch`, which knows more to say."""
     return timedelta(seconds=max(config.run.timeout_s, START_S))
+
+
+def _check_machine(config: Config) -> None:
+    """Refuse what the config asks for and this machine lacks, before anyone waits for another rank."""
+    if config.model.compile:
+        check_compilers("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _backend() -> str:

@@ -19,7 +19,16 @@ from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import BoundPlan, Sharded, StepResult, bind_plan, evaluate, recompute_layers, run_step
+from seqloom.runtime import (
+    BoundPlan,
+    Sharded,
+    StepResult,
+    bind_plan,
+    compile_layers,
+    evaluate,
+    recompute_layers,
+    run_step,
+)
 from seqloom.runtime.parameters import scale_gradients
 from seqloom.train.checkpoints import Checkpoints
 from seqloom.train.config import Config
@@ -66,6 +75,8 @@ class Trainer:
         masters, compute = dtypes(config)
         self._compute = compute or masters
         self._network = kind.build(config, self.device, masters)
+        if config.model.compile:
+            compile_layers(self._network.layers)
         recompute_layers(self._network.layers)
         sharding, nodes = setup.cost.sharding, setup.cost.node_size
         self.parameters = Sharded(self._network, transport, sharding, node_size=nodes, compute=compute)

@@ -67,6 +67,8 @@ class Model:
     """Of parameters that are drawn."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """What layers compute in. With bfloat16 the optimiser's parameters and all sums are float32."""
+    compile: Annotated[bool, Strict()] = False
+    """Compile the bodies of layers with torch.compile: slow first steps, then faster ones and less memory."""
 
     def __post_init__(self) -> None:
         """Check the values."""

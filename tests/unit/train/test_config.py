@@ -121,6 +121,7 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("model.spec=qwen3", r"unknown model 'qwen3'; did you mean qwen3"),
         ("model.spec=gone.toml", r"gone.toml' does not exist"),
         ("model.dtype=float16", r"model.dtype = 'float16': input should be 'float64', 'float32' or 'bfloat16'"),
+        ("model.compile=1", r"model.compile = 1: input should be a valid boolean"),
         ("data.tokens=8", r"data.sequences and data.tokens: both are given"),
         ("data.max_length=1", r"data.max_length = 1; it must be 2 or more"),
         ("data.too_long=drop", r"data.too_long = 'drop' without data.max_length"),

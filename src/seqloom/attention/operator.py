@@ -1,0 +1,126 @@
+"""Attention as an operator of torch: opaque to torch.compile, which sees shapes and nothing of what happens inside.
+
+A compiled graph holds tensors only, so the context comes as a ticket, and what backward needs leaves as one. What a
+graph owns must not stay behind in a ticket, since a compiler uses memory again after its last use in the graph. So q,
+k, v and the output are saved by the graph; the ticket has the log-sum-exp and what exchanges delivered.
+
+Importing this file makes `torch.ops.seqloom.attention` known; `attention` calls it where it is given a ticket.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import custom_op
+
+from seqloom.attention.bound import GroupCall, bound_calls
+from seqloom.attention.checks import Call
+from seqloom.attention.kernels.kernel import Gradients, Saved
+from seqloom.attention.rows import take
+from seqloom.attention.tickets import holder, ticket
+from seqloom.attention.unified import backward_groups, forward_groups, last_contiguous
+
+
+class _Kept(NamedTuple):
+    """What a call keeps for its backward beside q, k, v and out.
+
+    Attributes:
+        rows: of the call that are tokens.
+        calls: the groups.
+        of_groups: for each of them all that it saved, where exchanges delivered that; else its log-sum-exp.
+    """
+
+    rows: int
+    calls: tuple[GroupCall, ...]
+    of_groups: list[Saved | torch.Tensor]
+
+    @classmethod
+    def of(cls, rows: int, calls: tuple[GroupCall, ...], saved: list[Saved]) -> _Kept:
+        """Leave out what the graph saves."""
+        return cls(rows, calls, [s.lse if call.exchange is None else s for call, s in zip(calls, saved, strict=True)])
+
+    def saved(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> list[Saved]:
+        """Return all that the groups saved, given what the graph did."""
+        found = []
+        for call, kept in zip(self.calls, self.of_groups, strict=True):
+            rows = call.rows
+            whole = isinstance(kept, Saved)
+            found.append(kept if whole else Saved(take(q, rows), take(k, rows), take(v, rows), take(out, rows), kept))
+        return found
+
+
+@custom_op(
+    "seqloom::attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor context, bool causal, int? window, float? scale, float dropout, "
+    "float? softcap) -> (Tensor out, Tensor kept)",
+)
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `attention`; `context` is a ticket, and so is what is kept.
+
+    On a rank without tokens one row may come nevertheless, for models that cannot be called with none; nobody sees it.
+    """
+    bound, given = holder(context), len(q)
+    rows = given if given != 1 else min(bound.tokens, 1)
+    q, k, v = (last_contiguous(x[:rows]) for x in (q, k, v))
+    calls = bound_calls(q, k, v, bound, Call(causal, window, scale, None, dropout, softcap))
+    out, _, saved = forward_groups(calls, q, k, v, False)
+    return _of_rows(out, given), ticket(_Kept.of(rows, calls, saved))
+
+
+@_forward.register_fake
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), torch.empty(1, dtype=torch.int64)
+
+
+@custom_op(
+    "seqloom::attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor kept) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, kept: torch.Tensor
+) -> Gradients:
+    """Return dq, dk, dv; `kept` is the forward's."""
+    found: _Kept = holder(kept)
+    if not found.calls:  # no group of this rank holds a token, nor does the rank
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    given = len(q)
+    dout, q, k, v, out = (last_contiguous(x[: found.rows]) for x in (dout, q, k, v, out))
+    dq, dk, dv = backward_groups(found.calls, dout, found.saved(q, k, v, out))
+    return _of_rows(dq, given), _of_rows(dk, given), _of_rows(dv, given)
+
+
+@_backward.register_fake
+def _(_dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+    return *_backward(dout, *ctx.saved_tensors), *[None] * 6
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _of_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor in memory of its own, as the operator promises, with rows of zeros added where some lack."""
+    if len(tensor) < rows:
+        return tensor.new_zeros((rows, *tensor.shape[1:]))
+    alone = tensor.is_contiguous() and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() > 0
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,92 @@
+"""Compiled layers under FSDP2 on gloo processes: every sharding and checkpointing gives what one process finds."""
+
+import pytest
+import torch
+
+from seqloom.plan import Checkpoint, Group, Sharding, Span
+from seqloom.runtime.bind import bind_plan
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
+from seqloom.runtime.executor import evaluate, run_step
+from seqloom.runtime.fsdp import Sharded
+from seqloom.runtime.network import Network
+from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
+from seqloom.testing.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from seqloom.testing.workers import Workers
+
+pytestmark = pytest.mark.distributed
+torch.set_num_threads(1)
+STEP = Step((16, 9, 5, 13, 3, 24), tiny_spec())
+VALID = sum(STEP.lengths) - len(
+    STEP.lengths
+)  # 64: norms of transformers are in float32, and only powers of 2 scale exactly
+ROUNDS = [
+    [Group((0, 1), 2, 1, (Span(0, 0, 16), Span(4, 0, 3)))],
+    [Group((0, 1), 1, 2, (Span(5, 0, 24),)), Group((0,), 1, 1, (Span(1, 0, 9),))],
+    [Group((1,), 1, 1, (Span(2, 0, 5), Span(3, 0, 13)))],  # none on rank 0
+]
+KINDS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two processes: parameters are sharded over a whole job, and every rank of it compiles."""
+    with Workers(2, timeout_s=150) as workers:
+        yield workers
+
+
+def compiled_step(transport, network, rows, valid, plan):
+    """Loss, norm and gradients of a step with compiled layers, and what was compiled."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    names = [name for name, _ in network.module.named_parameters()]
+    compile_layers(network.layers, backend="aot_eager")
+    recompute_layers(network.layers)
+    parameters = Sharded(network, transport, plan.sharding, node_size=1)
+    assert list(parameters.masters()) == names
+    result = run_step(bind_plan(plan, transport), parameters, rows, valid)
+    found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    again = evaluate(bind_plan(plan, transport), parameters, rows, valid)
+    assert again == pytest.approx(result.loss, rel=1e-12)
+    return found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+def of_reference(transport, plans):
+    return [compiled_step(transport, Network.of(STEP.model()), STEP.rows(), STEP.valid, plan) for plan in plans]
+
+
+def of_llama(transport, plan):
+    from seqloom.integrations import attach, network
+
+    ids = documents(STEP.lengths)
+
+    def rows(context):
+        none = [torch.empty(0, dtype=torch.int64)]
+        pieces = [(ids[d][a:b], targets(ids[d])[a:b]) for d, a, b in context.spans]
+        return tuple(torch.cat([each[k] for each in pieces] or none) for k in (0, 1))
+
+    return compiled_step(transport, network(attach(tiny_model("llama"))), rows, VALID, plan)
+
+
+def planned(sharding, shift=0):
+    kinds = KINDS[shift:] + KINDS[:shift]
+    return one_stage_plan(ROUNDS, ranks=2, node_size=1, sharding=sharding, checkpoint=kinds)
+
+
+def test_every_sharding_and_checkpointing_equals_one_process(pool):
+    """Graphs are for some tokens and for none, with gradients and without; later steps and shardings share them."""
+    plans, wanted = [planned(kind, shift) for shift, kind in enumerate(Sharding)], STEP.alone()
+    for rank, results in enumerate(pool.run(of_reference, plans)):
+        assert max(found.worst(wanted) for found, _, _ in results) < 1e-9
+        assert sum(graphs for _, graphs, _ in results) == (4 if rank == 0 else 2)
+        assert not any(breaks for _, _, breaks in results)
+
+
+def test_a_model_of_transformers_equals_plain_transformers(pool):
+    plain = tiny_model("llama")
+    one_by_one(plain, documents(STEP.lengths))
+    for found, _, breaks in pool.run(of_llama, planned(Sharding.FULL)):
+        for name, gradient in gradients(plain).items():
+            assert float((found.gradients[name] * VALID - gradient).norm()) < 1e-9 * float(gradient.norm()), name
+        assert not breaks

@@ -1,0 +1,91 @@
+"""Attention as an operator, and the tickets it works with: what torch asks of operators, and who keeps what alive."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from seqloom.attention import attention, operator, tickets
+from seqloom.attention.kernels.registry import default
+from seqloom.attention.tickets import holder, ticket
+from seqloom.comm import bind_alone
+from seqloom.errors import SeqloomError
+
+LENGTHS = (7, 1, 12)
+TOKENS = sum(LENGTHS)
+OPTIONS = (True, None, None, 0.0, None)
+
+
+class Thing:
+    """Something that can be watched."""
+
+
+def tensors(rows=TOKENS, heads=4, kv_heads=2, dim=4):
+    drawn = torch.Generator().manual_seed(0)
+    sizes = [(rows, count, dim) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(size, generator=drawn, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+
+def test_a_ticket_and_its_views_keep_the_object_and_nothing_else_does():
+    gc.disable()
+    try:
+        thing = Thing()
+        watched, first, other = weakref.ref(thing), ticket(thing), ticket(None)
+        assert holder(first) is thing and holder(other) is None
+        view = first.detach().view(1)
+        del thing, first
+        assert holder(view) is watched()
+        del view
+        assert watched() is None and holder(other) is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_operator_is_one_that_torch_can_trust(window):
+    """Torch's own check: no input is changed or returned, and shapes are what they are said to be."""
+    arguments = (*tensors(), ticket(bind_alone(LENGTHS)), True, window, 0.5, 0.0, None)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator._forward, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_operator_and_function_give_the_same_bits(window):
+    context, found = bind_alone(LENGTHS), []
+    for given in (context, ticket(context)):
+        inputs = tensors()
+        out = attention(*inputs, given, window=window)
+        (out.cos().sum() + out[3].sum()).backward()
+        found.append((out, *(each.grad for each in inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_memory_is_that_of_the_graph_and_goes_with_it():
+    """The ticket of what is kept has none of q, k, v and out: the graph may use their memory again."""
+    inputs = tensors()
+    out, kept = torch.ops.seqloom.attention(*inputs, ticket(bind_alone(LENGTHS)), *OPTIONS)
+    pointers = {each.untyped_storage().data_ptr() for each in (*inputs, out)}
+    of_groups = holder(kept).of_groups
+    assert [each.shape for each in of_groups] == [(4, TOKENS)]
+    assert not pointers & {each.untyped_storage().data_ptr() for each in of_groups}
+    del out, kept, of_groups
+    assert not tickets._held
+
+
+def test_a_row_of_nobody_on_a_rank_without_tokens():
+    inputs = tensors(rows=1)
+    out = attention(*inputs, ticket(bind_alone(())))
+    out.sum().backward()
+    assert out.shape == (1, 4, 4) and not out.any()
+    assert all(each.grad.shape == each.shape and not each.grad.any() for each in inputs)
+
+
+def test_what_attention_refuses_the_operator_refuses():
+    handed = ticket(bind_alone(LENGTHS))
+    with pytest.raises(SeqloomError, match="19 rows of q, k, v"):
+        attention(*tensors(rows=19), handed)
+    with pytest.raises(SeqloomError, match=r"dropout 0\.1"):
+        attention(*tensors(), handed, dropout=0.1)
+    with pytest.raises(SeqloomError, match="leave them out, or do not compile"):
+        attention(*tensors(), handed, kernels=default(torch.device("cpu")))

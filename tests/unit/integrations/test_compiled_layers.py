@@ -1,0 +1,71 @@
+"""Models of transformers with compiled layers: what plain transformers gives, document by document."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+from torch._dynamo.utils import counters
+
+from seqloom.comm import bind_alone
+from seqloom.errors import SeqloomError
+from seqloom.integrations import attach, network
+from seqloom.plan import Checkpoint
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
+from seqloom.runtime.network import LossOf
+from seqloom.testing.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Every test compiles for itself."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def compiled(model):
+    own = network(attach(model))
+    compile_layers(own.layers, backend="aot_eager")
+    recompute_layers(own.layers)
+    return own
+
+
+def round_of(lengths, checkpoint=Checkpoint.NONE):
+    context = bind_alone(lengths)
+    return replace(context, work=replace(context.work, checkpoint=checkpoint))
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("llama", 1), ("qwen2-windows", 2)])
+def test_gradients_are_those_of_plain_transformers_and_fresh_lengths_compile_nothing(name, graphs):
+    """One graph for every window that layers have, and the same for a single row."""
+    plain, model = tiny_model(name), tiny_model(name)
+    own = compiled(model)
+    for lengths, checkpoint in zip(([5, 3], [16], [9, 1, 20]), ("none", "selective", "full"), strict=True):
+        ids = documents(lengths)
+        plain.zero_grad(), model.zero_grad()
+        one_by_one(plain, ids)
+        labels, context = torch.cat([targets(each) for each in ids]), round_of(lengths, Checkpoint(checkpoint))
+        LossOf(own)(torch.cat(ids), labels, context).backward()
+        for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+            assert float((found - wanted).norm()) <= 1e-9 * float(wanted.norm()), (checkpoint, lengths)
+        assert counters["stats"]["unique_graphs"] == graphs
+    nothing = torch.empty(0, dtype=torch.int64)
+    for _ in range(2):
+        model.zero_grad()
+        LossOf(own)(nothing, nothing, round_of([])).backward()
+        assert not any(each.any() for each in gradients(model).values())
+        assert counters["stats"]["unique_graphs"] == 2 * graphs
+    assert not counters["graph_break"] and list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_a_window_that_a_layer_keeps_to_itself_is_refused():
+    keys = {**SIZES, "sliding_window": 3, "num_local_experts": 2, "router_aux_loss_coef": 0.0, "lm_head_bias": False}
+    quiet = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+    own = compiled(hf.PhimoeForCausalLM(hf.PhimoeConfig(**keys, **quiet)).double())
+    ids = torch.cat(documents([5, 3]))
+    with pytest.raises(SeqloomError, match="PhimoeAttention: the config says a sliding window of 3, but the layer"):
+        own.hidden(ids, round_of([5, 3]))

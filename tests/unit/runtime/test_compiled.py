@@ -1,0 +1,183 @@
+"""Compiled layers: the same numbers, one graph for all lengths, nothing computed, sent or kept that was not before."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from seqloom.attention import tickets
+from seqloom.attention.kernels.registry import default
+from seqloom.comm import Alone, Counting, bind_alone, run_ranks
+from seqloom.errors import SeqloomError
+from seqloom.models import Details
+from seqloom.plan import Checkpoint, Group, Span
+from seqloom.runtime.bind import bind_plan
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
+from seqloom.runtime.network import LossOf, Network
+from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
+torch.set_num_threads(1)
+STEP = Step((20, 9, 1, 17, 3), tiny_spec())
+LAYERS = 2
+KINDS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
+TRACED = "aot_eager"  # what the compiler traces, run as it stands
+
+
+@pytest.fixture
+def fresh():
+    """Forget what was compiled; others share it."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def alone_plan(step, checkpoint):
+    """Documents one round each, but for the last two, which are two groups of the same rank."""
+    spans = [Span(document, 0, tokens) for document, tokens in enumerate(step.lengths)]
+    rounds = [[Group((0,), 1, 1, (span,))] for span in spans[:-2]]
+    rounds.append([Group((0,), 1, 1, (span,)) for span in spans[-2:]])
+    return one_stage_plan(rounds, ranks=1, checkpoint=checkpoint)
+
+
+def compiled(step, backend=TRACED, **options):
+    network = Network.of(step.model())
+    compile_layers(network.layers, backend=backend)
+    recompute_layers(network.layers, **options)
+    return network
+
+
+def once(network, step, context):
+    """Forward and backward; return the loss."""
+    loss = LossOf(network)(*step.rows()(context), context)
+    loss.backward()
+    return loss.item()
+
+
+def test_loss_and_gradients_are_those_of_plain_layers(fresh):
+    """Two windows, so two graphs, each also for one token."""
+    step = replace(STEP, spec=tiny_spec(windows=(None, 6)), details=Details(qk_norm=True, qkv_bias=True))
+    wanted = step.alone()
+    for checkpoint in KINDS:
+        found = step.spread(alone_plan(step, checkpoint), Alone(), backend=TRACED)
+        assert found.worst(wanted) < 1e-9, checkpoint
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
+def test_machine_code_gives_the_same_numbers(fresh):
+    step = replace(STEP, lengths=(20, 9, 17, 3))
+    found = step.spread(alone_plan(step, KINDS), Alone(), backend="inductor")
+    assert found.worst(step.alone()) < 1e-9
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_fresh_lengths_compile_nothing(fresh):
+    """Also not a length that another axis has by chance (16, 4), and none and one only once."""
+    network = compiled(STEP)
+    graphs = []
+    for lengths in ((16,), (5, 6), (4,), (100, 3), (), (8, 9), (), (1,), (33,), (1,), (2,)):
+        context = bind_alone(lengths)
+        loss = LossOf(network)(torch.arange(context.tokens) % 23, torch.arange(context.tokens) % 7, context)
+        loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert not counters["graph_break"]
+
+
+class CountingKernel:
+    """The kernels of the CPU, counted."""
+
+    def __init__(self):
+        self.inner, self.calls = default(torch.device("cpu")), []
+
+    @property
+    def ability(self):
+        return self.inner.ability
+
+    def prepare(self, segments, shape):
+        prepared, calls = self.inner.prepare(segments, shape), self.calls
+
+        class Prepared:
+            def forward(self, *tensors):
+                calls.append("forward")
+                return prepared.forward(*tensors)
+
+            def backward(self, *tensors):
+                calls.append("backward")
+                return prepared.backward(*tensors)
+
+        return Prepared()
+
+
+@pytest.mark.parametrize(("checkpoint", "forwards"), list(zip(KINDS, (1, 1, 2), strict=True)))
+def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forwards):
+    kernel = CountingKernel()
+    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: kernel)
+    step = replace(STEP, lengths=(20, 9))
+    plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
+    once(compiled(step), step, bind_plan(plan, Alone()).rounds[0].context)
+    assert (kernel.calls.count("forward"), kernel.calls.count("backward")) == (forwards * LAYERS, LAYERS)
+
+
+def traffic(plan, step, backend, **options):
+    """Calls and bytes of every rank, on threads that obey NCCL's rules, and the sum of losses."""
+
+    def body(transport):
+        network = Network.of(step.model())
+        if backend:
+            compile_layers(network.layers, backend=backend)
+        recompute_layers(network.layers, **options)
+        counting = Counting(transport)
+        context = bind_plan(plan, counting).rounds[0].context
+        loss = once(network, step, context)
+        sent = [counting.traffic(verb) for verb in ("all_to_all", "exchange", "all_gather")]
+        return loss, [(each.calls, each.bytes) for each in sent]
+
+    losses, sent = zip(*run_ranks(4, body, strict=True), strict=True)
+    return sum(losses) / step.valid, sent
+
+
+@pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
+def test_nothing_is_sent_more_often_than_without(checkpoint):
+    step = replace(STEP, lengths=(40, 9))
+    for keeps in (False, True):  # compile here: torch's compiler is for one thread at a time
+        once(compiled(step, keep_exchanged=keeps), step, bind_alone(step.lengths))
+    graphs = counters["stats"]["unique_graphs"]
+    for ulysses, ring, options in ((1, 4, {}), (2, 2, {}), (4, 1, {"keep_exchanged": True})):
+        group = Group((0, 1, 2, 3), ulysses, ring, (Span(0, 0, 40), Span(1, 0, 9)))
+        plan = one_stage_plan([[group]], ranks=4, checkpoint=checkpoint)
+        plain, wanted = traffic(plan, step, None, **options)
+        found = traffic(plan, step, TRACED, **options)
+        assert found[1] == wanted and found[0] == pytest.approx(plain, rel=1e-12)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("checkpoint", KINDS)
+def test_nothing_is_left_behind_with_or_without_a_backward(checkpoint):
+    step = replace(STEP, lengths=(20, 9))
+    plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
+    network, context = compiled(step), bind_plan(plan, Alone()).rounds[0].context
+    once(network, step, context)
+    loss = LossOf(network)(*step.rows()(context), context)
+    kept = len(tickets._held)
+    assert kept == (LAYERS if checkpoint == Checkpoint.NONE else 0)  # those that recompute have forgotten them
+    del loss
+    assert not tickets._held
+    with torch.no_grad():
+        LossOf(network)(*step.rows()(context), context)
+    assert not tickets._held
+
+
+def test_names_and_classes_stay_and_the_order_is_checked():
+    model, other = STEP.model(), STEP.model()
+    compile_layers(model.model.layers)
+    assert list(model.state_dict()) == list(other.state_dict())
+    assert type(model.model.layers[0]).__name__ == "Layer"
+    assert isinstance(model.model.layers[0], type(other.model.layers[0]))
+    recompute_layers(other.model.layers)
+    for layers in (model.model.layers, other.model.layers):
+        with pytest.raises(SeqloomError, match="Layer is compiled or recomputes already; call compile_layers once"):
+            compile_layers(layers)
