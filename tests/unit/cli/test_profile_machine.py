@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from seqloom.cost import Profile  # noqa: E402
+from seqloom.train import processes  # noqa: E402
 
 SPEC = """
 name = "small"
@@ -36,11 +37,15 @@ def test_the_profile_is_written_and_prices_plans(run, folder):
     assert run(f"{plan} --profile machine.json").code == 0
 
 
-def test_text_says_how_far_it_is_off(run):
-    result = run(f"{LINE} --output machine.json")
+def test_text_says_how_far_it_is_off(run, monkeypatch):
+    trials = [("1 of 1x1, each 1 x 64 tokens", 10.0, 11.0), ("1 of 2x1, each 1 x 64 tokens", 20.0, 16.0)]
+    rows = [dict(zip(("what", "measured_ms", "predicted_ms"), row, strict=True)) for row in trials]
+    found = {"output": "machine.json", "cluster": "2xCPU", "model": "small", "trials": rows}
+    monkeypatch.setattr(processes, "start_ranks", lambda body, ranks, *arguments: found)
+    result = run(f"{LINE} --ranks 2 --output machine.json")
     assert result.code == 0, result.err
-    assert "1 of 1x1, each 1 x 64 tokens, 3 rounds" in result.out
-    assert "on average" in result.out and "wrote machine.json" in result.out
+    assert "1 of 2x1, each 1 x 64 tokens" in result.out
+    assert "off by 15.0% on average, 20% at most" in result.out and "wrote machine.json" in result.out
 
 
 @pytest.mark.parametrize(
