@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen3-1.7b", help="qwen3-1.7b or llama-1.3b")
     parser.add_argument("--packs", type=int, default=4, help="per source of lengths")
     parser.add_argument("--repeats", type=int, default=2, help="steps of the long document")
-    parser.add_argument("--compile", action="store_true", help="our layers; plain transformers' beside its plain ones")
+    parser.add_argument("--compile", default="none", choices=("none", "ours", "both"), help="whose layers")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
     if not record.has_gpu() and not arguments.quick:

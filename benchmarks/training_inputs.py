@@ -1,4 +1,4 @@
-"""What training steps are measured on: configurations of transformers, and packs of random tokens."""
+"""What training steps are measured on: configurations of transformers, packs of random tokens; and what is found."""
 
 from __future__ import annotations
 
@@ -41,3 +41,12 @@ class Pack(NamedTuple):
     def valid(self) -> int:
         """Labels that count."""
         return len(self.ids) - len(self.lengths)
+
+
+class Step(NamedTuple):
+    """What a step took and found."""
+
+    seconds: float
+    loss: float
+    norm: float
+    peak_gib: float

@@ -10,8 +10,8 @@ from statistics import mean, median
 import torch
 from common import Check, progress
 from gpu_packs import drawn_packs
-from training_inputs import Pack
-from training_sides import Sides, Step
+from training_inputs import Pack, Step
+from training_sides import Sides
 
 SOURCES = ("wikipedia", "prolong", "github")
 PEAK = 989e12
@@ -30,7 +30,7 @@ class Run:
         model = "tiny" if arguments.quick else arguments.model
         self.sides = Sides(model, self.device, compiled=arguments.compile)
         self.size = sum(each.numel() for each in self.sides.parameters)
-        self.figures: dict = {"model": {"name": model, "parameters": self.size}}
+        self.figures: dict = {"model": {"name": model, "parameters": self.size}, "compiled": arguments.compile}
         self.checks: list[Check] = []
         progress(f"{model}: {self.size / 1e9:.2f} billion parameters")
 
@@ -56,7 +56,7 @@ class Run:
     def packed(self) -> None:
         """Packs of documents as they come."""
         rivals = ["flex", "documents"] if self.device.type == "cuda" else ["documents"]
-        extra = [f"{rivals[0]} compiled"] if self.arguments.compile else []
+        extra = [f"{rivals[0]} compiled"] if self.arguments.compile == "both" else []
         draw, seed, count = self.sides.pack, self.arguments.seed, 1 if self.arguments.quick else self.arguments.packs
         places = {source: self.arguments.lengths if source == "wikipedia" else source for source in SOURCES}
         packs = {source: drawn_packs(place, count + 1, seed, self.tokens) for source, place in places.items()}
@@ -102,7 +102,7 @@ class Run:
         """One document, side by side."""
         pack = self.sides.pack([self.long_tokens])
         plain = self.alone("plain transformers", "documents", "full", pack)
-        if self.arguments.compile:
+        if self.arguments.compile == "both":
             self.alone("plain transformers, compiled", "documents compiled", "full", pack)
         for keep, target in (("full", 1.0), ("selective", 1.15)):
             found = self.alone(keep, "ours", keep, pack)

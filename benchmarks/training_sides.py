@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from training_inputs import CONFIGS, Pack
+from training_inputs import CONFIGS, Pack, Step
 from transformers import AutoModelForCausalLM
 
 from seqloom.attention import warm_up_attention
@@ -20,18 +20,17 @@ from seqloom.comm import Context, bind_alone
 from seqloom.comm.alone import Alone
 from seqloom.integrations import attach, network
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
-from seqloom.runtime import Replicated, bind_plan, recompute_layers, run_step, scale_gradients, summed_loss
+from seqloom.runtime import (
+    Replicated,
+    bind_plan,
+    compile_layers,
+    recompute_layers,
+    run_step,
+    scale_gradients,
+    summed_loss,
+)
 
 CLIP, CHUNK, GIB = 1.0, 4096, 2**30
-
-
-class Step(NamedTuple):
-    """What a step took and found."""
-
-    seconds: float
-    loss: float
-    norm: float
-    peak_gib: float
 
 
 class Sides:
@@ -44,7 +43,7 @@ class Sides:
     With " compiled" after its name a rival's layers are compiled too.
     """
 
-    def __init__(self, name: str, device: torch.device, *, compiled: bool = False) -> None:
+    def __init__(self, name: str, device: torch.device, *, compiled: str = "none") -> None:
         self.device, self.config = device, CONFIGS[name]()
         torch.manual_seed(0)
         with device:  # drawn where it will live
@@ -53,10 +52,9 @@ class Sides:
         self.rivals = {"": plain}
         shared = {id(each): each for each in self.parameters}
         self.network = network(attach(copy.deepcopy(plain, dict(shared))))
-        if compiled:
-            from seqloom.runtime.compiled import compile_layers
-
+        if compiled != "none":
             compile_layers(self.network.layers)
+        if compiled == "both":
             self.rivals["compiled"] = copy.deepcopy(plain, dict(shared))
             for layer in self.rivals["compiled"].get_decoder().layers:
                 layer.compile()
