@@ -90,12 +90,14 @@ class Sides:
         return Step(seconds, float(loss), float(norm), torch.cuda.max_memory_allocated() / GIB if cuda else 0.0)
 
     @torch.no_grad()
-    def difference(self, pack: Pack) -> float:
-        """How far hidden states are from those of a call per document: norm of the difference / norm."""
-        rival, (ids, _) = self._rival("documents", Checkpoint.NONE), self._upload(pack)
-        wanted = torch.cat([self._hidden(rival, part, None) for part in ids.split(pack.lengths)]).float()
-        found = self.network.hidden(ids, bind_alone(pack.lengths, device=self.device))
-        return float((found.float() - wanted).norm() / wanted.norm())
+    def errors(self, pack: Pack) -> tuple[float, float]:
+        """How far hidden states are from those in float32: the engine's, and plain transformers'; norm over norm."""
+        plain, (ids, _) = self._rival("documents", Checkpoint.NONE), self._upload(pack)
+        exact = copy.deepcopy(plain).float()
+        parts = ids.split(pack.lengths)
+        oracle, wanted = (torch.cat([self._hidden(m, part, None) for part in parts]).float() for m in (exact, plain))
+        found = self.network.hidden(ids, bind_alone(pack.lengths, device=self.device)).float()
+        return tuple(float((one - oracle).norm() / oracle.norm()) for one in (found, wanted))
 
     def _engine(self, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
         """One round on one rank, run as in training."""
