@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from itertools import pairwise
 
-import numpy as np
 import record
 from common import Check, options, show, show_checks
 from gpu_packs import TOKENS, drawn_packs
@@ -22,28 +20,32 @@ PAIRS = (("triton", "cudnn"), ("varlen", "cudnn"), ("triton", "varlen"))
 SOURCES = ("wikipedia", "prolong", "github", "short")
 
 
-def pass_ms(run, repeats: int = 3) -> float:
-    """Median milliseconds on the GPU's clock, runs queued behind each other."""
+def pass_ms(run) -> float:
+    """Milliseconds on the GPU's clock, of the second of two runs that are queued behind each other."""
     import torch
 
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(4_000_000)
     run()
-    edges = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda._sleep(20_000_000)
-    edges[0].record()
-    for edge in edges[1:]:
-        run()
-        edge.record()
+    begin.record()
+    run()
+    end.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairwise(edges))
+    return begin.elapsed_time(end)
 
 
-def both_passes(prepared, tensors) -> tuple[float, float]:
-    """(forward, backward) ms."""
+def both_passes(choices: dict, tensors, sweeps: int) -> dict[str, list[float]]:
+    """Median forward and backward ms of every choice; they take turns: a GPU's clock drifts by several per cent."""
     from seqloom.attention.kernels.kernel import Saved
 
     q, k, v, dout = (tensor.detach() for tensor in tensors)
-    saved = Saved(q, k, v, *prepared.forward(q, k, v))
-    return pass_ms(lambda: prepared.forward(q, k, v)), pass_ms(lambda: prepared.backward(dout, saved))
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in choices}
+    for _ in range(sweeps):
+        for name, prepared in choices.items():
+            saved = Saved(q, k, v, *prepared.forward(q, k, v))
+            times[name][0].append(pass_ms(lambda one=prepared: one.forward(q, k, v)))
+            times[name][1].append(pass_ms(lambda one=prepared, kept=saved: one.backward(dout, kept)))
+    return {name: [statistics.median(column) for column in both] for name, both in times.items()}
 
 
 def every_cut(lengths: list[int], kernels, shape) -> dict[str, object]:
@@ -63,18 +65,21 @@ def every_cut(lengths: list[int], kernels, shape) -> dict[str, object]:
 
 
 def nearness(lengths: list[int], dispatcher, shape, tensors) -> dict[str, object]:
-    """Time of the best choice / time of the dispatcher's, forward and backward together."""
+    """Time of the best choice / time of the dispatcher's, forward and backward together.
+
+    The best of many noisy times flatters, so the best choice of each pass then runs against the dispatcher's again.
+    """
     from seqloom.attention.segments import Segments
 
     kernels = {kernel.ability.name: kernel for kernel in dispatcher.kernels if kernel.ability.name != "reference"}
-    times = {name: both_passes(one, tensors) for name, one in every_cut(lengths, kernels, shape).items()}
-    chosen = both_passes(dispatcher.prepare(Segments.packed(lengths), shape), tensors)
+    choices = every_cut(lengths, kernels, shape)
+    times = both_passes(choices, tensors, 1)
     best = [min(times, key=lambda name, k=k: times[name][k]) for k in (0, 1)]
-    return {
-        "of best": sum(times[name][k] for k, name in enumerate(best)) / sum(chosen),
-        "best": best,
-        "chosen ms": sum(chosen),
-    }
+    finalists = {name: choices[name] for name in best}
+    finalists["dispatcher"] = dispatcher.prepare(Segments.packed(lengths), shape)
+    times = both_passes(finalists, tensors, 9)
+    chosen = sum(times["dispatcher"])
+    return {"of best": sum(times[name][k] for k, name in enumerate(best)) / chosen, "best": best, "chosen ms": chosen}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -103,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         figures[label] = near
         of_best = [float(row["of best"]) for row in near.values()]
         rows += [(f"{label} {name}", f"{row['of best']:.3f}", " | ".join(row["best"])) for name, row in near.items()]
-        checks.append(Check(f"{label}, best choice / dispatcher, mean", float(np.mean(of_best)), 0.95, at_least=True))
+        checks.append(Check(f"{label}, best choice / dispatcher, worst pack", min(of_best), 0.95, at_least=True))
     show("time of the best choice / time of the dispatcher's", ("pack", "ratio", "best forward | backward"), rows)
     show_checks(checks)
     record.write(arguments.out, __file__, arguments, figures, checks)

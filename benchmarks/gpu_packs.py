@@ -1,4 +1,4 @@
-"""Packs of 128K tokens whose lengths a process has not seen before."""
+"""Packs of documents whose lengths a process has not seen before; of 128K tokens unless told otherwise."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def uniform_pack(length: int, rng: np.random.Generator) -> list[int]:
     return [fresh] * count + ([rest] if rest else [])
 
 
-def drawn_packs(source: str, count: int, seed: int) -> list[list[int]]:
+def drawn_packs(source: str, count: int, seed: int, tokens: int = TOKENS) -> list[list[int]]:
     """Packs of documents in the order of the source; one that does not fit is cut, as loaders do."""
     if source == "short":
         stream = np.random.default_rng(seed).integers(16, 512, size=count * 600)
     else:
-        stream = lengths_from(source, seed=seed, count=count * 4_000, max_length=TOKENS)
+        stream = lengths_from(source, seed=seed, count=count * 4_000, max_length=tokens)
     packs: list[list[int]] = [[]]
     for length in stream.tolist():
-        room = TOKENS - sum(packs[-1])
+        room = tokens - sum(packs[-1])
         packs[-1].append(min(length, room))
         if length >= room:
             if len(packs) == count:

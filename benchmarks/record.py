@@ -21,9 +21,15 @@ from common import Check, source_name
 
 
 def write(
-    out: Path | None, script: str, arguments: argparse.Namespace, figures: dict[str, Any], checks: Sequence[Check]
+    out: Path | None,
+    script: str,
+    arguments: argparse.Namespace,
+    figures: dict[str, Any],
+    checks: Sequence[Check],
+    *,
+    gpu: bool = True,
 ) -> None:
-    """Write the figures with what is needed to judge and repeat them."""
+    """Write the figures with what is needed to judge and repeat them; without `gpu` it was not used."""
     if out is None:
         return
     result = {
@@ -33,7 +39,7 @@ def write(
         "quick": arguments.quick,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": getattr(arguments, "commit", None) or commit(),
-        "hardware": hardware(),
+        "hardware": hardware(gpu),
         "libraries": libraries(),
         "install": "fast" if libraries()["numba"] else "base",
         "targets": [asdict(check) | {"passed": check.passed} for check in checks],
@@ -59,14 +65,14 @@ def _command(script: str, arguments: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def hardware() -> str:
-    """The GPU's name; without one, cores, kind of processor and memory, in words."""
+def hardware(gpu: bool = True) -> str:
+    """The GPU's name; without one, or where it was not used, cores, kind of processor and memory, in words."""
     try:
         model = Path("/proc/cpuinfo").read_text()
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     except (OSError, ValueError):
         model, memory = platform.processor(), ""
-    if has_gpu():
+    if gpu and has_gpu():
         import torch
 
         return torch.cuda.get_device_name()

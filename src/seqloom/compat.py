@@ -1,4 +1,4 @@
-"""Private operators of torch, each behind a typed function, and a check that they are still what they were.
+"""Private operators and names of torch, each behind a typed function, and a check that they are still what they were.
 
 Everything else in Seqloom calls torch through its public names. Layouts here are the operators' own.
 """
@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from seqloom.errors import SeqloomError
 
@@ -185,3 +187,11 @@ def mark_rows(tensor: torch.Tensor, axis: int) -> None:
 def occupy_gpu(cycles: int) -> None:
     """Keep the current GPU busy for so many clock cycles, about half a nanosecond each; the host goes on."""
     torch.cuda._sleep(cycles)
+
+
+def inherit_timeout(group: dist.ProcessGroup) -> None:
+    """Give a process group the timeout of the whole job; torch gives every new one its own default."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    world = dist.group.WORLD
+    assert world is not None  # there is a group, so there is a job
+    _set_pg_timeout(world._get_backend(device).options._timeout, group)

@@ -30,7 +30,7 @@ def test_threads_on_one_gpu(dtype, strict):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gloo_processes_on_one_gpu(gloo_pool, dtype):
     program = every_verb(dtype)
-    check(gloo_pool.run(run_program, program, "cuda", ranks=4), program)
+    check(gloo_pool.run(run_program, program, "cuda", ranks=4, timeout_s=300), program)
 
 
 class SumBothWays(torch.autograd.Function):

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import LlamaForCausalLM
 
 from seqloom.data import StoreWriter
+from seqloom.train.config import Config
+from seqloom.train.kinds import build_reference
 from seqloom.train.metrics import read_steps
 
 pytestmark = pytest.mark.distributed
@@ -84,6 +89,21 @@ def test_the_loss_falls_and_the_summary_says_so(whole):
     assert (summary["first_loss"], summary["final_loss"]) == (losses[0], losses[-1])
     assert losses[-1] < losses[0]
     assert summary["tokens_per_second"] > 0 and summary["measured_ms"] > 0 and summary["predicted_ms"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_trained_model_is_left_for_transformers_and_for_seqloom(place, whole):
+    folder = place / "whole" / "model"
+    theirs = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert theirs.dtype == torch.float64 and theirs.config.max_position_embeddings == 200
+    state = {"model": {name: torch.empty_like(p) for name, p in theirs.named_parameters()}}
+    dcp.load(state, checkpoint_id=place / "whole" / "checkpoints" / f"step-{STEPS:08}", no_dist=True)
+    assert all(torch.equal(p, state["model"][name]) for name, p in theirs.named_parameters()), "of the last step"
+    named = {"model.spec": folder / "config.json", "model.parameters": folder / "model.safetensors"}
+    again = Config.load(RECIPE, [f"{key}={value}" for key, value in named.items()])
+    ours = build_reference(again, torch.device("cpu"), torch.float64).module
+    assert {name: p.shape for name, p in ours.named_parameters()} == {n: p.shape for n, p in state["model"].items()}
+    assert all(torch.equal(p, state["model"][name]) for name, p in ours.named_parameters())
 
 
 def test_another_planner_and_sharding_on_more_ranks_give_the_same_losses(place, whole):

@@ -128,7 +128,7 @@ def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(plac
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("attention_dropout", 0.1, "attention dropout (model.layers.0.self_attn.attention_dropout = 0.1"),
+        ("attention_dropout", 0.1, "attention dropout (attention_dropout = 0.1 in the config, model.layers.0"),
         ("model_type", "gemma2", "logit soft-cap (attn_logit_softcapping = 50.0)"),
     ],
 )

@@ -123,7 +123,7 @@ def test_long_documents_round_up_into_the_next_and_at_the_end(ranks, kernels):
 def test_gloo_processes_on_one_gpu(gloo_pool, shape):
     case = Case.one_group((37, 1, 5, 640, 2, 2, 190), 8, 2, 64, *shape)
     inputs = case.inputs(torch.float32, device="cpu")
-    found = assemble(gloo_pool.run(attend, case, inputs, Reference(), "cuda", ranks=4))
+    found = assemble(gloo_pool.run(attend, case, inputs, Reference(), "cuda", ranks=4, timeout_s=300))
     assert worst(found, case.truth(inputs)) < 1e-5
 
 

@@ -68,3 +68,24 @@ def test_simple_bound_is_below_the_plan():
         cost = cost_model(cluster, model, profile=profile, sharding=sharding, max_length=gap.CONTEXT)
         [lengths] = common.batches("commoncrawl", 1, seed=0, context=gap.CONTEXT, size=64)
         assert 0 < gap.simple_bound(lengths, cost) <= cost.plan_ns(make_plan("flex", lengths, cost))
+
+
+def test_training_steps_of_all_sides_agree(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    parts = importlib.import_module("training_parts")
+    monkeypatch.setattr(parts, "drawn_packs", lambda _, count, *rest: [[30 + k, 20, 14] for k in range(count)])
+    out = tmp_path / "result.json"
+    importlib.import_module("gpu_training").main(["--quick", "--repeats", "1", "--out", str(out)])
+    found = json.loads(out.read_text())["targets"]
+    agreement = [check for check in found if "relative difference" in check["what"]]
+    assert len(agreement) == 1 + 2 * 3 + 2 * 2 and all(check["passed"] for check in agreement)
+    assert {"1.25", "1.0", "1.15", "42"} <= {str(check["target"]) for check in found}
+
+
+@pytest.mark.parametrize("apart", [0.02, -0.02, float("nan")])
+def test_sides_that_disagree_are_not_timed(apart):
+    pytest.importorskip("transformers")
+    run = object.__new__(importlib.import_module("training_parts").Run)
+    run.checks = []
+    with pytest.raises(SystemExit, match="mean nothing"):
+        run.near("loss", apart, 0.01)

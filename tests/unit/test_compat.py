@@ -1,7 +1,10 @@
 """Private operators of torch: the day torch changes one, this file fails and says which."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from seqloom import compat
 from seqloom.errors import SeqloomError
@@ -67,3 +70,15 @@ def test_the_gpu_operator_takes_our_arguments(causal, window):
     assert out.shape == q.shape and lse.shape == (4, 10) and lse.dtype == torch.float32
     grads = compat.flash_backward(out, q, k, k, out, lse, lengths, **options)
     assert grads.q.shape == q.shape and grads.k.shape == grads.v.shape == k.shape
+
+
+def test_a_group_can_have_the_timeout_of_the_job():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        group = dist.new_group([0])
+        own = group._get_backend(torch.device("cpu")).options
+        assert own._timeout != timedelta(seconds=77), "torch passes it on by itself; inherit_timeout can go"
+        compat.inherit_timeout(group)
+        assert own._timeout == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()

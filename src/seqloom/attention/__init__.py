@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from seqloom.attention.bound import prepare_attention
+from seqloom.attention.bound import ModelCall, prepare_attention, warm_up_attention
 from seqloom.attention.packed import packed_attention
 from seqloom.attention.segments import Segments
 from seqloom.attention.unified import attention, attention_with_lse
 
-__all__ = ["Segments", "attention", "attention_with_lse", "packed_attention", "prepare_attention"]
+__all__ = [
+    "ModelCall",
+    "Segments",
+    "attention",
+    "attention_with_lse",
+    "packed_attention",
+    "prepare_attention",
+    "warm_up_attention",
+]

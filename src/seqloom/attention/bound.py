@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from seqloom.attention.checks import Call, check_call, check_tensors
 from seqloom.attention.gather import Gather
-from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape
+from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape, Warmable
 from seqloom.attention.merge import joins_on
 from seqloom.attention.ring import Ring
 from seqloom.attention.rows import RowIndex
@@ -35,6 +37,22 @@ class GroupCall:
     inner: Prepared
 
 
+class ModelCall(NamedTuple):
+    """An attention call that a model makes, as far as its index work depends on it.
+
+    Attributes:
+        heads, kv_heads, dim: of the layer.
+        window: how many tokens it sees, itself included; None: all.
+        scale: logits are multiplied by it; None: dim ** -0.5.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+    scale: float | None = None
+
+
 def prepare_attention(
     context: Context,
     heads: int,
@@ -57,6 +75,50 @@ def prepare_attention(
     calls_of(context, heads, kv_heads, dim, dtype, Call(causal, window, scale, kernels))
 
 
+def warm_up_attention(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    longest: int,
+    tokens: int | None = None,
+    scale: float | None = None,
+    ulysses: Sequence[int] = (1,),
+    kernels: Kernel | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> int:
+    """Build and load all that attention over causal documents can need, before the first step needs it.
+
+    On a GPU a shape that was never met holds up a step by about 0.1 s; on a CPU there is nothing to build.
+
+    Args:
+        heads, kv_heads, dim, dtype, scale, kernels: see `attention`.
+        device: where it will run.
+        longest: tokens of a document.
+        tokens: of a rank in a round, at most; None: any number.
+        ulysses: degrees that rounds will have; each leaves a rank with other heads.
+        report: called as report(done, total) for every degree.
+
+    Returns:
+        Number of shapes.
+    """
+    device = torch.device(device)
+    kernel = _default_kernels(device) if kernels is None else kernels
+    if not isinstance(kernel, Warmable):
+        return 0
+    scale = dim**-0.5 if scale is None else scale
+    splits = [HeadSplit.of(heads, kv_heads, degree) for degree in ulysses]
+    counts = {
+        (high - low, kv_high - kv_low)
+        for split in splits
+        for (low, high), (kv_low, kv_high) in zip(split.query, split.kv, strict=True)
+    }
+    shapes = [Shape(*some, dim, dtype, device, scale) for some in sorted(counts, reverse=True)]
+    return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for shape in shapes)
+
+
 def bound_calls(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, call: Call
 ) -> tuple[GroupCall, ...]:
@@ -70,9 +132,11 @@ def calls_of(
 ) -> tuple[GroupCall, ...]:
     """Return the calls for tensors of these sizes."""
 
+    scale = dim**-0.5 if call.scale is None else call.scale
+    call = call._replace(scale=scale)  # the default, spelt out or not, is one call
+
     def build() -> tuple[GroupCall, ...]:
         check_call(context, heads, kv_heads, call)
-        scale = dim**-0.5 if call.scale is None else call.scale
         model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
         kernel = _default_kernels(context.device) if call.kernels is None else call.kernels
         groups = [

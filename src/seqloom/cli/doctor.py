@@ -82,6 +82,7 @@ def examine(cluster: str) -> dict[str, Any]:
             "profile": _profile(cluster),
             "torch operators": _torch_operators(found["torch"]),
             "attention": _attention(found["torch"]),
+            "GPU allocator": _allocator(),
         },
     }
 
@@ -154,6 +155,16 @@ def _attention(torch: Finding) -> dict[str, str | None]:
     return _choice(
         ", ".join(names), f"kernels for {place.type}, in order of preference" + (f"; {absent}" if absent else "")
     )
+
+
+def _allocator() -> dict[str, str | None]:
+    from seqloom.train.allocator import NAMES, SETTING, user_setting
+
+    own = user_setting()
+    if own is not None:
+        return _choice(own, "set by the environment; left as it is")
+    why = f"given to the processes that seqloom train starts; under torchrun set {NAMES[0]} yourself"
+    return _choice(SETTING, why)
 
 
 def _profile(cluster: str) -> dict[str, str | None]:

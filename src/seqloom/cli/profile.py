@@ -1,4 +1,7 @@
-"""``seqloom profile``: how long the attention kernels of this machine take, kept for the dispatcher."""
+"""``seqloom profile``: how long the attention kernels of this machine take, kept for the dispatcher.
+
+With ``--model`` it measures whole training steps instead, for the cost model: see ``profile_machine``.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,24 @@ Longest = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer lengths and runs: a first impression.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", help="Table to write, .json; what it holds of other shapes and devices is kept."),
+    typer.Option("--output", help="File to write, .json; what a table holds of other shapes and devices is kept."),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Measure training steps of this model instead, and write a profile for --profile."),
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="With --model: processes to start here.  [default: 1]")]
+Cluster = Annotated[str | None, typer.Option("--cluster", help="With --model: what the ranks run on, as in plan.")]
+Sharding = Annotated[str, typer.Option("--sharding", help="With --model: full, hybrid or none.")]
+Capacity = Annotated[
+    int | None, typer.Option("--capacity", help="With --model: tokens of a rank in a round; else what memory holds.")
+]
+KERNELS_ONLY = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
+MODEL_ONLY = ("ranks", "cluster", "sharding", "capacity")
 
 
 def profile(
+    context: typer.Context,
     device: Device = None,
     heads: Heads = 32,
     kv_heads: KvHeads = 8,
@@ -56,16 +72,33 @@ def profile(
     max_length: Longest = None,
     quick: Quick = False,
     output: Output = None,
+    model: Model = None,
+    ranks: Ranks = None,
+    cluster: Cluster = None,
+    sharding: Sharding = "full",
+    capacity: Capacity = None,
     json: AsJson = False,
 ) -> None:
     """Measure the attention kernels of this machine and write the table that decides which one runs.
 
+    With --model: measure training steps on several ranks and write a profile, the constants by which plans are priced.
+
     \b
     Example:
         seqloom profile --quick --heads 8 --kv-heads 2 --dim 64
+        seqloom profile --model qwen3-0.6b --ranks 4 --capacity 2048 --dtype float32 --output machine.json
+        torchrun --nproc-per-node 8 -m seqloom profile --model llama3-8b --cluster 1x8xH200 --output machine.json
     """
-    require_writable(output, "table", (".json",))
+    require_writable(output, "table" if model is None else "profile", (".json",))
     require_torch()
+    _refuse_options(context, MODEL_ONLY if model is None else KERNELS_ONLY, model is None)
+    if model is not None:
+        from seqloom.cli.profile_machine import Wanted, profile_machine
+
+        _check_dtype(dtype)
+        wanted = Wanted(model, cluster, sharding, capacity, max_length, dtype, show=not json)
+        profile_machine(wanted, ranks, output, json)
+        return
     from seqloom.attention.kernels.measure import measure
     from seqloom.attention.kernels.tables import KernelTable, default_path
     from seqloom.cli.progress import steps
@@ -84,6 +117,20 @@ def profile(
         print_json({**described(measurement), "left_out": left_out, "output": str(path)})
     else:
         _print_measurement(measurement, left_out, path)
+
+
+def _refuse_options(context: typer.Context, names: Sequence[str], without_model: bool) -> None:
+    """Refuse options that the other kind of measurement has."""
+    given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        way = "add --model" if without_model else "leave it out, the model says it"
+        raise SeqloomError(f"{option} {'needs' if without_model else 'has no meaning with'} --model; {way}")
+
+
+def _check_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise unknown("dtype", name, DTYPES)
 
 
 def require_torch() -> None:
@@ -117,8 +164,7 @@ def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.de
 
     from seqloom.attention.kernels.kernel import Shape
 
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    _check_dtype(dtype)
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
         raise SeqloomError(
             f"{heads} heads, {kv_heads} kv heads, head dim {dim}: all at least 1, and kv heads must divide the heads"

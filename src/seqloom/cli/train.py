@@ -51,8 +51,7 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
         print_json(summary)
     else:
         _print_summary(summary, loaded.run.output)
-        if kind.save is not None:
-            typer.echo(f"trained model: {loaded.run.output / 'model'}")
+        typer.echo(f"trained model: {loaded.run.output / 'model'}")
 
 
 def kind_of(config: Config) -> Kind:

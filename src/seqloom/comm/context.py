@@ -7,7 +7,7 @@ whom it exchanges how many rows. Layers then only move and compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
 
 import numpy as np
@@ -65,9 +65,10 @@ class BoundGroup:
         return self.counts[self.ulysses_index]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """One rank's view of a round. A rank without tokens, or in no group, has one too.
+    """One rank's view of a round. A rank without tokens, or in no group, has one too. Nothing in it is replaced.
+
+    Not a dataclass: torch's FSDP looks for tensors in those among a layer's arguments, field by field, at every call.
 
     Attributes:
         work: what was bound.
@@ -78,13 +79,22 @@ class Context:
         groups: those this rank is in, in the order of the work.
     """
 
-    work: Work
-    transport: Transport
-    spans: tuple[Span, ...]
-    positions: torch.Tensor
-    documents: torch.Tensor
-    groups: tuple[BoundGroup, ...]
-    _kept: dict[Hashable, object] = field(default_factory=dict, repr=False)
+    __slots__ = ("_kept", "documents", "groups", "positions", "spans", "transport", "work")
+
+    def __init__(
+        self,
+        work: Work,
+        transport: Transport,
+        spans: tuple[Span, ...],
+        positions: torch.Tensor,
+        documents: torch.Tensor,
+        groups: tuple[BoundGroup, ...],
+        kept: dict[Hashable, object] | None = None,
+    ) -> None:
+        """Keep what `bind` has found; `kept`: what was built from it already, shared with another view of it."""
+        self.work, self.transport, self.spans = work, transport, spans
+        self.positions, self.documents, self.groups = positions, documents, groups
+        self._kept: dict[Hashable, object] = {} if kept is None else kept
 
     @property
     def rank(self) -> int:

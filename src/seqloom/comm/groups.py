@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -111,7 +112,10 @@ class Communicators:
 def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Make a process group; return None where this process is not a member."""
     group = dist.new_group(list(ranks))
-    return group if isinstance(group, dist.ProcessGroup) else None
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    inherit_timeout(group)
+    return group
 
 
 def check_block(block: tuple[int, ...], rank: int, ranks: int, family: GroupFamily | None) -> None:

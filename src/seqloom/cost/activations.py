@@ -35,12 +35,13 @@ def kv_width(model: ModelSpec) -> int:
 def _layer(model: ModelSpec, feed_forward: LayerValues) -> LayerValues:
     """Attention and feed-forward with their norms and residuals.
 
-    Kept: both halves' input and its norm; q, k, v and the attention output. Touched: a norm reads and
+    Kept: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
+    attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
     writes, a residual reads two and writes one, rotary reads and writes q and k.
     """
     query, kv = query_width(model), kv_width(model)
     return LayerValues(
-        kept=4 * model.hidden + 2 * query + 2 * kv + feed_forward.kept,
+        kept=4 * model.hidden + 3 * query + 2 * kv + feed_forward.kept,
         touched=10 * model.hidden + 2 * (query + kv) + feed_forward.touched,
     )
 

@@ -118,6 +118,10 @@ class AdditiveEngine:
         """float64[n] ns of all heads of each document on one rank."""
         return self.constants.quadratic_ms * 1e6 * (lengths * lengths)
 
+    def document_calls(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+        """float64[n] ns per document however short: the published model has none."""
+        return np.zeros(len(lengths))
+
     def attention_share(self, shape: Shape) -> float:
         """The share of ``attention`` that falls on one rank of the group."""
         return 1.0 / shape.degree

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from seqloom.cost.communication import Communication
 from seqloom.cost.compute import Compute
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, Memory
@@ -14,8 +16,6 @@ from seqloom.cost.values import Shape, Variant
 from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from seqloom.cost.profile import AnalyticProfile
     from seqloom.cost.reach import Reach
     from seqloom.describe import Cluster, ModelSpec
@@ -88,6 +88,7 @@ class AnalyticEngine:
         return {
             "linear": self.compute.linear(checkpoint) / shape.degree,
             "head": self.compute.head() / shape.degree,
+            "steps": self._exposed * ring,
             "ulysses": ulysses,
             "ring": ring,
             "network": ulysses_network + ring_network,
@@ -98,24 +99,33 @@ class AnalyticEngine:
         """ns of a group before any document, part by part.
 
         A round gathers the parameters for forward and for backward, and reduces the gradients unless that
-        waits for the end of the step.
+        waits for the end of the step. What does not hide behind computing counts there as well.
         """
         profile, checkpoint, layers = self.profile, variant.checkpoint, self.model.layers
         passes = 3 if checkpoint == Checkpoint.FULL else 2
         steps = passes * (shape.ring - 1) * profile.ring_step_us
+        ring = self.links.ring_latency(shape, reach, checkpoint)
+        gather = 2 * self._collective(PARAMETER_BYTES)
+        reduce = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.ROUND else 0.0
         return {
-            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3,
-            "steps": layers * steps * 1e3,
+            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
+            "steps": layers * steps * 1e3 + self._exposed * ring,
             "ulysses": self.links.ulysses_latency(shape, reach, checkpoint),
-            "ring": self.links.ring_latency(shape, reach, checkpoint),
-            "gather": 2 * self._collective(PARAMETER_BYTES),
-            "reduce": self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.ROUND else 0.0,
+            "ring": ring,
+            "gather": gather,
+            "reduce": reduce,
             "kv_gather": self.links.kv_gather_latency(shape, reach, checkpoint),
         }
 
     def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
         """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
         return self.compute.attention(lengths, ring, variant.checkpoint)
+
+    def document_calls(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+        """float64[n] ns of calling the kernels for each document on one of ``ring`` ranks, however many heads."""
+        passes = 4 / 3 if variant.checkpoint == Checkpoint.FULL else 1.0
+        each = self.model.layers * ring * passes * self.profile.document_us * 1e3
+        return np.where(lengths > 0, each, 0.0)
 
     def attention_share(self, shape: Shape) -> float:
         """Share of the heads on the fullest Ulysses rank."""
@@ -128,9 +138,14 @@ class AnalyticEngine:
         return waited + self.links.replica_sum(gradients, self.shard_ranks, self.model.layers)
 
     def step_overhead(self, variant: Variant) -> float:
-        """ns once per step: its communication, and the optimiser on this rank's shard."""
+        """ns once per step: its communication, the optimiser on this rank's shard, the host."""
         optimiser = self.compute.optimiser(self.memory.parameters / self.shard_ranks)
-        return self.step_communication(variant) + optimiser
+        return self.step_communication(variant) + optimiser + self.profile.step_us * 1e3
+
+    @property
+    def _exposed(self) -> float:
+        """Share of the traffic beside computing that takes time of its own."""
+        return 1.0 - self.profile.overlap
 
     def _collective(self, bytes_per_parameter: int) -> float:
         size = bytes_per_parameter * self.memory.parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -62,13 +63,14 @@ def fit_curve(
     """Throughput by length from the times of one causal document each.
 
     A forward is ``4 * s^2/2 * heads * head_dim`` FLOPs. Lengths must ascend. Noise must not make a longer
-    document faster than a shorter one: such a time is raised to the shorter one's.
+    document faster than a shorter one: such a time is raised as far as a curve needs.
     """
+    if not len(lengths) == len(forward_us) == len(backward_us) or np.any(np.diff(lengths) <= 0):
+        raise SeqloomError("a curve needs ascending lengths with one forward and backward time each")
+    if min(*forward_us, *backward_us) <= 0:
+        raise SeqloomError("a curve needs times above 0; measure longer documents")
     flops = [2.0 * length * length * heads * head_dim for length in lengths]
-    forward = np.maximum.accumulate(np.asarray(forward_us, dtype=np.float64))
-    backward = np.maximum.accumulate(np.asarray(backward_us, dtype=np.float64))
-    if not len(lengths) == len(forward) == len(backward) or np.any(np.diff(lengths) <= 0) or forward[0] <= 0:
-        raise SeqloomError("a curve needs ascending lengths with one positive forward and backward time each")
+    forward, backward = (_rising(lengths, times) for times in (forward_us, backward_us))
     return Curve(
         tuple(int(length) for length in lengths),
         tuple(float(f / t * 1e-6) for f, t in zip(flops, forward, strict=True)),
@@ -76,28 +78,59 @@ def fit_curve(
     )
 
 
+def _rising(lengths: Sequence[int], times_us: Sequence[float]) -> list[float]:
+    """The times, raised where time would fall with length anywhere on a curve through them.
+
+    Between two lengths a < b a curve's time per token is linear, from p to q. Its time rises up to b if
+    ``q + (q - p) / (b - a) * b > 0``, so if q is above ``p * b / (2 b - a)``.
+    """
+    raised = [float(times_us[0])]
+    for (a, b), time in zip(itertools.pairwise(lengths), times_us[1:], strict=True):
+        least = raised[-1] / a * b / (2 * b - a) * b
+        raised.append(max(float(time), least * (1 + 1e-6)))
+    return raised
+
+
+def non_negative(columns: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """float64[k]: the coefficients, none below zero, whose ``columns @ coefficients`` is nearest to ``times``.
+
+    Columns come in one after the other, the one that helps most first; one that turns negative goes out again.
+
+    Args:
+        columns: float64[n, k].
+        times: float64[n].
+    """
+    scale = np.abs(columns).max(axis=0)
+    scale[scale == 0] = 1.0
+    scaled = columns / scale
+    found, inside = np.zeros(columns.shape[1]), np.zeros(columns.shape[1], dtype=bool)
+    for _ in range(3 * columns.shape[1]):
+        slope = np.where(inside, -np.inf, scaled.T @ (times - scaled @ found))
+        if slope.max() <= 1e-12 * np.abs(times).sum():
+            break
+        inside[int(np.argmax(slope))] = True
+        while True:
+            trial = np.zeros_like(found)
+            trial[inside] = np.linalg.lstsq(scaled[:, inside], times, rcond=None)[0]
+            wrong = inside & (trial <= 0)
+            if not wrong.any():
+                break
+            share = (found[wrong] / (found[wrong] - trial[wrong])).min()
+            found = found + share * (trial - found)
+            inside &= found > 1e-15
+        found = trial
+    return found / scale
+
+
 def _fit(columns: np.ndarray, times: np.ndarray) -> tuple[list[float], float]:
     """Non-negative coefficients with the least squared *relative* error, and the largest relative error.
 
-    Relative, because a profile must be right for short documents too. A coefficient that comes out negative
-    is dropped and the others fitted again: with two or three columns that is as good as a proper active-set
-    method.
+    Relative, because a profile must be right for short documents too.
     """
     if len(times) < columns.shape[1] or np.any(times <= 0) or len(times) != len(columns):
         raise SeqloomError(
             f"{len(times)} measurements for {columns.shape[1]} constants; give at least as many, all times above 0"
         )
-    weighted = columns / times[:, None]
-    active = list(range(columns.shape[1]))
-    while True:
-        scale = np.abs(weighted[:, active]).max(axis=0)
-        scale[scale == 0] = 1.0
-        solution = np.linalg.lstsq(weighted[:, active] / scale, np.ones(len(times)), rcond=None)[0] / scale
-        if solution.min() >= 0 or len(active) == 1:
-            break
-        active.pop(int(np.argmin(solution * scale)))
-    coefficients = [0.0] * columns.shape[1]
-    for place, value in zip(active, solution, strict=True):
-        coefficients[place] = max(0.0, float(value))
-    error = np.abs(columns @ np.array(coefficients) - times) / times
-    return coefficients, float(error.max())
+    found = non_negative(columns / times[:, None], np.ones(len(times)))
+    error = np.abs(columns @ found - times) / times
+    return found.tolist(), float(error.max())

@@ -7,6 +7,8 @@ What is kept per token and layer:
     selective   the layer's input, attention output and log-sum-exp; q, k, v and the rest are recomputed
     full        the layer's input
 
+The attention output counts twice: with Ulysses it is kept as the kernel left it, all tokens of some heads, and as it
+came back, some tokens of all heads. Groups without Ulysses need less; a rank's room is one number for all groups.
 Recomputing needs one layer's ``none`` set at a time on top.
 """
 
@@ -83,5 +85,5 @@ class Memory:
             return float(sum(whole) + head + exchange)
         kept = 2 * hidden
         if variant.checkpoint == Checkpoint.SELECTIVE:
-            kept += 2 * query + statistics
+            kept += 2 * 2 * query + statistics
         return float(len(layers) * kept + max(whole) + head + exchange)

@@ -218,8 +218,11 @@ class CostModel:
         for name in rates[0]:
             column = np.array([rate[name] for rate in rates])[:, None]
             parts[name] = np.rint(column * lengths).astype(np.int64)
-        whole = {ring: self._engine.attention(lengths, ring, variant) for ring in {s.ring for s, _ in places}}
-        attention = np.stack([whole[shape.ring] * self._engine.attention_share(shape) for shape, _ in places])
+        rings = {shape.ring for shape, _ in places}
+        whole = {ring: self._engine.attention(lengths, ring, variant) for ring in rings}
+        calls = {ring: self._engine.document_calls(lengths, ring, variant) for ring in rings}
+        shares = [whole[shape.ring] * self._engine.attention_share(shape) + calls[shape.ring] for shape, _ in places]
+        attention = np.stack(shares)
         parts["attention"] = np.rint(attention).astype(np.int64)
         return parts
 

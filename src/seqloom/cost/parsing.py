@@ -13,7 +13,7 @@ from seqloom.cost.profile import AdditiveModel, AdditiveProfile, AnalyticProfile
 from seqloom.errors import SeqloomError, unknown
 
 KINDS = {"additive": AdditiveProfile, "analytic": AnalyticProfile}
-MAY_BE_ZERO = ("_us", "_ms", "workspace_gib")  # costs that may be absent; rates and sizes may not
+MAY_BE_ZERO = ("_us", "_ms", "workspace_gib", "overlap")  # costs that may be absent; rates and sizes may not
 
 
 def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
@@ -44,6 +44,8 @@ def _build(cls: type, data: Any, where: str) -> Any:
     built = cls(**{key: _value(str(names[key].type), value, f"{where}.{key}") for key, value in data.items()})
     if isinstance(built, Curve):
         _check_curve(built, where)
+    if isinstance(built, AnalyticProfile) and built.overlap > 1:
+        raise SeqloomError(f"{where}.overlap is {built.overlap}; it is a share, from 0 to 1")
     return built
 
 

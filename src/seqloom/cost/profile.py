@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -126,3 +127,11 @@ class AnalyticProfile(Profile):
     workspace_gib: float  # CUDA context, communicator buffers, fragmentation
     head_chunk: int  # tokens of logits alive at once
     sources: dict[str, str]
+    document_us: float = 0.0  # per document, layer and ring step: kernels that take one document at a time
+    step_us: float = 0.0  # host time of a step beyond its rounds
+    overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a .json file, which ``Profile.load`` reads back."""
+        text = json.dumps({"kind": "analytic", **asdict(self)}, indent=2, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from seqloom.errors import SeqloomError
 
@@ -74,8 +75,19 @@ def _problem(kind: type[Any], detail: Any) -> str:
 def _unknown_key(kind: type[Any], path: list[str]) -> str:
     """Message for a key that does not exist, looked up in the dataclass where it stands."""
     for part in path[:-1]:
-        kind = get_type_hints(kind).get(part, kind)
-    legal = [field.name for field in fields(kind) if field.init]
+        kind = _inside(kind, part)
+    legal = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else []
     near = difflib.get_close_matches(path[-1], legal, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"legal keys: {', '.join(legal)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"legal keys: {', '.join(legal)}" if legal else "leave it out"
     return f"unknown key {'.'.join(path)!r}; {hint}"
+
+
+def _inside(kind: Any, part: str) -> Any:
+    """The type under a field of a dataclass, a key of a mapping or a place in a list; a choice of None is left out."""
+    if is_dataclass(kind):
+        kind = get_type_hints(kind).get(part, kind)
+    else:
+        kind = next((held for held in reversed(get_args(kind)) if held is not Ellipsis), kind)
+    if get_origin(kind) in (Union, UnionType):
+        kind = next((choice for choice in get_args(kind) if choice is not NoneType), kind)
+    return kind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -119,17 +119,18 @@ def rope(model: nn.Module, causal: Any) -> Iterator[str]:
 
 def attention_dropout(model: nn.Module, causal: Any) -> Iterator[str]:
     """Dropout of attention's weights."""
-    yield from (text for kind, text in _dropouts(model) if kind == "attention")
+    yield from _dropouts_of("attention", model, vars(_text(causal)))
 
 
 def other_dropout(model: nn.Module, causal: Any) -> Iterator[str]:
     """Dropout of embeddings, residuals, whole layers."""
-    yield from (text for kind, text in _dropouts(model) if kind == "other")
+    yield from _dropouts_of("other", model, vars(_text(causal)))
 
 
 def lora_dropout(model: nn.Module, causal: Any) -> Iterator[str]:
     """Dropout in adapters."""
-    yield from (text for kind, text in _dropouts(model) if kind == "adapter")
+    configs = getattr(model, "peft_config", {}).values()
+    yield from _dropouts_of("adapter", model, {key: value for each in configs for key, value in vars(each).items()})
 
 
 def virtual_tokens(model: nn.Module, causal: Any) -> Iterator[str]:
@@ -185,6 +186,15 @@ def _text(causal: Any) -> Any:
 
 def _types(causal: Any) -> list[str]:
     return getattr(_text(causal), "layer_types", None) or []
+
+
+def _dropouts_of(kind: str, model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
+    """Dropouts of one kind that modules have: the keys of the config that set them, then where they are."""
+    where = [text for found, text in _dropouts(model) if found == kind]
+    for key, value in config.items() if where else ():
+        if "drop" in key and type(value) in (int, float) and value and _kind(key) == kind:
+            yield f"{key} = {value} in the config"
+    yield from where
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[str, str]]:

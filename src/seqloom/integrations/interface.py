@@ -6,12 +6,13 @@ which transformers hands on to every attention layer, also when a layer is recom
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from seqloom.attention import attention
+from seqloom.attention import ModelCall, attention
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 
@@ -90,7 +91,7 @@ def attention_function(
     _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
     options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
     if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return attention(q, k, v, seqloom_context, **options)[None], None
     rows = seqloom_context.tokens
     if query.shape[2] != max(rows, 1):
@@ -99,11 +100,32 @@ def attention_function(
             f"round; pass the ids of context.spans: {CALL}"
         )
     _check_positions(keywords.get("position_ids"), seqloom_context)
-    q, k, v = (x[0, :, :rows].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (only_rows(x.squeeze(0).transpose(0, 1), rows) for x in (query, key, value))
     out = attention(q, k, v, seqloom_context, **options)
     if not rows:  # the row that `inputs` adds to an empty rank: nobody's token, so it sees nothing
         out = torch.cat([out, out.new_zeros((1, *out.shape[1:]))])
     return out[None], None
+
+
+def calls(layers: Iterable[torch.nn.Module]) -> tuple[ModelCall, ...]:
+    """Return the distinct attention calls that layers will make, from their configs and what their attention keeps.
+
+    A model that says it in other words is left out: its index work is done in the first layer of a round.
+    """
+    found = []
+    for module in (module for layer in layers for module in layer.modules()):
+        config: Any = getattr(module, "config", None)
+        heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
+        dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        if isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float):
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            found.append(ModelCall(heads, kv_heads, dim, _window(module, getattr(module, "layer_idx", None)), scale))
+    return tuple(dict.fromkeys(found))
+
+
+def only_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the first rows. All of them are the tensor itself: behind an index, gradients are copied into zeros."""
+    return tensor if len(tensor) == rows else tensor[:rows]
 
 
 def _check(

@@ -38,6 +38,7 @@ class Refusal(NamedTuple):
 
 
 _PLAN = "which elements are dropped would depend on the plan"
+_ZERO = "load with this key of the config set to 0.0"
 
 REFUSALS = (
     Refusal(
@@ -108,8 +109,8 @@ REFUSALS = (
         "use rope_type default, linear, llama3 or yarn",
         evidence.rope,
     ),
-    Refusal("attention dropout", _PLAN, "load with attention_dropout=0.0", evidence.attention_dropout),
-    Refusal("dropout", _PLAN, "load with this dropout set to 0.0 in the config", evidence.other_dropout),
+    Refusal("attention dropout", _PLAN, _ZERO, evidence.attention_dropout),
+    Refusal("dropout", _PLAN, _ZERO, evidence.other_dropout),
     Refusal("LoRA dropout", _PLAN, "use LoraConfig(lora_dropout=0.0)", evidence.lora_dropout),
     Refusal(
         "virtual tokens",

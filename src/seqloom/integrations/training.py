@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, network
 from seqloom.runtime.network import Network
 from seqloom.train.config import Config
+from seqloom.train.folders import replaced
 from seqloom.train.kinds import Kind
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_*")
@@ -63,25 +64,12 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
 
     Parameters keep the dtype of the run's masters, so nothing is lost. A model that is there is replaced.
     """
-    final = config.run.output / "model"
-    partial, old = final.with_name(".model.partial"), final.with_name(".model.old")
-    model: Any = module
-    try:
-        for left in (partial, old):
-            shutil.rmtree(left, ignore_errors=True)
+    final, model = config.run.output / "model", cast("Any", module)
+    with replaced(final, SafetensorError) as partial:
         with _no_progress_bars():
             model.save_pretrained(partial, state_dict=dict(state))
         for path in _tokenizer_files(_folder(config)):
             shutil.copy(path, partial / path.name)
-        if final.exists():
-            final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise SeqloomError(
-            f"{final} was not written ({error}); the last checkpoint has the parameters: make room and run the same "
-            "command again"
-        ) from error
     return final
 
 

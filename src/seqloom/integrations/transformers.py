@@ -14,7 +14,7 @@ from torch import nn
 
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
-from seqloom.integrations.interface import NAME, register
+from seqloom.integrations.interface import NAME, calls, only_rows, register
 from seqloom.integrations.refusals import check, unwrapped
 from seqloom.runtime.network import Network
 
@@ -87,7 +87,7 @@ def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, 
         ids, positions, context: see `inputs`.
     """
     decoder = unwrapped(model).get_decoder()
-    return decoder(**inputs(ids, positions, context)).last_hidden_state[0, : context.tokens]
+    return only_rows(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
 
 
 def head(model: nn.Module) -> Head:
@@ -111,4 +111,4 @@ def network(model: nn.Module) -> Network:
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
         return hidden_states(model, ids, context.positions, context)
 
-    return Network(model, layers, hidden, causal.get_output_embeddings())
+    return Network(model, layers, hidden, causal.get_output_embeddings(), calls(layers))

@@ -21,6 +21,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.registry import make_plan
+from seqloom.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class StepPlan:
         wait_ns: how long whoever took it waited.
         fallback: why the static plan stands in; "" when it does not.
         bound_ns: what no plan of the step can beat, under the cost model; None: not known.
+        idle_share: of the ranks' time in the step, by the simulator; None: not known.
     """
 
     step: int
@@ -42,6 +44,7 @@ class StepPlan:
     wait_ns: int
     fallback: str = ""
     bound_ns: int | None = None
+    idle_share: float | None = None
 
 
 class PlanAhead:
@@ -84,7 +87,7 @@ class PlanAhead:
             self._connection.send((step, np.asarray(lengths, dtype=np.int64)))
             self._asked.add(step)
         except (BrokenPipeError, OSError):
-            self._made[step] = _Made(None, 0, self._obituary(), None)
+            self._made[step] = _Made(None, 0, self._obituary())
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Return the plan of a step, waiting for it if need be; the static one if it is late or cannot be made.
@@ -98,10 +101,11 @@ class PlanAhead:
             self.submit(step, lengths)
         self._receive_until(step, begin + round(self._now_s * 1e9))
         late = f"no plan within {self._now_s:g} s"
-        made = self._made.pop(step, _Made(None, 0, late, None))
+        made = self._made.pop(step, _Made(None, 0, late))
         self._made = {other: kept for other, kept in self._made.items() if other > step}
         plan = self._static(lengths) if made.text is None else Plan.from_json(made.text)
-        return StepPlan(step, plan, made.plan_ns, time.monotonic_ns() - begin, made.why_not, made.bound_ns)
+        waited = time.monotonic_ns() - begin
+        return StepPlan(step, plan, made.plan_ns, waited, made.why_not, made.bound_ns, made.idle_share)
 
     def _static(self, lengths: Sequence[int] | np.ndarray) -> Plan:
         return make_plan("static", np.asarray(lengths), self._cost)
@@ -131,7 +135,7 @@ class PlanAhead:
                     return
                 done, made = self._connection.recv()
             except (EOFError, OSError):
-                self._made[step] = _Made(None, 0, self._obituary(), None)
+                self._made[step] = _Made(None, 0, self._obituary())
                 return
             if done in self._asked:
                 self._asked.discard(done)
@@ -144,12 +148,13 @@ class PlanAhead:
 
 
 class _Made(NamedTuple):
-    """What the process answers: the plan as JSON or why there is none, how long it took, and the bound."""
+    """What the process answers: the plan as JSON or why there is none, how long it took, and what is known of it."""
 
     text: str | None
     plan_ns: int
     why_not: str
-    bound_ns: int | None
+    bound_ns: int | None = None
+    idle_share: float | None = None
 
 
 def _serve(connection: Connection, cost: CostModel, planner: str, seed: int) -> None:
@@ -165,11 +170,11 @@ def _serve(connection: Connection, cost: CostModel, planner: str, seed: int) -> 
 def _make(cost: CostModel, planner: str, seed: int, lengths: np.ndarray) -> _Made:
     begin = time.monotonic_ns()
     try:
-        text, why_not = make_plan(planner, lengths, cost, seed=seed).to_json(), ""
-        took = time.monotonic_ns() - begin
-        return _Made(text, took, why_not, int(lower_bound(lengths, cost)))
+        plan = make_plan(planner, lengths, cost, seed=seed)
+        text, took = plan.to_json(), time.monotonic_ns() - begin
+        return _Made(text, took, "", int(lower_bound(lengths, cost)), simulate(plan, cost).idle_share)
     except SeqloomError as error:
         why_not = f"planner {planner!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged
         why_not = f"planner {planner!r} failed: {type(error).__name__}: {error}"
-    return _Made(None, time.monotonic_ns() - begin, why_not, None)
+    return _Made(None, time.monotonic_ns() - begin, why_not)

@@ -74,6 +74,7 @@ def bind_plan(
     device: torch.device | str = "cpu",
     method: Method | Callable[[Group], Method] = "ring",
     check: bool = True,
+    prepare: Callable[[Context], None] | None = None,
 ) -> BoundPlan:
     """Work out what a plan means for the rank of `transport`. Called by all ranks, whatever they do in it.
 
@@ -83,9 +84,11 @@ def bind_plan(
         device: where the local tensors live.
         method: how ring indices share keys and values, see `seqloom.comm.bind`.
         check: compare the plan's hash with that of all other ranks; one all-gather of 32 bytes.
+        prepare: called with every context of this rank, to do the model's index work before the first layer
+            (`Network.prepare`); None: the first layer of a round does it.
     """
     _check_plan(plan, transport)
-    if check:
+    if check and transport.ranks > 1:  # looking at the answer waits for the device
         _check_hash(plan, transport, torch.device(device))
     pipeline = plan.pipelines[0]
     island = next((island for island in plan.islands if transport.rank in island), ())
@@ -94,6 +97,8 @@ def bind_plan(
         work = current.work[0]
         part = _takes_part(work, island)
         context = bind(work, transport, device=device, method=method) if part else None
+        if prepare is not None and context is not None:
+            prepare(context)
         rounds.append(BoundRound(number, work.checkpoint, context))
     actions = tuple(a for a in pipeline.actions[0] if a.round is None or rounds[a.round].takes_part)
     return BoundPlan(plan, transport, torch.device(device), island, tuple(rounds), actions)

@@ -132,14 +132,18 @@ class _Remembering:
 def _with_tape(argument: Any, tape: Tape) -> Any:
     if not isinstance(argument, Context):
         return argument
-    return _TapedContext(*(getattr(argument, each.name) for each in fields(argument)), tape=tape)
+    return _TapedContext(argument, tape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _TapedContext(Context):
     """A context whose attention calls go through a tape."""
 
-    tape: Tape = field(kw_only=True)
+    __slots__ = ("tape",)
+
+    def __init__(self, own: Context, tape: Tape) -> None:
+        rows = (own.spans, own.positions, own.documents, own.groups)
+        super().__init__(own.work, own.transport, *rows, kept=own._kept)
+        self.tape = tape
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """See `Context.cached`; what attention is bound to is handed out with the tape in between."""

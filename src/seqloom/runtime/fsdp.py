@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
+from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
 from seqloom.plan import Sharding
 from seqloom.runtime.loss import CHUNK
@@ -136,7 +137,10 @@ def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, devic
             "divisor of the ranks"
         )
     table = torch.arange(world).view(-1, width)
-    return DeviceMesh(device.type, table, mesh_dim_names=(REPLICA, SHARD))
+    mesh = DeviceMesh(device.type, table, mesh_dim_names=(REPLICA, SHARD))
+    for axis in (REPLICA, SHARD):
+        inherit_timeout(mesh.get_group(axis))
+    return mesh
 
 
 def _sum_only(part: FSDPModule) -> None:

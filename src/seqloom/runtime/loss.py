@@ -6,6 +6,8 @@ is multiplied out at once. So backward only scales what forward has found, and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -97,20 +99,39 @@ def _one_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of a chunk's losses and, if wanted, its gradient by the logits, [rows, vocabulary]."""
     logits = rows @ weight.T
-    values = logits.to(wide)
-    counts = labels != IGNORED
-    target = labels.clamp(min=0).unsqueeze(1)
-    values -= values.amax(1, keepdim=True)
-    chosen = values.gather(1, target).squeeze(1)
-    values.exp_()
-    sums = values.sum(1)
-    losses = torch.where(counts, sums.log() - chosen, 0).sum()
+    losses = _losses_on(logits.device, wide)(logits, labels, IGNORED, wanted)
+    return losses.sum(), logits
+
+
+def plain_losses(logits: torch.Tensor, labels: torch.Tensor, ignored: int, wanted: bool) -> torch.Tensor:
+    """Return the loss of every row in float32 (float64 for float64), 0 where its label is `ignored`.
+
+    Args:
+        logits: [rows, vocabulary]; overwritten, where wanted by their own gradient.
+        labels: int64[rows].
+        ignored: the label that does not count.
+        wanted: whether the gradient is.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    counts = (labels != ignored).unsqueeze(1)
+    targets = torch.where(counts, labels.unsqueeze(1), 0)
+    top = logits.amax(1, keepdim=True).to(wide)
+    values = logits.sub_(top) if logits.dtype == wide else logits - top
+    chosen = values.gather(1, targets)
+    sums = values.exp_().sum(1, keepdim=True)
     if wanted:
-        values /= sums.unsqueeze(1)
-        values.scatter_add_(1, target, values.new_full(target.shape, -1.0))
-        values *= counts.unsqueeze(1)
-        logits.copy_(values)
-    return losses, logits
+        values.scatter_add_(1, targets, -sums)
+        torch.mul(values, counts / sums, out=logits)
+    return torch.where(counts, sums.log() - chosen, 0).squeeze(1)
+
+
+def _losses_on(device: torch.device, wide: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return `plain_losses`, or what does the same faster on this device."""
+    if device.type == "cuda" and wide == torch.float32 and find_spec("triton") is not None:
+        from seqloom.runtime.triton_loss import fused_losses
+
+        return fused_losses
+    return plain_losses
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from seqloom.attention import ModelCall, prepare_attention
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
@@ -24,12 +25,14 @@ class Network:
         layers: parts that are gathered, released and recomputed one by one; each is called with the context.
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
         head: has `weight` [vocabulary, hidden]; maybe the table of tokens.
+        calls: the attention calls of the layers, each distinct one once, for `prepare`.
     """
 
     module: nn.Module
     layers: tuple[nn.Module, ...]
     hidden: Callable[[torch.Tensor, Context], torch.Tensor]
     head: nn.Module
+    calls: tuple[ModelCall, ...] = ()
 
     @classmethod
     def of(cls, model: Transformer) -> Network:
@@ -39,8 +42,19 @@ class Network:
                 f"{type(model).__name__} is not the reference transformer; for another model say what its layers, "
                 "its hidden states and its head are: Network(module, layers, hidden, head)"
             )
-        decoder = model.model
-        return cls(model, tuple(decoder.layers), lambda ids, c: decoder(ids, c.positions, c), model.lm_head)
+        decoder, spec = model.model, model.spec
+        calls = tuple(ModelCall(spec.heads, spec.kv_heads, spec.head_dim, each) for each in dict.fromkeys(spec.windows))
+        return cls(model, tuple(decoder.layers), lambda ids, c: decoder(ids, c.positions, c), model.lm_head, calls)
+
+    def prepare(self, context: Context, dtype: torch.dtype) -> None:
+        """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
+
+        Args:
+            context: of the round; it keeps the result.
+            dtype: that layers compute in.
+        """
+        for heads, kv_heads, dim, window, scale in self.calls:
+            prepare_attention(context, heads, kv_heads, dim, dtype, window=window, scale=scale)
 
 
 class LossOf(nn.Module):

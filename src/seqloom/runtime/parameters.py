@@ -92,7 +92,10 @@ class Replicated:
     def finish(self) -> None:
         """See `Parameters.finish`."""
         everyone = tuple(range(self._transport.ranks))
-        sum_gradients(self.masters().values(), lambda flat: self._transport.all_reduce(flat, everyone))
+        if len(everyone) == 1:  # the sum is what is there already
+            complete_gradients(self.masters().values())
+        else:
+            sum_gradients(self.masters().values(), lambda flat: self._transport.all_reduce(flat, everyone))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
@@ -135,6 +138,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torc
         parameters: the same on all ranks, in the same order.
         all_reduce: replaces a flat tensor by its sum.
     """
+    parameters = list(parameters)
+    complete_gradients(parameters)
     for bucket in _buckets(parameters):
         dtype = sum_dtype(bucket[0].dtype)
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
@@ -143,8 +148,17 @@ def sum_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torc
             gradient.copy_(total.view(gradient.shape))
 
 
+def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give a gradient of zero to parameters that have none: a step did not touch them."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> None:
     """Multiply all gradients; clipping is a factor of min(1, limit / norm)."""
+    if isinstance(factor, float) and factor == 1.0:
+        return
     for parameter in parameters.masters().values():
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor)
@@ -156,11 +170,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Yield local gradients of one dtype, together at most `BUCKET` elements or a single one; make missing ones."""
+    """Yield local gradients of one dtype, together at most `BUCKET` elements or a single one."""
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+        assert parameter.grad is not None
         gradient = local(parameter.grad)
         size = sum(each.numel() for each in bucket)
         if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.numel() > BUCKET):

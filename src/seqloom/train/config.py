@@ -31,6 +31,7 @@ from seqloom.train.sections import (
 
 _PATHS = (
     ("run", "output"),
+    ("model", "parameters"),
     ("model", "huggingface"),
     ("data", "source"),
     ("data", "validation"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,31 @@ class AtomicWriter(FileSystemWriter):
             raise SeqloomError(
                 f"{unseen[0]} was written by a rank but is not here; choose a folder that all nodes share"
             )
+
+
+@contextmanager
+def replaced(final: Path, *failures: type[Exception]) -> Iterator[Path]:
+    """Yield where to write a folder, which then takes the place of `final`: complete or not at all.
+
+    Args:
+        final: is made, or replaced.
+        failures: what writing may raise besides OSError; then `final` is what it was.
+    """
+    partial, old = (final.with_name(f".{final.name}.{word}") for word in ("partial", "old"))
+    try:
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, *failures) as error:
+        raise SeqloomError(
+            f"{final} was not written ({error}); the last checkpoint has the parameters: make room and run the same "
+            "command again"
+        ) from error
 
 
 def _delete(folder: Path) -> None:

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from seqloom.models import Transformer
+from seqloom.models.files import config_of, details_of, read_parameters, write_model
 from seqloom.runtime import Network
 from seqloom.train.config import Config
+from seqloom.train.folders import replaced
 from seqloom.train.setup import model_spec
 
 Build = Callable[[Config, torch.device, torch.dtype], Network]
@@ -32,20 +36,34 @@ class Kind:
 
     Attributes:
         build: makes it.
-        save: writes it after the last step; None: its checkpoints are all there is.
+        save: writes it after the last step.
     """
 
     build: Build
-    save: Save | None = None
+    save: Save
 
 
 def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
-    """Make the reference model: see `Build`."""
-    return Network.of(Transformer(model_spec(config), seed=config.model.seed, dtype=dtype, device=device))
+    """Make the reference model, with fresh parameters or those that the config names: see `Build`."""
+    settings = config.model
+    details = details_of(str(settings.spec)) if settings.parameters is not None else None
+    model = Transformer(model_spec(config), details, seed=settings.seed, dtype=dtype, device=device)
+    config_of(model.spec, model.details)  # refuse now what could not be written in the end
+    if settings.parameters is not None:
+        read_parameters(model, settings.parameters)
+    return Network.of(model)
 
 
-REFERENCE = Kind(build_reference)
-"""The reference transformer, with fresh parameters."""
+def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
+    """Write config.json and model.safetensors: see `Save`."""
+    final = config.run.output / "model"
+    with replaced(final, SafetensorError) as partial:
+        write_model(partial, cast("Transformer", module), state, context=config.data.max_length)
+    return final
+
+
+REFERENCE = Kind(build_reference, save_reference)
+"""The reference transformer."""
 
 
 def dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:

@@ -6,18 +6,29 @@ All ranks run the same lines in the same order; only the first one plans, shows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from seqloom.comm import Transport
+from seqloom.comm import Context, Transport
 from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import Sharded, StepResult, bind_plan, compile_layers, evaluate, recompute_layers, run_step
+from seqloom.runtime import (
+    BoundPlan,
+    Sharded,
+    StepResult,
+    bind_plan,
+    compile_layers,
+    evaluate,
+    recompute_layers,
+    run_step,
+)
 from seqloom.runtime.parameters import scale_gradients
 from seqloom.train.checkpoints import Checkpoints
 from seqloom.train.config import Config
@@ -29,6 +40,8 @@ from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
 from seqloom.train.setup import Setup
 from seqloom.train.sinks import open_sinks
+from seqloom.train.warm import warm_up
+from seqloom.train.watch import Watch
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
 """How long a step waits for its plan before the static one stands in; the first one compiles the planner."""
@@ -45,6 +58,7 @@ class Trainer:
         *,
         kind: Kind = REFERENCE,
         device: torch.device | str = "cpu",
+        watch: Watch | None = None,
     ) -> None:
         """Build the model and everything around it, and go to the latest checkpoint if the config says so.
 
@@ -54,10 +68,12 @@ class Trainer:
             transport: this rank's, over torch.distributed.
             kind: how the model is built and written.
             device: where the model runs.
+            watch: is told what this rank is doing; None: nobody is.
         """
         self.config, self.setup, self.transport, self.device = config, setup, transport, torch.device(device)
-        self._closing, self._kind = ExitStack(), kind
+        self._closing, self._kind, self._watch = ExitStack(), kind, watch
         masters, compute = dtypes(config)
+        self._compute = compute or masters
         self._network = kind.build(config, self.device, masters)
         if config.model.compile:
             compile_layers(self._network.layers)
@@ -78,15 +94,25 @@ class Trainer:
         """Close everything that was opened; after an error nothing is waited for."""
         self._closing.__exit__(*error)
 
-    def run(self, stream: IO[str] | None = None) -> dict[str, Any]:
+    def run(self, stream: IO[str] | None = None, *, notes: Sequence[str] = ()) -> dict[str, Any]:
         """Train to the last step and return the summary; only the first rank's counts.
 
         Args:
             stream: where progress is shown, on the first rank; None: nowhere.
+            notes: what the log says before the first step.
         """
         metrics = self._metrics(stream)
+        if metrics is not None:
+            for text in notes:
+                metrics.note(self.step, text)
+        before = "none before it"
         for number, batch in self._batches():
+            self._at(f"step {number}, whose plan has not come ({before})")
             taken = self.plans.take(number, batch.lengths)
+            before = f"step {number}, plan {taken.plan.hash[:12]}"
+            self._at(before)
+            if number == self.step + 1:
+                self._warm_up(taken.plan, metrics)
             record = self._train(taken, batch)
             if metrics is not None:
                 metrics.step(record)
@@ -96,8 +122,19 @@ class Trainer:
             self._evaluate(number, metrics)
             if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
                 self._save(number)
+        self._at("the end of the run", limited=False)
         self._write_model()
         return {} if metrics is None else metrics.summary.as_dict()
+
+    def _warm_up(self, plan: Plan, metrics: Metrics | None) -> None:
+        """Build what attention on a GPU needs for shapes it has not met."""
+        note = (lambda text: None) if metrics is None else partial(metrics.note, self.step)
+        longest = self.setup.cost.max_length or int(self.setup.source.lengths.max())
+        warm_up(self._network, plan, longest, self._compute, self.device, note)
+
+    def _at(self, place: str, *, limited: bool = True) -> None:
+        if self._watch is not None:
+            self._watch.at(place, limited=limited)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield the steps to come, planned ahead."""
@@ -113,11 +150,18 @@ class Trainer:
     def _train(self, taken: StepPlan, batch: Batch) -> StepRecord:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
-        bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
+        bound = self._bound(taken.plan)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
         rate = self._update(taken.step, result)
         return self._record(batch, taken, result, rate, self._slowest(time.perf_counter() - begin))
+
+    def _bound(self, plan: Plan) -> BoundPlan:
+        """Bind a plan that `SharedPlans` has compared, with all index work of the model's layers."""
+        return bind_plan(plan, self.transport, device=self.device, check=False, prepare=self._prepare)
+
+    def _prepare(self, context: Context) -> None:
+        self._network.prepare(context, self._compute)
 
     def _update(self, number: int, result: StepResult) -> float:
         """Clip, set the rate, step the optimiser; return the rate."""
@@ -144,7 +188,9 @@ class Trainer:
             predicted_ms=predicted / 1e6,
             planner_wait_ms=taken.wait_ns / 1e6,
             gap_to_bound=None if not taken.bound_ns else predicted / taken.bound_ns - 1,
+            idle_share=taken.idle_share,
             planner=taken.plan.planner or "",
+            plan_hash=taken.plan.hash,
             fallback=bool(taken.fallback),
         )
 
@@ -161,10 +207,10 @@ class Trainer:
         source, batches = self.setup.validation()
         total = 0.0
         for index, batch in enumerate(batches):
+            self._at(f"evaluation after step {number}")
             taken = self.plans.take(-1 - index, batch.lengths)
-            bound = bind_plan(taken.plan, self.transport, device=self.device, check=False)
             loss = evaluate(
-                bound,
+                self._bound(taken.plan),
                 self.parameters,
                 lambda context, batch=batch: rank_rows(source, context, batch),
                 batch.valid_tokens,
@@ -174,14 +220,13 @@ class Trainer:
             metrics.evaluation(number, total / sum(batch.valid_tokens for batch in batches))
 
     def _save(self, number: int) -> None:
+        self._at(f"checkpoint of step {number}", limited=False)  # the one before may still be on its way to the disk
         extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
         state = named_state(self.optimiser)
         self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
 
     def _write_model(self) -> None:
-        """Write the trained model, if its kind can; also when nothing was left to do, since a crash may have been."""
-        if self._kind.save is None:
-            return
+        """Write the trained model; also when nothing was left to do, since a crash may have been."""
         leads = self.transport.rank == 0
         state = gathered(self._network.module, keep=leads)
         if leads:
@@ -208,7 +253,8 @@ class Trainer:
     def _planner(self) -> PlanAhead | None:
         if self.transport.rank:
             return None
-        patience = {"patience_s": PATIENCE_S, "first_patience_s": FIRST_PATIENCE_S}
+        limit = self.config.run.timeout_s / 2  # other ranks wait as well
+        patience = {"patience_s": min(PATIENCE_S, limit), "first_patience_s": min(FIRST_PATIENCE_S, limit)}
         ahead = PlanAhead(self.setup.cost, self.config.plan.planner, seed=self.config.run.seed, **patience)
         return self._closing.enter_context(ahead)
 

@@ -48,6 +48,8 @@ class StepRecord:
     """Of the ranks' time in the step, by the simulator."""
     planner: str = ""
     """Who planned the step."""
+    plan_hash: str = ""
+    """Of the plan that was run."""
     fallback: bool = False
     """The planner was late or failed, and the static plan was taken."""
 

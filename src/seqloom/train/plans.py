@@ -78,7 +78,7 @@ def _answer(ahead: PlanAhead, step: int, lengths: Sequence[int] | np.ndarray) ->
         taken = ahead.take(step, lengths)
     except SeqloomError as error:
         return json.dumps({"step": step, "error": str(error)}).encode()
-    names = ("step", "plan_ns", "wait_ns", "fallback", "bound_ns")
+    names = ("step", "plan_ns", "wait_ns", "fallback", "bound_ns", "idle_share")
     head = {name: getattr(taken, name) for name in names}
     return (json.dumps(head) + "\n" + taken.plan.to_json()).encode()
 

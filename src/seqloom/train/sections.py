@@ -38,6 +38,8 @@ class Run:
     """Of the order of documents and of planners."""
     ranks: Whole = 1
     """Processes to start on this machine. Under torchrun its own number counts."""
+    timeout_s: Whole = 600
+    """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -45,18 +47,20 @@ class Run:
         for name in ("steps", "epochs"):
             if getattr(self, name) is not None:
                 at_least("run", self, 1, name)
-        at_least("run", self, 1, "ranks")
+        at_least("run", self, 1, "ranks", "timeout_s")
         at_least("run", self, 0, "seed")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained: a reference model with fresh parameters, or a Hugging Face folder."""
+    """What is trained: a reference model, or a Hugging Face folder."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     spec: str | None = None
     """Shapes of a reference model: a preset's name, or a .json or .toml file. Either this or `huggingface`."""
+    parameters: Path | None = None
+    """Of a reference model, .safetensors with Llama's names, such as a run leaves behind; None: they are drawn."""
     huggingface: Path | None = None
     """Folder with config.json and, unless parameters are to be drawn, safetensors."""
     seed: Whole = 0
@@ -69,6 +73,11 @@ class Model:
     def __post_init__(self) -> None:
         """Check the values."""
         either("model", self, "spec", "huggingface")
+        if self.parameters is not None and self.spec is None:
+            raise SeqloomError(
+                f"model.parameters = {str(self.parameters)!r} beside model.huggingface, whose folder has parameters of "
+                "its own; leave it out, or name the model's shapes in model.spec"
+            )
         at_least("model", self, 0, "seed")
 
 

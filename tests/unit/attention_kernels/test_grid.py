@@ -23,6 +23,7 @@ def test_the_grid_is_small():
     assert len(all_shapes(131_072)) <= 256
     assert len(set(all_shapes(131_072))) == len(all_shapes(131_072))
     assert len(all_shapes(2_048)) < 60
+    assert len(all_shapes(131_072, 4_096)) < 40
 
 
 def test_dense_lengths_are_near_each_other():
@@ -38,6 +39,7 @@ def test_documents_are_on_the_grid_once_and_the_grid_is_closed(lengths):
     placed = np.concatenate([call.segments for call in calls])
     assert sorted(placed.tolist()) == list(range(len(lengths)))
     assert {call.shape for call in calls} <= set(all_shapes(max(lengths)))
+    assert {call.shape for call in calls} <= set(all_shapes(140_000, sum(lengths)))
     for call in calls:
         longest = max(lengths[index] for index in call.segments)
         assert len(call.segments) <= call.shape.batch <= 4 / 3 * len(call.segments)

@@ -1,10 +1,11 @@
 """Binding: what a work means for one rank, and what is refused before anything is sent."""
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 import torch
 
+from seqloom.comm import bind_alone
 from seqloom.comm.context import bind, method_by_cost
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
@@ -122,3 +123,10 @@ def test_layouts_other_than_the_derived_one():
     for name in ("attention", "linear"):
         with pytest.raises(SeqloomError, match=f"the {name} layout .* not supported yet"):
             bind(replace(work, **{name: moved}), Place(0))
+
+
+def test_a_context_is_opaque_to_who_looks_for_tensors_in_arguments():
+    """FSDP walks through dataclasses, tuples, lists and dicts among a layer's arguments, at every call."""
+    context = bind_alone([3, 5])
+    assert not is_dataclass(context) and not isinstance(context, tuple | list | dict)
+    assert not hasattr(context, "__dict__")  # and a misspelt attribute is an error

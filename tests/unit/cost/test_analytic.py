@@ -1,5 +1,7 @@
 """The analytic model: traffic formulas, lanes, memory, and that its tokens per second are believable."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -136,6 +138,16 @@ def test_all_gather_instead_of_a_ring(llama):
     assert short.kv_gather > 0 and short.total_ns == max(short.lanes)
 
 
+def test_memory_of_a_token_by_hand(llama):
+    """bf16; 32 layers, hidden 4096 = 32 heads x 128, 8 kv heads, feed-forward 14336; the attention output twice."""
+    hidden, query, kv, lse = 4096, 4096, 1024, 4 * 32
+    whole = 2 * (4 * hidden + query + 2 * kv + 2 * query + 3 * 14336) + lse
+    others = 2 * 3 * hidden + 8 * (query + kv) + 24 * kv
+    assert llama.token_bytes(NONE) == 32 * whole + others
+    assert llama.token_bytes(SELECTIVE) == 32 * (2 * (hidden + 2 * query) + lse) + whole + others
+    assert llama.token_bytes(FULL) == 32 * 2 * hidden + whole + others
+
+
 def test_recomputation_trades_time_for_memory(llama):
     assert llama.capacity(NONE) < llama.capacity(SELECTIVE) < llama.capacity(FULL)
     assert llama.token_bytes(NONE) > llama.token_bytes(SELECTIVE) > llama.token_bytes(FULL)
@@ -197,3 +209,35 @@ def test_shapes_are_a_handful(llama):
     assert all(shape.ulysses <= llama.model.heads for shape in llama.shapes)
     for a, b in zip(llama.shapes, llama.shapes[1:], strict=False):
         assert a.degree < b.degree or a.ulysses > b.ulysses
+
+
+def test_what_a_document_and_a_step_cost_however_short():
+    cluster, model, variant = (
+        Cluster.parse("1x4xCPU"),
+        ModelSpec.load("qwen3-0.6b"),
+        Variant(Checkpoint.NONE, Reduce.STEP),
+    )
+    plain = Profile.load("cpu")
+    before = CostModel(cluster, model, plain, "none", budget_gib=100)
+    after = CostModel(cluster, model, replace(plain, document_us=30.0, step_us=700.0), "none", budget_gib=100)
+    assert after.step_overhead_ns(variant) - before.step_overhead_ns(variant) == 700_000
+    for shape in (Shape(1, 1), Shape(2, 1), Shape(1, 4), Shape(2, 2)):
+        group = Group(tuple(range(shape.degree)), *shape, (Span(0, 0, 100), Span(1, 0, 900)))
+        added = after.group_parts(group, variant).attention - before.group_parts(group, variant).attention
+        assert added == 2 * model.layers * shape.ring * 30_000
+        empty = replace(group, spans=())
+        assert after.group_parts(empty, variant) == before.group_parts(empty, variant)
+
+
+def test_traffic_that_does_not_hide_adds_up():
+    cluster, model = Cluster.parse("1x4xCPU"), ModelSpec.load("qwen3-0.6b")
+    group = Group((0, 1, 2, 3), 1, 4, (Span(0, 0, 4000),))
+    hidden, half, exposed = (
+        CostModel(cluster, model, replace(Profile.load("cpu"), overlap=share), budget_gib=100).group_parts(group, NONE)
+        for share in (1.0, 0.5, 0.0)
+    )
+    assert hidden.gather == exposed.gather and hidden.ring == exposed.ring
+    assert exposed.steps - hidden.steps == pytest.approx(hidden.ring, abs=2)
+    assert exposed.fixed - hidden.fixed == pytest.approx(hidden.gather + hidden.reduce, abs=2)
+    assert half.lanes[0] == pytest.approx((hidden.lanes[0] + exposed.lanes[0]) / 2, abs=4)
+    assert exposed.total_ns == exposed.lanes[0]

@@ -1,8 +1,11 @@
 """Fitting gives back the constants that made the measurements."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from seqloom.cost import Profile
 from seqloom.cost.fit import fit_additive, fit_curve, fit_link
 from seqloom.errors import SeqloomError
 
@@ -29,8 +32,18 @@ def test_link_comes_back():
 def test_curve_from_times():
     curve = fit_curve([1024, 2048, 4096], [100, 90, 400], [250, 500, 1000], heads=32, head_dim=128)
     assert curve.forward[0] == pytest.approx(2 * 1024**2 * 4096 / 100 / 1e6)
-    assert curve.forward[1] == pytest.approx(4 * curve.forward[0])  # the faster time was noise
+    assert curve.forward[1] == pytest.approx(3 * curve.forward[0])  # the faster time was noise: 4/3 of the shorter's
     assert curve.backward[0] == pytest.approx(curve.forward[0])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_curve_from_noise_is_legal(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    times = [rng.uniform(1, 100, size=5).tolist() for _ in range(2)]
+    curve = fit_curve([16, 64, 100, 1024, 4096], *times, heads=4, head_dim=32)
+    profile = replace(Profile.load("cpu"), attention=curve, tile=curve)
+    profile.save(tmp_path / "noise.json")
+    assert Profile.load(tmp_path / "noise.json").attention == curve
 
 
 @pytest.mark.parametrize(("sizes", "times"), [([1], [1.0]), ([1, 2], [0.0, 1.0]), ([1, 2], [1.0, 2.0, 3.0])])

@@ -1,6 +1,7 @@
 """Profile files: everything shipped loads, everything odd is refused with a reason."""
 
 import json
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -37,6 +38,8 @@ def test_path_and_name_are_the_same(tmp_path):
         ({"intra": {}}, "missing all_to_all"),
         ({"intra": 3}, "expected an object"),
         ({"head_chunk": 1.5}, "whole number"),
+        ({"overlap": 1.5}, "from 0 to 1"),
+        ({"step_us": -1}, "0 or more"),
         ({"attention": {"lengths": [2, 1], "forward": [1, 1], "backward": [1, 1]}}, "ascend"),
         ({"attention": {"lengths": [1, 2], "forward": [1, 9], "backward": [1, 1]}}, "less time"),
         ({"attention": {"lengths": [1], "forward": [1, 9], "backward": [1]}}, "equally long"),
@@ -47,6 +50,12 @@ def test_refusals(tmp_path, change, message):
     path.write_text(json.dumps(shipped("h200") | change))
     with pytest.raises(SeqloomError, match=message):
         Profile.load(path)
+
+
+def test_a_saved_profile_comes_back(tmp_path):
+    profile = replace(Profile.load("cpu"), name="mine", document_us=3.5, overlap=0.0)
+    profile.save(tmp_path / "mine.json")
+    assert Profile.load(tmp_path / "mine.json") == profile
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -140,6 +140,30 @@ def test_a_model_that_has_it_is_refused_by_name_with_the_way_out(name, build):
         attach(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "build"),
+    [
+        ("attention dropout", "attention_dropout", lambda **k: on_meta("LlamaForCausalLM", **SIZES, **k)),
+        ("attention dropout", "attn_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
+        ("dropout", "resid_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
+        ("dropout", "embd_pdrop", lambda **k: on_meta("GPT2LMHeadModel", **GPT2, **{**QUIET, **k})),
+        ("dropout", "layerdrop", lambda **k: on_meta("OPTForCausalLM", **SIZES, ffn_dim=16, **{"dropout": 0.0, **k})),
+        ("dropout", "dropout", lambda **k: on_meta("OPTForCausalLM", **SIZES, ffn_dim=16, **k)),
+        ("LoRA dropout", "lora_dropout", lambda **k: lora(**k)),
+    ],
+)
+def test_a_dropout_is_refused_with_its_config_key_and_the_way_out(name, key, build):
+    with pytest.raises(SeqloomError) as error:
+        check(build(**{key: 0.25}))
+    [line] = [line for line in str(error.value).splitlines() if line.startswith(f"  - {name} (")]
+    assert f"({key} = 0.25 in the config, " in line, "the key first, then the modules"
+    assert line.endswith("use LoraConfig(lora_dropout=0.0)" if "LoRA" in name else "this key of the config set to 0.0")
+    try:
+        check(build(**{key: 0.0}))  # the way out
+    except SeqloomError as left:
+        assert "dropout" not in str(left)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_supported_is_not_refused(name):
     check(tiny_model(name))

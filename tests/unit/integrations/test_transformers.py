@@ -12,7 +12,7 @@ from seqloom.comm import bind, bind_alone, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations import attach, head, hidden_states, inputs, network
 from seqloom.plan import Checkpoint, Group, Span, Work
-from seqloom.testing.tiny_models import SIZES, documents, one_by_one, tiny_model
+from seqloom.testing.tiny_models import MODELS, SIZES, documents, one_by_one, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = [5, 3]
@@ -100,6 +100,16 @@ def test_the_runtime_is_told_of_layers_and_head(model, ids, context):
     model._no_split_modules = None
     with pytest.raises(SeqloomError, match="does not say what its layers are"):
         network(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_index_work_can_be_done_before_the_first_layer(name, ids, context):
+    found = network(attach(tiny_model(name)))
+    found.prepare(context, torch.float64)
+    before = set(context._kept)
+    assert len(before) == (2 if name == "qwen2-windows" else 1)
+    found.hidden(ids, context)
+    assert set(context._kept) == before
 
 
 # -- refused in the call ------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.ahead import PlanAhead
+from seqloom.planners.bounds import lower_bound
+from seqloom.simulate import simulate
 
 COST = cost_model("1x8xH200", "llama3-8b")
 BATCHES = [np.array([512, 700, 33_000, 4_096]), np.array([90, 260]), np.array([70_000, 10])]
@@ -25,6 +27,8 @@ def test_plans_are_those_made_here_in_any_order():
             assert (taken.step, taken.fallback) == (step, "")
             assert taken.plan.hash == make_plan("adaptive", BATCHES[step], COST).hash
             assert taken.plan_ns > 0 and taken.wait_ns > 0
+            assert taken.bound_ns == lower_bound(BATCHES[step], COST)
+            assert taken.idle_share == simulate(taken.plan, COST).idle_share
         again = ahead.take(7, BATCHES[1])
         assert again.plan.hash == make_plan("adaptive", BATCHES[1], COST).hash, "planned now when nobody asked before"
 

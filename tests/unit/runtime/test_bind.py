@@ -7,9 +7,11 @@ import torch
 
 from seqloom.comm import Alone, run_ranks
 from seqloom.errors import SeqloomError
+from seqloom.models import Transformer
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Reduce, Round, Sharding, Span, Stage
 from seqloom.runtime.bind import bind_plan
-from seqloom.testing.steps import one_stage_plan
+from seqloom.runtime.network import Network
+from seqloom.testing.steps import one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)
 ROUNDS = [
@@ -86,3 +88,22 @@ def test_what_the_runtime_cannot_run_is_refused_by_name():
 def test_a_plan_for_other_ranks_is_refused():
     with pytest.raises(SeqloomError, match="a plan for 4 ranks on 1: start 4"):
         bind_plan(one_stage_plan(ROUNDS, ranks=4), Alone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_index_work_of_every_kind_of_layer_is_done_before_the_first(dtype):
+    spec = tiny_spec(layers=3, windows=(None, 3, None))
+    plan = one_stage_plan(ROUNDS, ranks=4, layers=3, sharding=Sharding.FULL)
+
+    def body(transport):
+        network = Network.of(Transformer(spec, dtype=dtype))
+        found = bind_plan(plan, transport, prepare=lambda context: network.prepare(context, dtype))
+        counts = []
+        for each in found.rounds:
+            before = set(each.context._kept)
+            network.hidden(torch.zeros(each.context.tokens, dtype=torch.int64), each.context)
+            assert set(each.context._kept) == before, "no layer had to prepare anything"
+            counts.append(len(before))
+        return counts
+
+    assert run_ranks(4, body, strict=True) == [[2, 2, 2]] * 4, "one for each window"

@@ -6,8 +6,10 @@ import weakref
 import pytest
 import torch
 
+from seqloom.attention import attention
 from seqloom.attention.kernels.registry import default
 from seqloom.comm import Counting, run_ranks
+from seqloom.cost.activations import layer_values
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.plan import Checkpoint, Group, Span
@@ -111,6 +113,35 @@ def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch,
     tokens, heads, kv_heads, dim, size = 52, 4, max(2, ulysses), 4, 8
     values = outputs * heads * dim + heads + exchanged * (heads + 2 * kv_heads) * dim
     assert held == LAYERS * tokens * values * size
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "outputs"), [(1, 1, 1), (1, 4, 1), (4, 1, 2), (2, 2, 2)])
+def test_without_checkpointing_ulysses_keeps_the_attention_output_twice(ulysses, ring, outputs):
+    """What backward of attention and of the projection after it hold, beside what the cost model counts for it."""
+    spec = tiny_spec(kv_heads=4)
+    plan = one_stage_plan([[Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS)]], ranks=4)
+
+    def body(transport):
+        context = bind_plan(plan, transport).rounds[0].context
+        if context is None:
+            return {}
+        q, k, v = (torch.randn(context.tokens, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        project, held = torch.nn.Linear(16, 16, bias=False, dtype=torch.float64), {}
+
+        def keep(tensor):
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            project(attention(q, k, v, context).flatten(1)).sum()
+        held.pop(project.weight.untyped_storage().data_ptr())
+        return held
+
+    held = sum(sum(each.values()) for each in run_ranks(4, body, strict=True))
+    query, kv, heads = 16, 16, 4
+    assert held == 8 * 52 * ((1 + outputs) * query + 2 * kv + heads)
+    counted = layer_values(spec)[0].kept - 4 * spec.hidden - 3 * spec.ffn
+    assert counted == 3 * query + 2 * kv, "one number for all groups, so that of Ulysses"
 
 
 def test_what_was_kept_is_given_back_without_the_garbage_collector(monkeypatch):

@@ -1,5 +1,10 @@
 """The chunked loss against torch's cross entropy: value and gradients, in every corner."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -120,3 +125,12 @@ def test_bad_input_is_refused(change, words):
 def test_a_chunk_has_tokens():
     with pytest.raises(SeqloomError, match="chunks of 0"):
         summed_loss(*inputs(), chunk=0)
+
+
+def test_the_fused_loss_in_the_interpreter():
+    """In a process of its own: the interpreter must be chosen before triton is first imported."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    cases = Path(__file__).with_name("triton_loss_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(cases)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -116,6 +116,7 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("run.steps=0", r"run.steps = 0; it must be 1 or more"),
         ("run.epochs=1", r"run.steps and run.epochs: both are given; give exactly one"),
         ("run.steps=", r"run.steps and run.epochs: neither is given"),
+        ("run.timeout_s=0", r"run.timeout_s = 0; it must be 1 or more"),
         ("model.huggingface=m", r"model.spec and model.huggingface: both are given"),
         ("model.spec=qwen3", r"unknown model 'qwen3'; did you mean qwen3"),
         ("model.spec=gone.toml", r"gone.toml' does not exist"),
@@ -151,6 +152,13 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
 def test_what_cannot_be_is_refused_with_the_way_out(override, message, write):
     with pytest.raises(SeqloomError, match=message):
         Config.load(write(LEAST), overrides=[override])
+
+
+def test_parameters_belong_to_a_reference_model(write):
+    overrides = ["model.spec=", "model.huggingface=m", "model.parameters=p.safetensors"]
+    with pytest.raises(SeqloomError, match=r"model.parameters = .*p.safetensors' beside model.huggingface"):
+        Config.load(write(LEAST), overrides)
+    assert Config.load(write(LEAST), overrides[2:]).model.parameters == Path("p.safetensors").resolve()
 
 
 def test_budgets_that_exclude_the_longest_document_are_refused(write):

@@ -56,6 +56,7 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "gap_to_bound": 0.1,
                 "idle_share": 0.2,
                 "planner": "flex",
+                "plan_hash": "",
                 "fallback": False,
             }
         ]

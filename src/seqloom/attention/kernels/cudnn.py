@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-import numpy as np
 import torch
 
 from seqloom.attention.kernels import cudnn_graphs as names
-from seqloom.attention.kernels.cudnn_calls import KEY_TENSORS, Gap, PlacedCall, Tensors
+from seqloom.attention.kernels.cudnn_calls import KEY_TENSORS, Gaps, PlacedCall, Tensors
 from seqloom.attention.kernels.cudnn_graphs import Graph, GraphCache, GraphKey
+from seqloom.attention.kernels.cudnn_warm import Rehearsal
 from seqloom.attention.kernels.grid import CallShape, all_shapes, plan_calls
 from seqloom.attention.kernels.kernel import Ability, Gradients, Prepared, Saved, Shape
 from seqloom.attention.segments import Segments
@@ -56,8 +56,8 @@ class Cudnn:
     def prepare(self, segments: Segments, shape: Shape) -> Prepared:
         """Lay the segments on the grid and upload where they lie."""
         calls = tuple(PlacedCall.of(call, segments, shape.device) for call in plan_calls(segments))
-        q_gaps = _gaps(segments.q_start, segments.q_stop)
-        k_gaps = _gaps(segments.k_start, segments.k_stop)
+        q_gaps = Gaps.of(segments.q_start, segments.q_stop, shape.device)
+        k_gaps = Gaps.of(segments.k_start, segments.k_stop, shape.device)
         return PreparedCudnn(self, shape, calls, q_gaps, k_gaps)
 
     def warm_up(
@@ -65,14 +65,16 @@ class Cudnn:
         shape: Shape,
         longest: int,
         *,
+        tokens: int | None = None,
         strides: tuple[int, int, int] | None = None,
         report: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Build every graph that documents of up to `longest` tokens can reach.
+        """Build and load every graph that documents of up to `longest` tokens can reach.
 
         Args:
             shape: heads, width, dtype and device.
-            longest: tokens.
+            longest: tokens of a document.
+            tokens: of all documents of a call, at most; None: any number.
             strides: row strides of q, k and v in elements; contiguous tensors if left out.
             report: called as report(done, total) after every shape.
 
@@ -80,14 +82,16 @@ class Cudnn:
             Number of shapes.
         """
         contiguous = (shape.heads * shape.dim, shape.kv_heads * shape.dim, shape.kv_heads * shape.dim)
-        shapes = all_shapes(longest)
-        for done, call in enumerate(shapes, 1):
-            key = graph_key(call, shape, strides or contiguous)
-            for backward in (False, True):
-                self.graphs.graph(key, backward=backward)
-            if report is not None:
-                report(done, len(shapes))
-        return len(shapes)
+        keys = [graph_key(call, shape, strides or contiguous) for call in all_shapes(longest, tokens)]
+        with torch.cuda.device(shape.device):
+            rehearsal = Rehearsal(keys, shape.device)
+            for done, key in enumerate(keys, 1):
+                for backward in (False, True):
+                    rehearsal.run(self.graphs, key, backward=backward)
+                if report is not None:
+                    report(done, len(keys))
+            torch.cuda.synchronize()
+        return len(keys)
 
     def side_streams(self, device: torch.device) -> list[torch.cuda.Stream]:
         """Return the streams of a device, made once."""
@@ -110,8 +114,8 @@ class PreparedCudnn:
     kernel: Cudnn
     shape: Shape
     calls: tuple[PlacedCall, ...]
-    q_gaps: tuple[Gap, ...]
-    k_gaps: tuple[Gap, ...]
+    q_gaps: Gaps
+    k_gaps: Gaps
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `Prepared`."""
@@ -120,8 +124,8 @@ class PreparedCudnn:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         tensors = {names.Q: q, names.K: k, names.V: v, names.OUT: out, names.LSE: lse}
         self._run(tensors, backward=False)
-        _fill(out, self.q_gaps, 0)
-        _fill(lse, self.q_gaps, -torch.inf)
+        self.q_gaps.fill(out, 0)
+        self.q_gaps.fill(lse, -torch.inf)
         return out, lse.t().contiguous()
 
     def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
@@ -133,9 +137,9 @@ class PreparedCudnn:
         tensors |= {names.LSE: lse.t().contiguous(), names.DOUT: dout.contiguous()}
         tensors |= {names.DQ: dq, names.DK: dk, names.DV: dv}
         self._run(tensors, backward=True)
-        _fill(dq, self.q_gaps, 0)
-        _fill(dk, self.k_gaps, 0)
-        _fill(dv, self.k_gaps, 0)
+        self.q_gaps.fill(dq, 0)
+        self.k_gaps.fill(dk, 0)
+        self.k_gaps.fill(dv, 0)
         return dq, dk, dv
 
     def _run(self, tensors: Tensors, *, backward: bool) -> None:
@@ -225,18 +229,3 @@ def _padded_copy(tensor: torch.Tensor, row: int, true: int, length: int) -> torc
     copy = copy.as_strided((length, *tensor.shape[1:]), tensor.stride())
     copy[:true] = tensor[row : row + true]
     return copy
-
-
-def _gaps(start: np.ndarray, stop: np.ndarray) -> tuple[Gap, ...]:
-    """Return the rows that no segment holds: intervals between segments, and (end, None) behind the last."""
-    order = np.argsort(start)
-    begins = np.concatenate([[0], stop[order]]).tolist()
-    ends = [*start[order].tolist(), None]
-    return tuple((low, high) for low, high in zip(begins, ends, strict=True) if high is None or low < high)
-
-
-def _fill(tensor: torch.Tensor, gaps: tuple[Gap, ...], value: float) -> None:
-    """Write a value into the gaps."""
-    for low, high in gaps:
-        if high is not None or low < len(tensor):
-            tensor[low:high] = value

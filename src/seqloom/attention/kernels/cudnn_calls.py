@@ -10,12 +10,11 @@ import torch
 from seqloom.attention.kernels import cudnn_graphs as names
 from seqloom.attention.kernels.cudnn_graphs import Graph
 from seqloom.attention.kernels.grid import Call
+from seqloom.attention.kernels.kernel import rows_of
 from seqloom.attention.segments import Segments
 from seqloom.comm.upload import on_device
 
 KEY_TENSORS = (names.K, names.V, names.DK, names.DV)
-
-Gap = tuple[int, int | None]
 
 Tensors = dict[int, torch.Tensor]
 """Tensors [rows, heads, dim] (log-sum-exp: [rows, heads]) by their name in a graph."""
@@ -71,3 +70,34 @@ class PlacedCall:
         found[names.LENGTH_Q] = self.q_lengths.data_ptr()
         found[names.LENGTH_K] = self.k_lengths.data_ptr()
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gaps:
+    """The rows of a buffer that no segment holds.
+
+    Attributes:
+        between: rows between segments, on the device where they are not one run; None without any.
+        end: where the rows behind the last segment begin.
+    """
+
+    between: slice | torch.Tensor | None
+    end: int
+
+    @classmethod
+    def of(cls, start: np.ndarray, stop: np.ndarray, device: torch.device) -> Gaps:
+        """Find what intervals of rows leave out."""
+        order = np.argsort(start)
+        begins, ends = np.concatenate([[0], stop[order][:-1]]), start[order]
+        apart = begins < ends
+        between = rows_of(begins[apart], ends[apart], device) if apart.any() else None
+        return cls(between, int(stop.max()))
+
+    def fill(self, tensor: torch.Tensor, value: float) -> None:
+        """Write a value into these rows of a tensor: a launch or two, however many gaps there are."""
+        if isinstance(self.between, torch.Tensor):
+            tensor.index_fill_(0, self.between, value)
+        elif self.between is not None:
+            tensor[self.between] = value
+        if self.end < len(tensor):
+            tensor[self.end :] = value

@@ -111,10 +111,18 @@ class Dispatcher:
         shares = [[(part.kernel, part.segments) for part in parts] for parts in (forward, backward)]
         return PreparedParts.of(shares[0], shares[1], shape)
 
-    def warm_up(self, shape: Shape, longest: int, *, report: Callable[[int, int], None] | None = None) -> int:
+    def warm_up(
+        self,
+        shape: Shape,
+        longest: int,
+        *,
+        tokens: int | None = None,
+        report: Callable[[int, int], None] | None = None,
+    ) -> int:
         """See `Warmable`: all kernels that take the shape, one after the other."""
         able = [kernel for kernel in self.kernels if kernel.ability.refuse_shape(shape) is None]
-        return sum(kernel.warm_up(shape, longest, report=report) for kernel in able if isinstance(kernel, Warmable))
+        warmable = [kernel for kernel in able if isinstance(kernel, Warmable)]
+        return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for kernel in warmable)
 
     def explain(self, segments: Segments, shape: Shape) -> list[dict[str, Any]]:
         """Say which kernel gets what and why: one row per pass and kernel, for people and for JSON."""

@@ -64,14 +64,22 @@ def dense_lengths() -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def all_shapes(longest: int) -> list[CallShape]:
-    """Every shape that documents of up to `longest` tokens can reach: what a warm-up builds."""
+def all_shapes(longest: int, tokens: int | None = None) -> list[CallShape]:
+    """Every shape that documents of up to `longest` tokens, `tokens` in all, can reach: what a warm-up builds."""
     lengths = (EXACT_FROM, *dense_lengths())
     dense = [CallShape(1, length, length, causal=True, packed=False) for length in lengths]
     packed = [
         CallShape(batch, octave, octave, causal=True, packed=True) for octave in OCTAVES for batch in _batches(octave)
     ]
-    return [shape for shape in dense + packed if shape.q_length < 2 * max(longest, OCTAVES[0])]
+    longest = longest if tokens is None else min(longest, tokens)
+    reached = [shape for shape in dense + packed if shape.q_length < 2 * max(longest, OCTAVES[0])]
+    return reached if tokens is None else [shape for shape in reached if _fewest_tokens(shape) <= tokens]
+
+
+def _fewest_tokens(shape: CallShape) -> int:
+    """Tokens that a call has at least: its batch is more than half full, of documents beyond the octave below."""
+    shortest = shape.q_length // 2 + 1 if shape.q_length > OCTAVES[0] else 1
+    return (shape.batch // 2 + 1) * shortest if shape.packed else 1
 
 
 def plan_calls(segments: Segments) -> list[Call]:

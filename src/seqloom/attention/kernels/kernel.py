@@ -169,8 +169,15 @@ class Writer(Protocol):
 class Warmable(Protocol):
     """A kernel that builds or compiles something for every new kind of input, and can do so beforehand."""
 
-    def warm_up(self, shape: Shape, longest: int, *, report: Callable[[int, int], None] | None = None) -> int:
-        """Build all that documents of up to `longest` tokens can need. Returns how many things that were.
+    def warm_up(
+        self,
+        shape: Shape,
+        longest: int,
+        *,
+        tokens: int | None = None,
+        report: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Build all that documents of up to `longest` tokens, `tokens` in all, can need. Returns how many things.
 
         `report` is called as report(done, total).
         """

@@ -80,9 +80,17 @@ class TritonSegments:
             launches,
         )
 
-    def warm_up(self, shape: Shape, longest: int, *, report: Callable[[int, int], None] | None = None) -> int:
+    def warm_up(
+        self,
+        shape: Shape,
+        longest: int,
+        *,
+        tokens: int | None = None,
+        report: Callable[[int, int], None] | None = None,
+    ) -> int:
         """Compile what causal documents of up to `longest` tokens need, by running a short one of every kind."""
         kinds: list[Kind] = ["forward", "dq", "dkdv"]
+        longest = longest if tokens is None else min(longest, tokens)
         lengths = [1 << k for k in range(longest.bit_length())]
         by_config = {tuple(self.pick(kind, shape.dim, shape.dtype, n) for kind in kinds): n for n in reversed(lengths)}
         for done, length in enumerate(by_config.values(), 1):

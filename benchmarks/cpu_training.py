@@ -1,0 +1,124 @@
+"""Real training steps on CPU processes of one core each: planners side by side, measured beside predicted.
+
+Fixed before measuring: Wikipedia lengths cut at 16K, 64 sequences a step, 2,048 tokens of a rank in a round, and the
+model below, as deep, wide and many-headed as BERT-Tiny. The machine is measured first (`seqloom.train.calibration`), on
+plans that are none of the benchmark's. Then every batch is run under every planner, one after the other, in an order
+that turns from batch to batch; planners that make the same plan share its run. A step is bind, forward, backward,
+reduction, clipping and AdamW; its time is that of the slowest rank. Plans are made before: a trainer plans ahead.
+
+    python benchmarks/cpu_training.py --lengths wikipedia_lengths.npz --out benchmarks/results/cpu_training.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import options, progress
+from training_report import Report
+
+from seqloom.comm import Communicators, Distributed
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec, lengths_from
+from seqloom.plan import GroupFamily
+from seqloom.planners.registry import Planned, plan_batches
+from seqloom.train.calibration import Machine
+
+LONGEST, SEQUENCES, CAPACITY, STEPS = 16_384, 64, 2_048, 20
+SHARDING = "none"  # a small model: every rank has all of it, and gradients are summed once per step
+SIZES = {"layers": 2, "hidden": 128, "ffn": 384, "vocabulary": 512}
+HEADS = 2  # the gain depends on it, see README.md: with more heads, static needs less of a ring
+QUICK = {"longest": 512, "capacity": 256, "sequences": 8, "steps": 1}
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, int]:
+    """What is fixed; with fewer ranks, documents are cut at what all of them hold."""
+    if arguments.quick:
+        return QUICK
+    longest = min(LONGEST, arguments.ranks * CAPACITY)
+    sequences = max(1, SEQUENCES * arguments.ranks // 16)
+    return {"longest": longest, "capacity": CAPACITY, "sequences": sequences, "steps": arguments.steps}
+
+
+def drawn(arguments: argparse.Namespace, fixed: dict[str, int]) -> list[np.ndarray]:
+    """The batch of the warm-up and those of the benchmark, in the order of the source."""
+    count = (fixed["steps"] + 1) * fixed["sequences"]
+    lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=count, max_length=10**9)
+    return list(np.minimum(lengths[:count], fixed["longest"]).reshape(-1, fixed["sequences"]))
+
+
+def rank_body(rank: int, folder: str, arguments: argparse.Namespace) -> None:
+    """One process on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    ranks, began = arguments.ranks, time.perf_counter()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            progress(f"{time.perf_counter() - began:6.1f} s  {text}")
+
+    communicators = Communicators.create(GroupFamily(ranks, ranks))
+    communicators.warm_up()
+    run(Distributed(communicators), arguments, say)
+    dist.destroy_process_group()
+
+
+def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None:
+    """Measure the machine, plan, and run every batch under every planner."""
+    heads = {"heads": arguments.heads, "kv_heads": arguments.heads, "head_dim": SIZES["hidden"] // arguments.heads}
+    fixed, spec = settings(arguments), ModelSpec("small", gated=True, tied=False, **SIZES, **heads)
+    where = (Cluster.parse(f"1x{transport.ranks}xCPU"), spec)
+    limits = {"sharding": SHARDING, "max_length": fixed["longest"], "capacity": fixed["capacity"]}
+    machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
+    found = machine.calibrate(fixed["longest"] // 2, say)
+    cost = CostModel(*where, found.profile, **limits)
+    degrees = [d for d in cost.family.sizes if d & (d - 1) == 0 and d * fixed["capacity"] >= fixed["longest"]]
+    names = [*(f"static:{degree}" for degree in degrees), "adaptive", "flex", "auto"]
+    report = Report(names, found, {"fixed": fixed, "model": SIZES | heads, "sharding": SHARDING})
+    if transport.rank == 0:
+        report.write(__file__, arguments)
+    say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most; planning")
+    for number, made in enumerate(plan_all(drawn(arguments, fixed), names, cost)):
+        plans = {each.plan.hash: each.plan for each in made.values()}
+        turn = sorted(plans)
+        turn = turn[number % len(turn) :] + turn[: number % len(turn)]
+        seconds = {key: machine.timer.seconds(plans[key]) for key in turn}
+        row = {name: report.entry(each, cost, seconds[each.plan.hash]) for name, each in made.items()}
+        say(f"batch {number}, ms, in brackets predicted: {report.line(row)}")
+        if number and transport.rank == 0:  # the first batch warms up
+            report.rows.append(row)
+            report.write(__file__, arguments)
+    if transport.rank == 0:
+        report.show()
+
+
+def plan_all(batches: list[np.ndarray], names: list[str], cost: CostModel) -> list[dict[str, Planned]]:
+    """What every planner makes of every batch: each rank plans some of them, and all get all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shares: list[Any] = [None] * ranks
+    dist.all_gather_object(shares, [plan_batches(names, [batch], cost)[0] for batch in batches[rank::ranks]])
+    return [shares[number % ranks][number // ranks] for number in range(len(batches))]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--ranks", type=int, default=16, help="processes; with fewer than 16, batches are smaller")
+    parser.add_argument("--heads", type=int, default=HEADS, help="another model, no evidence for the target")
+    parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(rank_body, (folder, arguments), nprocs=arguments.ranks, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The reference model as files: shapes and constants in config.json, parameters in model.safetensors.
+
+Parameters have the names and shapes of Hugging Face's LlamaForCausalLM (Qwen2's with biases, Qwen3's with QK norm).
+Where the model is one of these, so is the config, and `from_pretrained` reads the folder. A model with sliding windows
+is none; its config has the fields of `ModelSpec`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from seqloom.describe import ModelSpec
+from seqloom.describe.files import is_file_name, read_mapping
+from seqloom.errors import SeqloomError
+from seqloom.models.details import Details
+from seqloom.models.rope import Rope
+from seqloom.models.transformer import Transformer
+
+CONFIG, PARAMETERS = "config.json", "model.safetensors"
+_HEAD = "lm_head.weight"
+_FAMILIES = {(False, False): "Llama", (False, True): "Qwen2", (True, False): "Qwen3"}
+"""QK norm, biases of q, k and v -> what Hugging Face calls it."""
+
+
+def write_model(
+    folder: Path, model: Transformer, state: Mapping[str, torch.Tensor], *, context: int | None = None
+) -> None:
+    """Write a model into a folder that exists.
+
+    Args:
+        folder: where to.
+        model: says what the config is of.
+        state: its parameters by name, whole and on the CPU; a tied head may be left out.
+        context: longest document that it was trained on, for the config; None: not said.
+    """
+    dtypes = {tensor.dtype for tensor in state.values()}
+    config = config_of(model.spec, model.details, str(dtypes.pop()).removeprefix("torch.") if dtypes else None, context)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tied = {_HEAD} if model.spec.tied else set()
+    kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
+    save_file(kept, folder / PARAMETERS, metadata={"format": "pt"})
+
+
+def config_of(
+    spec: ModelSpec, details: Details, dtype: str | None = None, context: int | None = None
+) -> dict[str, Any]:
+    """Return the content of config.json: Hugging Face's keys where it has this model, else the fields of the spec.
+
+    Raises:
+        SeqloomError: neither can say what the model is.
+    """
+    family = _FAMILIES.get((details.qk_norm, details.qkv_bias))
+    if family is None or any(window is not None for window in spec.windows):
+        if details != Details():
+            raise SeqloomError(
+                f"model {spec.name} with {details} and windows {sorted(set(map(str, spec.windows)))}: no config says "
+                "all of this, so the trained model could not be written; use full attention, or Details()"
+            )
+        return asdict(spec)
+    config = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "intermediate_size": spec.ffn,
+        "vocab_size": spec.vocabulary,
+        "tie_word_embeddings": spec.tied,
+        "rms_norm_eps": details.eps,
+        "rope_parameters": _rope(details.rope),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": context,
+        "dtype": dtype,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def details_of(spec: str) -> Details:
+    """Return the constants of the model that `ModelSpec.load(spec)` gives the shapes of: those of its config.json."""
+    path = Path(spec) / CONFIG if Path(spec).is_dir() else Path(spec)
+    content = read_mapping(path) if is_file_name(str(path)) else {}
+    return Details.from_config(content) if "model_type" in content else Details()
+
+
+def read_parameters(model: Transformer, path: Path) -> None:
+    """Copy the parameters of a .safetensors file into a model, in its dtype; on "meta" only compare names and shapes.
+
+    Raises:
+        SeqloomError: no such file, or one of another model.
+    """
+    wanted = dict(model.named_parameters())
+    if model.spec.tied:
+        wanted.pop(_HEAD, None)  # on "meta" it is not tied yet
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            _compare(path, {name: list(parameter.shape) for name, parameter in wanted.items()}, found)
+            for name, parameter in wanted.items():
+                if not parameter.is_meta:
+                    parameter.copy_(file.get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise SeqloomError(f"{path} cannot be read ({error}); name a .safetensors file of the whole model") from error
+
+
+def _compare(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:
+    """Refuse names and shapes that are not the model's. A head that repeats a tied table does no harm."""
+    names = [name for name in sorted(set(wanted) ^ set(found)) if name != _HEAD or name in wanted]
+    names += [name for name in wanted if name in found and wanted[name] != found[name]]
+    if names:
+        here, there = wanted.get(names[0], "none"), found.get(names[0], "none")
+        raise SeqloomError(
+            f"{path} has the parameters of another model: {len(names)} differ, {names[0]} is {there} there and {here} "
+            "in the model's spec; name the spec that belongs to it"
+        )
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    if rope.stretch is None:
+        return {"rope_type": "default", "rope_theta": rope.theta}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": rope.theta,
+        "factor": rope.stretch.factor,
+        "low_freq_factor": rope.stretch.low,
+        "high_freq_factor": rope.stretch.high,
+        "original_max_position_embeddings": rope.stretch.context,
+    }

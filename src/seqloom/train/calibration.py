@@ -1,0 +1,182 @@
+"""Measuring a machine: a profile of these ranks for one model, by running the real thing.
+
+Kernels, matrix products and messages are timed by themselves, on all ranks at once, because ranks share memory and
+clock. Then real steps of equal groups are timed, and all constants are fitted to both together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels.measure import Effort, measure
+from seqloom.attention.kernels.registry import default
+from seqloom.attention.kernels.tables import Point, Times
+from seqloom.comm import Parcel, Transport
+from seqloom.cost import CostModel
+from seqloom.cost.calibrate import Calibration, Trial, calibrate, under
+from seqloom.cost.fit import fit_curve
+from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
+from seqloom.describe import ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.train.trials import StepTimer, described, trial_plans
+
+REPEATS = 3
+KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
+"""Documents whose kernels are timed; what the shortest costs is what any document costs, however short."""
+MESSAGES = (1 << 12, 1 << 22)
+"""Bytes of the messages whose times give a link's latency and bandwidth."""
+TOKENS = 2048
+"""Rows of the matrix products."""
+START_US = {"step_us": 1_000.0, "layer_us": 500.0, "ring_step_us": 300.0, "round_us": 0.0}
+"""Where the fit of constants begins that cannot be measured apart."""
+
+Report = Callable[[str], None]
+Send = Callable[[torch.Tensor], None]
+
+
+class Machine:
+    """One of the ranks that measure together."""
+
+    def __init__(self, cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
+        """Measure for the model, the sharding and the capacity of `cost`; its profile gives what takes no time.
+
+        Args:
+            transport: this rank's, over torch.distributed.
+            device: where the model runs.
+            dtype: that its layers compute in; parameters are float32.
+        """
+        if not isinstance(cost.profile, AnalyticProfile):
+            raise SeqloomError(f"profile {cost.profile.name} holds published constants; measure from an analytic one")
+        self.cost, self.given, self.transport, self.device, self.dtype = cost, cost.profile, transport, device, dtype
+        self.timer = StepTimer(cost, transport, device, dtype)
+        self._links = "network" if cost.cluster.nodes > 1 else "intra"
+
+    def calibrate(self, longest: int, report: Report = lambda text: None) -> Calibration:
+        """Measure and fit; all ranks call it and find the same.
+
+        Args:
+            longest: tokens of the longest document to try.
+            report: told what comes next.
+        """
+        report("kernels, matrix products, messages")
+        start, cost = self._start(), self.cost
+        trials = []
+        for plan in trial_plans(cost, longest):
+            report(f"trial {len(trials) + 1}: {described(plan)}")
+            self.timer.seconds(plan)
+            trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(REPEATS))))
+        apart = ["matmul", "attention", "document"]
+        if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
+            apart.append(f"{self._links}.collective.bytes")
+        return calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
+
+    def _start(self) -> AnalyticProfile:
+        """What is measured apart, in the place of the given profile's."""
+        spec = self.cost.model
+        kernels = self._kernel_times()
+        changes: dict[str, Any] = {
+            "matmul_tflops": self._mean(matmul_tflops(spec, self.device, self.dtype)),
+            "attention": _curve(kernels.causal, spec, 1.0),
+            "tile": _curve(kernels.full, spec, 2.0),
+            "document_us": max(1, sum(kernels.causal[0][1:])) / 1e3,
+            self._links: self._link_rates(),
+        }
+        ranks = f"{self.transport.ranks} ranks at once"
+        apart = dict.fromkeys(changes, f"measured apart, {ranks}, then fitted to steps of {spec.name}")
+        fitted = dict.fromkeys(("memory_efficiency", *START_US), f"fitted to steps of {spec.name}, {ranks}")
+        fitted |= {"round_us": "in layer_us", "overlap": "0: traffic is fitted as what does not hide"}
+        changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | apart | fitted}
+        return replace(self.given, **changes, **START_US)
+
+    def _kernel_times(self) -> Times:
+        """Times of the kernel that this device prefers, the mean over ranks that run at the same time."""
+        spec = self.cost.model
+        shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
+        self._mean(0.0)  # all ranks begin together
+        lengths = KERNEL_LENGTHS[self.device.type]
+        times = measure([default(self.device)], shape, Effort(lengths, max(lengths), 2)).times[0]
+        causal, full = (
+            tuple(Point(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points)
+            for points in (times.causal, times.full)
+        )
+        return replace(times, causal=causal, full=full)
+
+    def _link_rates(self) -> Links:
+        """Messages to a neighbour and all-gathers, timed; an all-to-all begins the fit as a message per doubling."""
+        p2p, collective = self._link(self._pass_on), self._link(self._gather)
+        return Links(replace(p2p, hop_us=p2p.call_us), p2p, collective)
+
+    def _link(self, send: Send) -> LinkRate:
+        """Latency and bandwidth of messages that all ranks send at once.
+
+        Noise may make a short message as slow as a long one; at least half of a long one's time is taken as its bytes'.
+        """
+        link = self.cost.cluster.nic if self._links == "network" else self.cost.cluster.intra
+        if self.transport.ranks == 1:
+            return LinkRate(1.0, 1.0, 0.0)
+        short, long = (self._message_seconds(send, size) for size in MESSAGES)
+        gb_s = MESSAGES[1] / max(long - short, long / 2) / 1e9
+        return LinkRate(gb_s / link.gb_s, max(1.0, 1e6 * min(short, long / 2)), 0.0)
+
+    def _message_seconds(self, send: Send, size: int) -> float:
+        message = torch.zeros(size // 4, device=self.device)
+        send(message)
+        return statistics.median(self._timed(send, message) for _ in range(2 * REPEATS))
+
+    def _gather(self, message: torch.Tensor) -> None:
+        """An all-gather in which a rank ends up with as many bytes as the message has."""
+        ranks = range(self.transport.ranks)
+        share = message[: len(message) // len(ranks)]
+        self.transport.all_gather(message.new_empty(len(share) * len(ranks)), share, ranks)
+
+    def _pass_on(self, message: torch.Tensor) -> None:
+        rank, ranks = self.transport.rank, self.transport.ranks
+        sent, received = Parcel((rank + 1) % ranks, message), Parcel((rank - 1) % ranks, torch.empty_like(message))
+        self.transport.exchange([sent], [received]).wait()
+
+    def _timed(self, send: Send, message: torch.Tensor) -> float:
+        self._mean(0.0)
+        begin = time.perf_counter()
+        send(message)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._mean(time.perf_counter() - begin)
+
+    def _mean(self, value: float) -> float:
+        """The mean over ranks, which wait for each other here."""
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
+        self.transport.all_reduce(total, range(self.transport.ranks))
+        return float(total) / self.transport.ranks
+
+
+def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of this rank on matrix products of a layer, forward and backward."""
+    flops = seconds = 0.0
+    for before, after in [(spec.hidden, spec.heads * spec.head_dim), (spec.hidden, spec.ffn), (spec.ffn, spec.hidden)]:
+        sizes = ((TOKENS, before), (after, before), (TOKENS, after))
+        x, weight, slope = (torch.randn(size, device=device).to(dtype) for size in sizes)
+        for repeat in range(REPEATS + 1):
+            begin = time.perf_counter()
+            _ = x @ weight.T, slope @ weight, slope.T @ x
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if repeat:
+                seconds += time.perf_counter() - begin
+                flops += 6.0 * TOKENS * before * after
+    return flops / seconds / 1e12
+
+
+def _curve(points: Sequence[Point], spec: ModelSpec, area: float) -> Curve:
+    """Throughput from times, without what any document costs; ``area``: in causal documents of the same length."""
+    shortest, *others = points
+    forward, backward = ([max(1, point[k] - shortest[k]) / 1e3 for point in others] for k in (1, 2))
+    curve = fit_curve([point.length for point in others], forward, backward, spec.heads, spec.head_dim)
+    faster = (tuple(area * rate for rate in rates) for rates in (curve.forward, curve.backward))
+    return Curve(curve.lengths, *faster)

@@ -1,0 +1,140 @@
+"""Real training steps on made-up tokens, timed: what a machine's profile is fitted to, and what benchmarks compare.
+
+A step is what a trainer does with a plan: bind it, run its rounds, reduce, clip, update. The time is that of the
+slowest rank, all of them having begun together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from seqloom.comm import Context, Transport
+from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.shapes import candidate_shapes
+from seqloom.errors import SeqloomError
+from seqloom.models import Transformer
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
+from seqloom.runtime import Network, Sharded, bind_plan, recompute_layers, run_step
+from seqloom.runtime.parameters import scale_gradients
+from seqloom.train.optimiser import clip_factor, make_optimiser
+from seqloom.train.sections import Optimiser
+
+TINY, SHORT = 64, 256
+"""Tokens per rank of a group with next to nothing to do, and of a short document."""
+
+
+class StepTimer:
+    """A model under training on this rank, whose parameters are worth nothing."""
+
+    def __init__(self, cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
+        """Build the reference model of the cost model's spec, sharded as plans say; all ranks take part."""
+        self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
+        network = Network.of(Transformer(cost.model, dtype=torch.float32, device=device))
+        recompute_layers(network.layers)
+        compute = None if dtype == torch.float32 else dtype
+        self._parameters = Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+        self._settings = Optimiser()
+        self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
+
+    def seconds(self, plan: Plan) -> float:
+        """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
+        valid = sum(plan.documents)
+        self._slowest(0.0)  # all ranks begin together
+        begin = time.perf_counter()
+        bound = bind_plan(plan, self._transport, device=self._device, check=False)
+        result = run_step(bound, self._parameters, self._rows, valid)
+        factor = clip_factor(result.gradient_norm, self._settings.clip)
+        if factor < 1:
+            scale_gradients(self._parameters, factor)
+        self._optimiser.step()
+        self._parameters.clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._slowest(time.perf_counter() - begin)
+
+    def _rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and labels that are the same for a token wherever it lies."""
+        ids = (context.documents * 7919 + context.positions) % self._vocabulary
+        return ids, (ids + 1) % self._vocabulary
+
+    def _slowest(self, seconds: float) -> float:
+        mine = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        every = torch.empty(self._transport.ranks, dtype=torch.float64, device=self._device)
+        self._transport.all_gather(every, mine, range(self._transport.ranks))
+        return float(every.max())
+
+
+class Load(NamedTuple):
+    """What every group of a trial works on: documents of one length, the same in every round."""
+
+    documents: int
+    length: int
+    rounds: int = 1
+
+
+def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
+    """Plans of equal groups side by side: every power of two as degree, from next to nothing to full ranks.
+
+    Args:
+        cost: of the machine; its capacity bounds the loads.
+        longest: tokens of the longest document that is tried.
+    """
+    kept = [variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE]
+    if not kept:
+        raise SeqloomError(
+            f"{cost.model.name} holds no token without recomputing; measure a smaller model or more ranks"
+        )
+    capacity = min(cost.capacity(variant) for variant in kept)
+    shapes = candidate_shapes(cost.family, cost.model.heads, cost.model.kv_heads)
+    for degree in (size for size in cost.family.sizes if size & (size - 1) == 0):
+        room = min(degree * capacity, max(longest, capacity))
+        most = [
+            Load(1, TINY * degree),
+            Load(max(1, degree * capacity // 2 // SHORT), min(SHORT, capacity)),
+            Load(2 * degree, capacity // 2),
+            Load(1, room),
+        ]
+        first, *others = (shape for shape in shapes if shape.degree == degree)
+        yield from (equal_groups(cost, first, load, kept[0]) for load in most)
+        for variant in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
+            yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
+        for shape in others:
+            if shape.ulysses == 1 and shape.ring in (2, 4):
+                yield from (equal_groups(cost, shape, load, kept[0]) for load in (most[0], most[2]))
+
+
+def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:
+    """The plan in which every block of the shape's degree has the same load."""
+    blocks = cost.family.blocks(shape.degree)
+    rounds, first = [], 0
+    for _ in range(load.rounds):
+        groups = []
+        for block in blocks:
+            spans = tuple(Span(document, 0, load.length) for document in range(first, first + load.documents))
+            groups.append(Group(tuple(block), shape.ulysses, shape.ring, spans))
+            first += load.documents
+        rounds.append(Round((Work(tuple(groups), variant.checkpoint),)))
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce)
+    plan = Plan(
+        limits=cost.limits(variant.reduce),
+        sharding=cost.sharding,
+        reduce=variant.reduce,
+        documents=(load.length,) * first,
+        pipelines=(pipeline,),
+        planner="trial",
+    )
+    plan.validate()
+    return plan
+
+
+def described(plan: Plan) -> str:
+    """For example: 8 of 2x1, each 16 x 256 tokens, 3 rounds."""
+    rounds = plan.pipelines[0].rounds
+    groups = rounds[0].work[0].groups
+    first, more = groups[0], f", {len(rounds)} rounds" if len(rounds) > 1 else ""
+    load = f"{len(first.spans)} x {first.spans[0].tokens} tokens"
+    return f"{len(groups)} of {first.ulysses}x{first.ring}, each {load}{more}"

@@ -1,0 +1,76 @@
+"""Every recipe trains and is verified, made tiny by overrides: all that is not size stays as the file has it."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from seqloom.cli.main import app
+from seqloom.testing.tiny_models import tiny_model
+from seqloom.train.metrics import read_steps
+
+pytestmark = pytest.mark.distributed
+torch.set_num_threads(1)
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+SPEC = """
+layers = 2
+hidden = 16
+heads = 4
+kv_heads = 2
+head_dim = 4
+ffn = 24
+gated = true
+vocabulary = 257
+tied = true
+"""
+TINY = (
+    *("run.steps=6", "run.epochs=", "checkpoint.every=3", "checkpoint.resume=auto", "log.sinks=[]"),
+    *("data.source=toy:24", "data.validation=toy:4:1", "data.sequences=4", "data.tokens="),
+    *("data.max_length=96", "data.too_long=truncate", "evaluation.every=3", "evaluation.batches=1"),
+    *("plan.cluster=auto", "plan.profile=", "plan.budget_gib=", "plan.capacity=128"),
+    *("model.parameters=", "optimiser.lr=0.01", "schedule.warmup=1"),
+)
+"""Sizes, places and machines; a key without value is taken out."""
+
+
+def overrides(recipe: Path, folder: Path) -> list[str]:
+    """Return the words that make a recipe tiny; its model becomes a tiny one of the same kind."""
+    words = [*TINY, f"run.output={folder / 'run'}"]
+    if "huggingface" in tomllib.loads(recipe.read_text())["model"]:
+        sizes = {"vocab_size": 257, "max_position_embeddings": 128}
+        tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(folder / "model")
+        words.append(f"model.huggingface={folder / 'model'}")
+    else:
+        (folder / "tiny.toml").write_text(SPEC)
+        words.append(f"model.spec={folder / 'tiny.toml'}")
+    return [word for override in words for word in ("--set", override)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_it_trains(recipe, tmp_path):
+    command = [sys.executable, "-m", "seqloom", "train", str(recipe), *overrides(recipe, tmp_path), "--ranks", "2"]
+    result = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr
+    losses = [record.loss for record in read_steps(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == json.loads(result.stdout)["steps"] >= 6
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_its_plans_change_nothing(recipe, tmp_path):
+    words = [*overrides(recipe, tmp_path), "--ranks", "2", "--planners", "static,flex", "--json"]
+    result = CliRunner().invoke(app, ["verify", str(recipe), *words])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["passed"] and len(report["plans"]) == 2
+    assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
+
+
+def test_there_are_recipes():
+    assert "tiny-cpu" in [recipe.stem for recipe in RECIPES]

@@ -1,0 +1,68 @@
+"""docs/training.md is run, one block after the other in one folder, and says what the code says."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from seqloom.plan import Checkpoint, Sharding
+from seqloom.runtime.loss import CHUNK
+from seqloom.train.loop import FIRST_PATIENCE_S, PATIENCE_S
+from seqloom.train.metrics import StepRecord
+from seqloom.train.sections import Run
+from seqloom.train.verify import TOLERANCE
+from seqloom.train.watch import FAILED
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "training.md").read_text()
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+pytestmark = pytest.mark.distributed
+
+
+def test_the_page_runs(tmp_path):
+    command = tmp_path / "bin" / "seqloom"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m seqloom "$@"\n')
+    command.chmod(0o755)
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    environment = {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
+    blocks = FENCE.findall(PAGE)
+    assert [language for language, _ in blocks] == ["sh", "python", "python"]
+    for language, block in blocks:
+        call = ["bash", "-euc", block] if language == "sh" else [sys.executable, "-c", block]
+        done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+    made = {path.name for path in (tmp_path / "build" / "tiny-cpu").iterdir()}
+    assert made == {"checkpoints", "metrics.jsonl", "model"} == set(re.findall(r"^ {6}([\w.]+)", PAGE, re.MULTILINE))
+
+
+def test_every_figure_of_a_step_is_explained():
+    table = PAGE.split("## Metrics")[1].split("## GPUs")[0]
+    for name in (*(field.name for field in fields(StepRecord)), "tokens_per_second"):
+        assert f"`{name}`" in table, name
+
+
+def test_choices_and_numbers_are_those_of_the_code():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## The loss")[0], re.MULTILINE)
+    assert rows == [*Sharding, *(kind for kind in Checkpoint if kind != Checkpoint.PROFILE)]
+    assert f"({PATIENCE_S:g} s; the first may\ntake {FIRST_PATIENCE_S:g}" in PAGE
+    assert f"`run.timeout_s` seconds ({Run(Path(), steps=1).timeout_s})" in PAGE
+    assert f"exit code is {FAILED}" in PAGE and f"{CHUNK:,} tokens at a time" in PAGE
+    assert [f"{limit:g}" in ("1e-09", "1e-05") for limit in TOLERANCE.values()] == [True, True]
+    assert "1e-9, or 1e-5" in PAGE
+
+
+def test_every_file_that_the_page_names_exists():
+    for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`((?:train|runtime)/[\w/.]+)`", PAGE):
+        assert (ROOT / "src" / "seqloom" / name).exists(), name
+
+
+def test_the_page_is_linked():
+    assert "`docs/training.md`" in (ROOT / "README.md").read_text()

@@ -1,0 +1,75 @@
+"""Calibration: which constants are fitted, which stay, and that the fit is the best there is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from seqloom.cost import CostModel, Profile
+from seqloom.cost.calibrate import Trial, calibrate, scaled
+from seqloom.cost.fit import non_negative
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.planners import make_plan
+
+MODEL = ModelSpec("m", 2, 64, 2, 2, 32, 128, gated=True, vocabulary=256, tied=False)
+START = replace(Profile.load("cpu"), document_us=50.0, step_us=900.0, overlap=0.0)
+
+
+def cost_of(profile):
+    return CostModel(Cluster.parse("1x4xCPU"), MODEL, profile, "none", max_length=4096, capacity=1024)
+
+
+def trial_plans(cost):
+    """Groups of equal work: as many equal documents as blocks, in one round or several."""
+    loads = [(1, 64), (4, 200), (2, 500), (1, 1000), (6, 64)]
+    for degree in (1, 2, 4):
+        for documents, length in loads:
+            lengths = np.full(documents * (4 // degree), length * degree)
+            yield make_plan(f"static:{degree}", lengths, cost)
+
+
+def measured(profile):
+    cost = cost_of(profile)
+    return [Trial(plan, cost.plan_ns(plan)) for plan in trial_plans(cost_of(START))]
+
+
+def test_what_no_trial_depends_on_stays():
+    found = calibrate(cost_of(START), measured(scaled(START, {"matmul": 2.0})), {})
+    assert found.profile.network == START.network
+    assert found.factors["network.p2p.call"] == 1
+
+
+def test_constants_measured_apart_hold_where_trials_cannot_tell():
+    """Products and elementwise work are per token alike: only their sum shows, and what is known of one tells both."""
+    machine = scaled(START, {"memory": 3.0})
+    found = calibrate(cost_of(START), measured(machine), {"matmul": 1.0})
+    assert found.factors["matmul"] == pytest.approx(1, abs=0.02)
+    assert found.factors["memory"] == pytest.approx(3, abs=0.1)
+
+
+def test_a_dearer_document_is_found():
+    machine = scaled(START, {"document": 5.0, "step": 2.0})
+    found = calibrate(cost_of(START), measured(machine), {})
+    assert max(map(abs, found.errors)) < 1e-3
+    assert found.profile.document_us == pytest.approx(250, rel=0.02)
+    true, fitted = (cost.step_overhead_ns(cost.variants[0]) for cost in (cost_of(machine), cost_of(found.profile)))
+    assert fitted == pytest.approx(true, rel=0.02)  # in all: its parts, summed once per step, cannot be told apart
+
+
+def test_published_constants_cannot_be_calibrated():
+    cost = CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100")
+    with pytest.raises(SeqloomError, match="analytic"):
+        calibrate(cost, [], {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_non_negative_least_squares_is_optimal(seed):
+    """Karush, Kuhn and Tucker: no slope where a coefficient is above 0, none that would help where it is 0."""
+    rng = np.random.default_rng(seed)
+    columns, times = rng.normal(size=(12, 6)) ** 2, rng.normal(size=12) + 1
+    found = non_negative(columns, times)
+    slope = columns.T @ (times - columns @ found)
+    assert found.min() >= 0
+    assert np.abs(slope[found > 0]).max(initial=0) < 1e-8
+    assert slope.max() < 1e-8

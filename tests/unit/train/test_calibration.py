@@ -1,0 +1,62 @@
+"""Measuring a machine: the trials tell all that plans cost, and the measurement gives every rank the same profile."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from seqloom.cost import CostModel, Profile  # noqa: E402
+from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scaled  # noqa: E402
+from seqloom.describe import Cluster, ModelSpec  # noqa: E402
+from seqloom.plan import Sharding  # noqa: E402
+from seqloom.planners import make_plan  # noqa: E402
+from seqloom.train.calibration import matmul_tflops  # noqa: E402
+from seqloom.train.trials import described, trial_plans  # noqa: E402
+
+MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
+START = replace(Profile.load("cpu"), document_us=50.0, step_us=900.0, round_us=0.0, overlap=0.0)
+
+
+def cost_of(profile, sharding="none", ranks=8):
+    return CostModel(Cluster.parse(f"1x{ranks}xCPU"), MODEL, profile, sharding, max_length=8192, capacity=1024)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_machine_that_follows_the_cost_model_is_found_again(seed, sharding):
+    rng = np.random.default_rng(seed)
+    machine = scaled(START, {name: float(rng.uniform(0.3, 4)) for name in CONSTANTS})
+    start, true = cost_of(START, sharding), cost_of(machine, sharding)
+    trials = [Trial(plan, true.plan_ns(plan)) for plan in trial_plans(start, 4096)]
+    found = calibrate(start, trials, {})
+    assert max(map(abs, found.errors)) < 1e-3
+    fitted = cost_of(found.profile, sharding)
+    for planner in ("flex", "adaptive", "static:8"):
+        plan = make_plan(planner, rng.integers(20, 6000, size=24), true)
+        assert fitted.plan_ns(plan) == pytest.approx(true.plan_ns(plan), rel=0.02)
+
+
+@pytest.mark.parametrize("sharding", Sharding)
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8])
+def test_trials_are_legal_and_give_all_groups_the_same(ranks, sharding):
+    cost = cost_of(START, sharding, ranks)
+    plans = list(trial_plans(cost, 4096))
+    for plan in plans:
+        plan.validate()
+        for each in plan.pipelines[0].rounds:
+            groups = each.work[0].groups
+            assert len({tuple(span.tokens for span in group.spans) for group in groups}) == 1
+    shapes = {(g.ulysses, g.ring) for plan in plans for g in plan.pipelines[0].rounds[0].work[0].groups}
+    assert (1, 1) in shapes and (ranks < 2 or {(2, 1), (1, 2)} <= shapes) and (ranks < 8 or (4, 2) in shapes)
+
+
+def test_a_trial_in_words():
+    plans = list(trial_plans(cost_of(START, ranks=2), 2048))
+    assert described(plans[0]) == "2 of 1x1, each 1 x 64 tokens"
+    assert "1 of 2x1, each 1 x 128 tokens, 3 rounds" in map(described, plans)
+
+
+def test_products_have_a_rate():
+    assert 0 < matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
