@@ -91,7 +91,7 @@ def attention_function(
     _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
     options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
     if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return attention(q, k, v, seqloom_context, **options)[None], None
     rows = seqloom_context.tokens
     if query.shape[2] != max(rows, 1):

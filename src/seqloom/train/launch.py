@@ -117,15 +117,15 @@ def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool, watch: W
     return summary
 
 
-def _torch_timeout(config: Config) -> timedelta:
-    """How long torch's own messages wait: at least as long as `Watch`, which knows more to say."""
-    return timedelta(seconds=max(config.run.timeout_s, START_S))
-
-
 def _check_machine(config: Config) -> None:
     """Refuse what the config asks for and this machine lacks, before anyone waits for another rank."""
     if config.model.compile:
         check_compilers("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _torch_timeout(config: Config) -> timedelta:
+    """How long torch's own messages wait: at least as long as `Watch`, which knows more to say."""
+    return timedelta(seconds=max(config.run.timeout_s, START_S))
 
 
 def _backend() -> str:

@@ -1,16 +1,14 @@
 """Models of transformers with compiled layers: what plain transformers gives, document by document."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers as hf
 from torch._dynamo.utils import counters
 
-from seqloom.comm import bind_alone
+from seqloom.comm import Alone, bind
 from seqloom.errors import SeqloomError
 from seqloom.integrations import attach, network
-from seqloom.plan import Checkpoint
+from seqloom.plan import Checkpoint, Group, Span, Work
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.network import LossOf
@@ -35,8 +33,8 @@ def compiled(model):
 
 
 def round_of(lengths, checkpoint=Checkpoint.NONE):
-    context = bind_alone(lengths)
-    return replace(context, work=replace(context.work, checkpoint=checkpoint))
+    spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(lengths))
+    return bind(Work((Group((0,), 1, 1, spans),), checkpoint), Alone())
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("llama", 1), ("qwen2-windows", 2)])
