@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from seqloom.comm import Counting
 from seqloom.plan import Checkpoint, Group, Sharding, Span
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.executor import evaluate, run_step
 from seqloom.runtime.fsdp import Sharded
-from seqloom.runtime.network import Network
+from seqloom.runtime.network import LossOf, Network
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
 from seqloom.testing.tiny_models import documents, gradients, one_by_one, targets, tiny_model
 from seqloom.testing.workers import Workers
@@ -25,6 +26,7 @@ ROUNDS = [
     [Group((0, 1), 1, 2, (Span(5, 0, 24),)), Group((0,), 1, 1, (Span(1, 0, 9),))],
     [Group((1,), 1, 1, (Span(2, 0, 5), Span(3, 0, 13)))],  # none on rank 0
 ]
+SPANS = tuple(Span(document, 0, tokens) for document, tokens in enumerate(STEP.lengths))
 KINDS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
 
 
@@ -53,6 +55,7 @@ def compiled_step(transport, network, rows, valid, plan):
 
 
 def of_reference(transport, plans):
+    torch._dynamo.reset()  # other tests of the pool may have compiled the same
     return [compiled_step(transport, Network.of(STEP.model()), STEP.rows(), STEP.valid, plan) for plan in plans]
 
 
@@ -81,6 +84,38 @@ def test_every_sharding_and_checkpointing_equals_one_process(pool):
         assert max(found.worst(wanted) for found, _, _ in results) < 1e-9
         assert sum(graphs for _, graphs, _ in results) == (4 if rank == 0 else 2)
         assert not any(breaks for _, _, breaks in results)
+
+
+def traffic(transport, plan, keeps):
+    """Calls and bytes of every verb in the rounds of a plan, with plain layers and with compiled ones."""
+    found = []
+    for compiles in (False, True):
+        network = Network.of(STEP.model())
+        if compiles:
+            compile_layers(network.layers, backend="aot_eager")
+        recompute_layers(network.layers, keep_exchanged=keeps)
+        counting = Counting(transport)
+        contexts = [each.context for each in bind_plan(plan, counting).rounds]
+        counting.reset()
+        for context in contexts:
+            if context is not None:
+                LossOf(network)(*STEP.rows()(context), context).backward()
+        sent = [counting.traffic(verb) for verb in ("all_to_all", "exchange", "all_gather", "all_reduce")]
+        found.append([(each.calls, each.bytes) for each in sent])
+    return found
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_nothing_is_sent_more_often_than_without(pool, keeps):
+    """A round of Ulysses and one of a ring, each under selective and full checkpointing."""
+    kinds, sent = (Checkpoint.SELECTIVE, Checkpoint.FULL), []
+    for shift in (0, 1):
+        rounds = [[Group((0, 1), 2, 1, SPANS[:3])], [Group((0, 1), 1, 2, SPANS[3:])]]
+        plan = one_stage_plan(rounds, ranks=2, checkpoint=kinds[shift:] + kinds[:shift])
+        for plain, compiled in pool.run(traffic, plan, keeps):
+            assert compiled == plain
+            sent.append(plain)
+    assert sent[0] != sent[-1], "what is checkpointed matters, and is counted"
 
 
 def test_a_model_of_transformers_equals_plain_transformers(pool):

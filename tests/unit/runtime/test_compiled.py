@@ -1,4 +1,4 @@
-"""Compiled layers: the same numbers, one graph for all lengths, nothing computed, sent or kept that was not before."""
+"""Compiled layers: the same numbers, one graph for all lengths, nothing computed or kept that was not before."""
 
 import shutil
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from seqloom.attention import tickets
 from seqloom.attention.kernels.registry import default
-from seqloom.comm import Alone, Counting, bind_alone, run_ranks
+from seqloom.comm import Alone, bind_alone
 from seqloom.errors import SeqloomError
 from seqloom.models import Details
 from seqloom.plan import Checkpoint, Group, Span
@@ -42,10 +42,10 @@ def alone_plan(step, checkpoint):
     return one_stage_plan(rounds, ranks=1, checkpoint=checkpoint)
 
 
-def compiled(step, backend=TRACED, **options):
+def compiled(step):
     network = Network.of(step.model())
-    compile_layers(network.layers, backend=backend)
-    recompute_layers(network.layers, **options)
+    compile_layers(network.layers, backend=TRACED)
+    recompute_layers(network.layers)
     return network
 
 
@@ -120,39 +120,6 @@ def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forward
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
     once(compiled(step), step, bind_plan(plan, Alone()).rounds[0].context)
     assert (kernel.calls.count("forward"), kernel.calls.count("backward")) == (forwards * LAYERS, LAYERS)
-
-
-def traffic(plan, step, backend, **options):
-    """Calls and bytes of every rank, on threads that obey NCCL's rules, and the sum of losses."""
-
-    def body(transport):
-        network = Network.of(step.model())
-        if backend:
-            compile_layers(network.layers, backend=backend)
-        recompute_layers(network.layers, **options)
-        counting = Counting(transport)
-        context = bind_plan(plan, counting).rounds[0].context
-        loss = once(network, step, context)
-        sent = [counting.traffic(verb) for verb in ("all_to_all", "exchange", "all_gather")]
-        return loss, [(each.calls, each.bytes) for each in sent]
-
-    losses, sent = zip(*run_ranks(4, body, strict=True), strict=True)
-    return sum(losses) / step.valid, sent
-
-
-@pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
-def test_nothing_is_sent_more_often_than_without(checkpoint):
-    step = replace(STEP, lengths=(40, 9))
-    for keeps in (False, True):  # compile here: torch's compiler is for one thread at a time
-        once(compiled(step, keep_exchanged=keeps), step, bind_alone(step.lengths))
-    graphs = counters["stats"]["unique_graphs"]
-    for ulysses, ring, options in ((1, 4, {}), (2, 2, {}), (4, 1, {"keep_exchanged": True})):
-        group = Group((0, 1, 2, 3), ulysses, ring, (Span(0, 0, 40), Span(1, 0, 9)))
-        plan = one_stage_plan([[group]], ranks=4, checkpoint=checkpoint)
-        plain, wanted = traffic(plan, step, None, **options)
-        found = traffic(plan, step, TRACED, **options)
-        assert found[1] == wanted and found[0] == pytest.approx(plain, rel=1e-12)
-    assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("checkpoint", KINDS)
