@@ -24,6 +24,7 @@ from seqloom.train.compilers import check_compilers
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
+from seqloom.train.processes import backend, device_of
 from seqloom.train.setup import Setup
 from seqloom.train.watch import FAILED, START_S, Watch
 
@@ -42,7 +43,7 @@ def train_here(config: Config, *, kind: Kind = REFERENCE, show: bool = True) -> 
     A rank that cannot go on says why on stderr and ends the process.
     """
     _check_machine(config)
-    dist.init_process_group(_backend(), timeout=_torch_timeout(config))
+    dist.init_process_group(backend(), timeout=_torch_timeout(config))
     rank = dist.get_rank()
 
     def tell(text: str) -> None:
@@ -83,7 +84,7 @@ def _process(rank: int, ranks: int, config: Config, kind: Kind, folder: str, sho
         (Path(folder) / f"failed-{rank}").write_text(text)
 
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=ranks, timeout=_torch_timeout(config))
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks, timeout=_torch_timeout(config))
     summary = _watched(config, kind, rank, ranks, show, tell)
     dist.destroy_process_group()
     if rank == 0:
@@ -109,7 +110,7 @@ def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool, watch: W
     setup = Setup.of(config, ranks)
     communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
     communicators.warm_up()
-    device = _device(rank)
+    device = device_of(rank)
     stream = sys.stderr if show and rank == 0 else None
     with Trainer(config, setup, Distributed(communicators), kind=kind, device=device, watch=watch) as trainer:
         summary = trainer.run(stream, notes=[text for text in (advice(device.type),) if text])
@@ -126,18 +127,6 @@ def _check_machine(config: Config) -> None:
 def _torch_timeout(config: Config) -> timedelta:
     """How long torch's own messages wait: at least as long as `Watch`, which knows more to say."""
     return timedelta(seconds=max(config.run.timeout_s, START_S))
-
-
-def _backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _device(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _reason(folder: Path, codes: Sequence[int | None], error: Exception) -> str:

@@ -20,9 +20,9 @@ Body = Callable[..., Any]
 
 def join_ranks(body: Body, *arguments: Any) -> Any:
     """Run a body as the rank that torchrun made this process, and return what it returns."""
-    dist.init_process_group(_backend())
+    dist.init_process_group(backend())
     try:
-        return body(dist.get_rank(), dist.get_world_size(), _device(dist.get_rank()), *arguments)
+        return body(dist.get_rank(), dist.get_world_size(), device_of(dist.get_rank()), *arguments)
     finally:
         dist.destroy_process_group()
 
@@ -44,9 +44,9 @@ def _process(rank: int, ranks: int, folder: str, body: Body, arguments: tuple[An
     """One rank in a process of its own, with its share of the cores."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=ranks)
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks)
     try:
-        result = body(rank, ranks, _device(rank), *arguments)
+        result = body(rank, ranks, device_of(rank), *arguments)
     except SeqloomError as error:
         (Path(folder) / "refusal").write_text(str(error))
         raise
@@ -55,11 +55,13 @@ def _process(rank: int, ranks: int, folder: str, body: Body, arguments: tuple[An
         torch.save(result, Path(folder) / "result")
 
 
-def _backend() -> str:
+def backend() -> str:
+    """Return torch's backend for the ranks of this machine."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _device(rank: int) -> torch.device:
+def device_of(rank: int) -> torch.device:
+    """Return the device of a rank, its own GPU where there are any, and make it the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
