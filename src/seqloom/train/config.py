@@ -16,6 +16,7 @@ from seqloom.data.toy import NAME as MADE_UP
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.files import build, is_file_name, read_mapping
 from seqloom.errors import SeqloomError
+from seqloom.train.hub import fetched, is_hub_name
 from seqloom.train.overrides import merged, parse_overrides
 from seqloom.train.sections import (
     Checkpointing,
@@ -93,7 +94,7 @@ class Config:
             raise SeqloomError(f"{str(path)!r}: a training config is a .toml file; rename it, or give another")
         content = anchored(read_mapping(path), path.absolute().parent)
         given = anchored(parse_overrides(overrides), Path.cwd())
-        config = build(cls, merged(content, given), str(path))
+        config = build(cls, _with_model(merged(content, given)), str(path))
         try:
             config._look_up()
         except SeqloomError as error:
@@ -143,7 +144,8 @@ def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             keys[key] = str((folder / Path(keys[key]).expanduser()).resolve())
 
     for section, key in _PATHS:
-        anchor(section, key)
+        if key != "huggingface" or not _names_model(result, folder):
+            anchor(section, key)
     for section, key in _NAMES_OR_FILES:
         keys = result.get(section)
         if isinstance(keys, dict) and isinstance(keys.get(key), str) and is_file_name(keys[key]):
@@ -152,6 +154,19 @@ def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(checkpoint, dict) and checkpoint.get("resume") not in ("auto", "never"):
         anchor("checkpoint", "resume")
     return result
+
+
+def _names_model(content: dict[str, Any], folder: Path) -> bool:
+    model = content.get("model")
+    name = model.get("huggingface") if isinstance(model, dict) else None
+    return isinstance(name, str) and is_hub_name(name, folder)
+
+
+def _with_model(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping with the folder of a model that it names as published."""
+    if not _names_model(content, Path("/")):
+        return content
+    return {**content, "model": {**content["model"], "huggingface": str(fetched(content["model"]["huggingface"]))}}
 
 
 def _plain(section: object) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Model:
     parameters: Path | None = None
     """Of a reference model, .safetensors with Llama's names, such as a run leaves behind; None: they are drawn."""
     huggingface: Path | None = None
-    """Folder with config.json and, unless parameters are to be drawn, safetensors."""
+    """Folder with config.json and, unless parameters are to be drawn, safetensors; or the name of a published model."""
     seed: Whole = 0
     """Of parameters that are drawn."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
