@@ -62,17 +62,17 @@ LAUNCHERS = {
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
-    """The process ids of the ranks, in their order."""
-    found = []
+    """The process ids of the ranks, in their order: children of the launcher, or of the process that forks for it."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_text()
+            found[int(folder.name)] = parent, (folder / "cmdline").read_text()
         except OSError:
             continue
-        if parent == launcher.pid and "resource_tracker" not in command:
-            found.append(int(folder.name))
-    return sorted(found)
+    helpers = [pid for pid, (parent, command) in found.items() if parent == launcher.pid and "forkserver" in command]
+    home = helpers[0] if helpers else launcher.pid
+    return sorted(p for p, (parent, command) in found.items() if parent == home and "resource_tracker" not in command)
 
 
 def interrupted(place: Path, how: str, rank: int, by: signal.Signals, limit: int) -> tuple[int, str]:

@@ -34,9 +34,9 @@ TINY = (
     *("data.source=toy:24", "data.validation=toy:4:1", "data.sequences=4", "data.tokens="),
     *("data.max_length=96", "data.too_long=truncate", "evaluation.every=3", "evaluation.batches=1"),
     *("plan.cluster=auto", "plan.profile=", "plan.budget_gib=", "plan.capacity=128"),
-    *("model.parameters=", "optimiser.lr=0.01", "schedule.warmup=1"),
+    *("model.parameters=", "model.compile=false", "optimiser.lr=0.01", "schedule.warmup=1"),
 )
-"""Sizes, places and machines; a key without value is taken out."""
+"""Sizes, places and machines, a compiler among them; a key without value is taken out."""
 
 
 def overrides(recipe: Path, folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ from seqloom.train.compilers import check_compilers
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
-from seqloom.train.processes import backend, device_of
+from seqloom.train.processes import backend, device_of, start_processes
 from seqloom.train.setup import Setup
 from seqloom.train.watch import FAILED, START_S, Watch
 
@@ -65,7 +65,7 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         arguments = (ranks, config, kind, folder, show)
         with for_new_processes():
-            started = mp.start_processes(_process, arguments, nprocs=ranks, join=False, start_method="spawn")
+            started = start_processes(_process, arguments, ranks, kind.build.__module__, join=False)
         assert started is not None
         try:
             while not started.join(grace_period=GRACE_S):

@@ -59,7 +59,7 @@ def test_train_starts_its_ranks_with_it(unset, monkeypatch):
         found.update(os.environ)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch.mp, "start_processes", start)
+    monkeypatch.setattr(launch, "start_processes", start)
     monkeypatch.setattr(launch, "_check_machine", lambda _: None)
     monkeypatch.setattr(launch.Setup, "of", lambda *_: None)
     monkeypatch.setattr(launch, "dtypes", lambda _: (None, None))
