@@ -31,12 +31,12 @@ def measured(transport, sharding):
 
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_all_ranks_find_the_same_profile(gloo_pool, tmp_path, sharding):
-    found = gloo_pool.run(measured, sharding, ranks=4, timeout_s=150)
+    found = gloo_pool.run(measured, sharding, ranks=8, timeout_s=150)
     profile, times = found[0]
     assert all(other == found[0] for other in found)
     assert min(times) > 0 and profile.matmul_tflops > 0 and profile.overlap == 0
     profile.save(tmp_path / "machine.json")
     assert Profile.load(tmp_path / "machine.json") == profile
-    cost = cost_of(tmp_path / "machine.json", 4, sharding)
+    cost = cost_of(tmp_path / "machine.json", 8, sharding)
     lengths = np.array([200, 60, 30, 10, 100])
     assert cost.plan_ns(make_plan("auto", lengths, cost)) > 0
