@@ -217,7 +217,7 @@ def test_what_a_document_and_a_step_cost_however_short():
         ModelSpec.load("qwen3-0.6b"),
         Variant(Checkpoint.NONE, Reduce.STEP),
     )
-    plain = Profile.load("cpu")
+    plain = replace(Profile.load("cpu"), document_us=0.0, step_us=0.0)
     before = CostModel(cluster, model, plain, "none", budget_gib=100)
     after = CostModel(cluster, model, replace(plain, document_us=30.0, step_us=700.0), "none", budget_gib=100)
     assert after.step_overhead_ns(variant) - before.step_overhead_ns(variant) == 700_000
