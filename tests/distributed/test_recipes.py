@@ -13,22 +13,12 @@ from typer.testing import CliRunner
 
 from seqloom.cli.main import app
 from seqloom.testing.tiny_models import tiny_model
+from seqloom.testing.tiny_specs import TINY as TINY_SPEC
 from seqloom.train.metrics import read_steps
 
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
-SPEC = """
-layers = 2
-hidden = 16
-heads = 4
-kv_heads = 2
-head_dim = 4
-ffn = 24
-gated = true
-vocabulary = 257
-tied = true
-"""
 TINY = (
     *("run.steps=6", "run.epochs=", "checkpoint.every=3", "checkpoint.resume=auto", "log.sinks=[]"),
     *("data.source=toy:24", "data.validation=toy:4:1", "data.sequences=4", "data.tokens="),
@@ -47,7 +37,7 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
         tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(folder / "model")
         words.append(f"model.huggingface={folder / 'model'}")
     else:
-        (folder / "tiny.toml").write_text(SPEC)
+        (folder / "tiny.toml").write_text(TINY_SPEC)
         words.append(f"model.spec={folder / 'tiny.toml'}")
     return [word for override in words for word in ("--set", override)]
 

@@ -13,23 +13,13 @@ import torch.distributed.checkpoint as dcp
 from transformers import LlamaForCausalLM
 
 from seqloom.data import StoreWriter
+from seqloom.testing.tiny_specs import TINY
 from seqloom.train.config import Config
 from seqloom.train.kinds import build_reference
 from seqloom.train.metrics import read_steps
 
 pytestmark = pytest.mark.distributed
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml"
-TINY = """
-layers = 2
-hidden = 16
-heads = 4
-kv_heads = 2
-head_dim = 4
-ffn = 24
-gated = true
-vocabulary = 257
-tied = true
-"""
 STEPS = 6
 
 

@@ -10,22 +10,12 @@ import numpy as np
 import pytest
 
 from seqloom.data import StoreWriter
+from seqloom.testing.tiny_specs import TINY
 from seqloom.train.check import forecasts, outlook, warnings
 from seqloom.train.config import Config
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
 LENGTHS = (40, 3, 90, 2, 17, 60, 8, 25, 150, 31)
-TINY = """
-layers = 2
-hidden = 16
-heads = 4
-kv_heads = 2
-head_dim = 4
-ffn = 24
-gated = true
-vocabulary = 257
-tied = true
-"""
 HF = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -12,21 +12,11 @@ from seqloom.cli.main import app
 from seqloom.data import StoreWriter
 from seqloom.errors import SeqloomError
 from seqloom.testing.tiny_models import tiny_model
+from seqloom.testing.tiny_specs import TINY
 from seqloom.train import verify as module
 
 torch.set_num_threads(1)
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
-TINY = """
-layers = 2
-hidden = 16
-heads = 4
-kv_heads = 2
-head_dim = 4
-ffn = 24
-gated = true
-vocabulary = 257
-tied = true
-"""
 
 
 @pytest.fixture(scope="module")
