@@ -12,6 +12,7 @@ from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
 from seqloom.runtime import BoundPlan, summed_loss
+from seqloom.testing.tiny_specs import TINY
 from seqloom.train.config import Config
 from seqloom.train.kinds import build_reference
 from seqloom.train.loop import Trainer
@@ -22,17 +23,7 @@ from seqloom.train.setup import Setup
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 50
-MODEL = """
-layers = 2
-hidden = 16
-heads = 4
-kv_heads = 2
-head_dim = 4
-ffn = 24
-gated = true
-vocabulary = 64
-tied = true
-"""
+MODEL = TINY.replace("vocabulary = 257", "vocabulary = 64")
 CONFIG = f"""
 [run]
 steps = {STEPS}

@@ -144,7 +144,8 @@ def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             keys[key] = str((folder / Path(keys[key]).expanduser()).resolve())
 
     for section, key in _PATHS:
-        if key != "huggingface" or not _names_model(result, folder):
+        name = _model_of(result) if key == "huggingface" else None
+        if name is None or not is_hub_name(name, folder):
             anchor(section, key)
     for section, key in _NAMES_OR_FILES:
         keys = result.get(section)
@@ -156,17 +157,19 @@ def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     return result
 
 
-def _names_model(content: dict[str, Any], folder: Path) -> bool:
+def _model_of(content: dict[str, Any]) -> str | None:
+    """Return what `model.huggingface` says, where it is a text."""
     model = content.get("model")
     name = model.get("huggingface") if isinstance(model, dict) else None
-    return isinstance(name, str) and is_hub_name(name, folder)
+    return name if isinstance(name, str) else None
 
 
 def _with_model(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping with the folder of a model that it names as published."""
-    if not _names_model(content, Path("/")):
+    """Return an anchored mapping with the folder of a model that it gives by its published name: not a path yet."""
+    name = _model_of(content)
+    if name is None or Path(name).is_absolute():
         return content
-    return {**content, "model": {**content["model"], "huggingface": str(fetched(content["model"]["huggingface"]))}}
+    return {**content, "model": {**content["model"], "huggingface": str(fetched(name))}}
 
 
 def _plain(section: object) -> dict[str, Any]:
