@@ -46,7 +46,7 @@ def one_stage(draw):
             lengths = draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=3))
             spans = tuple(Span(len(documents) + k, 0, length) for k, length in enumerate(lengths))
             documents += lengths
-            groups.append(Group(tuple(range(first, first + shape.degree)), *shape, spans))
+            groups.append(Group(tuple(range(first, first + shape.degree)), shape.ulysses, shape.ring, spans))
         rounds.append(Round((Work(tuple(groups), draw(st.sampled_from(kept))),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
     limits = cost.limits(reduce)

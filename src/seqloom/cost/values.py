@@ -7,14 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.plan import Checkpoint, Reduce
+from seqloom.plan import Checkpoint, Method, Reduce
 
 
 class Shape(NamedTuple):
-    """How a group spreads a document: ``ulysses`` over heads (inner axis) times ``ring`` over positions."""
+    """How a group spreads a document: ``ulysses`` over heads (inner axis) times ``ring`` over positions.
+
+    ``method`` says how ring indices share keys and values, ``routed`` whether these cross nodes through all cards.
+    """
 
     ulysses: int
     ring: int
+    method: Method = Method.RING
+    routed: bool = False
 
     @property
     def degree(self) -> int:
@@ -22,7 +27,8 @@ class Shape(NamedTuple):
         return self.ulysses * self.ring
 
     def __str__(self) -> str:
-        return f"{self.ulysses}x{self.ring}"
+        kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")
+        return f"{self.ulysses}x{self.ring}{kind}"
 
 
 class Variant(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.error import PlanError
 from seqloom.plan.family import GroupFamily
-from seqloom.plan.group import Group
+from seqloom.plan.group import Group, Method
 from seqloom.plan.layout import Layout, Span
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.move import Move, move_between
 from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Round, Work
+from seqloom.plan.round import Checkpoint, Remap, Round, Work
+from seqloom.plan.route import Route
 from seqloom.plan.stage import Stage
 from seqloom.plan.validate import RULES
 
@@ -24,12 +25,15 @@ __all__ = [
     "GroupFamily",
     "Layout",
     "Limits",
+    "Method",
     "Move",
     "Pipeline",
     "Plan",
     "PlanError",
     "Reduce",
+    "Remap",
     "Round",
+    "Route",
     "Sharding",
     "Span",
     "Stage",

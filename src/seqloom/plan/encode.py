@@ -3,9 +3,9 @@
     {"format": "seqloom.plan", "version": 1, "planner": "flex", "limits": {...},
      "sharding": "full", "reduce": "round", "documents": [5120, 512, ...],
      "pipelines": [{"stages": [{"ranks": [0, 1], "layers": [0, 32], "tensor": 1}],
-                    "rounds": [[{"checkpoint": "full", "attention": null, "linear": null,
-                                 "groups": [{"ranks": [0, 1], "ulysses": 2, "ring": 1,
-                                             "spans": [[0, 0, 5120]]}]}]],
+                    "rounds": [[{"checkpoint": "full", "attention": null, "linear": null, "remap": "attention",
+                                 "groups": [{"ranks": [0, 1], "ulysses": 2, "ring": 1, "method": "ring",
+                                             "route": null, "spans": [[0, 0, 5120]]}]}]],
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
 `actions` has one row per host: the distinct `ranks` of the stages, in the order in which these name them.
@@ -27,12 +27,13 @@ import numpy as np
 from seqloom.errors import unknown
 from seqloom.plan.action import Action
 from seqloom.plan.error import PlanError
-from seqloom.plan.group import Group
+from seqloom.plan.group import Group, Method
 from seqloom.plan.layout import Layout, Span
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Round, Work
+from seqloom.plan.round import Checkpoint, Remap, Round, Work
+from seqloom.plan.route import Route
 from seqloom.plan.stage import Stage
 
 FORMAT = "seqloom.plan"
@@ -77,12 +78,22 @@ def _pipeline(pipeline: Pipeline) -> dict[str, Any]:
 def _work(work: Work) -> dict[str, Any]:
     return {
         "checkpoint": work.checkpoint,
-        "groups": [
-            {"ranks": group.ranks, "ulysses": group.ulysses, "ring": group.ring, "spans": group.spans}
-            for group in work.groups
-        ],
+        "groups": [_group(group) for group in work.groups],
         "attention": _layout(work.attention),
         "linear": _layout(work.linear),
+        "remap": work.remap,
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    route = group.route
+    return {
+        "ranks": group.ranks,
+        "ulysses": group.ulysses,
+        "ring": group.ring,
+        "method": group.method,
+        "route": None if route is None else {"proxies": route.proxies, "slices": route.slices},
+        "spans": group.spans,
     }
 
 
@@ -164,23 +175,33 @@ def _read_round(value: Any, where: str) -> Round:
 
 
 def _read_work(value: Any, where: str) -> Work:
-    fields = _object(value, where, ("checkpoint", "groups", "attention", "linear"))
+    fields = _object(value, where, ("checkpoint", "groups", "attention", "linear", "remap"))
     return Work(
         groups=_list(fields["groups"], f"{where}.groups", _read_group),
         checkpoint=_enum(fields["checkpoint"], f"{where}.checkpoint", Checkpoint),
         attention=_read_layout(fields["attention"], f"{where}.attention"),
         linear=_read_layout(fields["linear"], f"{where}.linear"),
+        remap=_enum(fields["remap"], f"{where}.remap", Remap),
     )
 
 
 def _read_group(value: Any, where: str) -> Group:
-    fields = _object(value, where, ("ranks", "ulysses", "ring", "spans"))
+    fields = _object(value, where, ("ranks", "ulysses", "ring", "method", "route", "spans"))
     return Group(
         ranks=_integers(fields["ranks"], f"{where}.ranks"),
         ulysses=_integer(fields["ulysses"], f"{where}.ulysses"),
         ring=_integer(fields["ring"], f"{where}.ring"),
         spans=_list(fields["spans"], f"{where}.spans", _read_span),
+        method=_enum(fields["method"], f"{where}.method", Method),
+        route=_read_route(fields["route"], f"{where}.route"),
     )
+
+
+def _read_route(value: Any, where: str) -> Route | None:
+    if value is None:
+        return None
+    fields = _object(value, where, ("proxies", "slices"))
+    return Route(_integers(fields["proxies"], f"{where}.proxies"), _integer(fields["slices"], f"{where}.slices"))
 
 
 def _read_span(value: Any, where: str) -> Span:

@@ -10,25 +10,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
 
 from seqloom.plan.error import PlanError
 from seqloom.plan.layout import Layout, Span
+from seqloom.plan.route import Route
+
+
+class Method(StrEnum):
+    """How ring indices share keys and values: passed around in steps, or gathered in one exchange."""
+
+    RING = "ring"
+    GATHER = "gather"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Ranks in order, `ulysses` x `ring`, and the spans they work on.
 
-    Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`.
+    Rank i of the group has Ulysses index `i % ulysses` and ring index `i // ulysses`. `method` and `route` are about
+    the ring: how keys and values are shared, and how they cross between nodes (None: each through its own card).
     """
 
     ranks: tuple[int, ...]
     ulysses: int
     ring: int
     spans: tuple[Span, ...]
+    method: Method = Method.RING
+    route: Route | None = None
+
+    @property
+    def party(self) -> tuple[int, ...]:
+        """Ranks that meet in the group's exchanges: its own, and the proxies of its route."""
+        if self.route is None:
+            return self.ranks
+        return (*self.ranks, *(rank for rank in self.route.proxies if rank not in self.ranks))
 
     @property
     def degree(self) -> int:

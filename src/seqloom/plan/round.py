@@ -23,18 +23,30 @@ class Checkpoint(StrEnum):
     PROFILE = "profile"
 
 
+class Remap(StrEnum):
+    """Where tokens change between the attention and the linear layout, if these differ.
+
+    attention: around it; everything else sees the linear layout. mlp: around it; only it sees the linear layout.
+    """
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One stage's share of a round.
 
-    A rank may be in several groups. The layouts say who holds which tokens in attention and in linear layers;
-    None means that every rank holds what its groups give it (`Group.token_layout`).
+    A rank may be in several groups; it runs them in the order of `groups`, in which all ranks agree: slow links first.
+    The layouts say who holds which tokens in attention and in linear layers; None means that every rank holds what its
+    groups give it (`Group.token_layout`).
     """
 
     groups: tuple[Group, ...]
     checkpoint: Checkpoint
     attention: Layout | None = None
     linear: Layout | None = None
+    remap: Remap = Remap.ATTENTION
 
     def spans(self) -> Iterator[Span]:
         """Return the spans of all groups, in order."""

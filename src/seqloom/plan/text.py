@@ -26,10 +26,11 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from seqloom.plan.group import Method
 from seqloom.plan.layout import Layout
 from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Work
+from seqloom.plan.round import Remap, Work
 from seqloom.plan.text_reader import read_plan
 
 _PER_LINE = 16
@@ -71,7 +72,8 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
         if not current.work:
             yield f"round {r}"
         for s, work in enumerate(current.work):
-            yield f"round {r} stage {s} checkpoint {work.checkpoint}"
+            remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
+            yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}"
             yield from _work_lines(work, documents)
     for h, row in enumerate(pipeline.actions):
         yield f"host {h}: {' '.join(map(str, row))}".rstrip()
@@ -81,6 +83,10 @@ def _work_lines(work: Work, documents: tuple[int, ...]) -> Iterator[str]:
     for group in work.groups:
         spans = " ".join(_span(span, documents) for span in group.spans)
         shape = f"ulysses {group.ulysses} ring {group.ring}"
+        if group.method != Method.RING:
+            shape += f" method {group.method}"
+        if group.route is not None:
+            shape += f" route {_runs(group.route.proxies)} slices {group.route.slices}"
         yield f"  group ranks {_runs(group.ranks)} {shape}: {spans}".rstrip()
     for name, layout in (("attention", work.attention), ("linear", work.linear)):
         if layout is not None:

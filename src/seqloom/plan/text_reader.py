@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from seqloom.errors import unknown
 from seqloom.plan.action import Action
 from seqloom.plan.error import PlanError
-from seqloom.plan.group import Group
+from seqloom.plan.group import Group, Method
 from seqloom.plan.layout import Layout, Span
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Round, Work
+from seqloom.plan.round import Checkpoint, Remap, Round, Work
+from seqloom.plan.route import Route
 from seqloom.plan.stage import Stage
 
 _NUMBERS = ("ranks", "node_size", "heads", "granule", "communicators")
 _KEYS = ("planner", *_NUMBERS, "capacity", "sharding", "reduce", "documents")
 _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
-_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+))?")
-_GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+):(.*)")
+_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?)?")
+_GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
 _RANK = re.compile(r"rank (\d+):(.*)")
 _ACTIONS = re.compile(r"host (\d+):(.*)")
@@ -31,7 +33,7 @@ _MOST_RANKS = 2**20
 """A run of ranks longer than this is a slip of the pen, not a cluster."""
 _MOST_DIGITS = 16
 
-E = TypeVar("E", Sharding, Reduce, Checkpoint)
+E = TypeVar("E", Sharding, Reduce, Checkpoint, Method, Remap)
 
 
 def read_plan(text: str) -> Plan:
@@ -170,7 +172,7 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
 def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]:
     rounds: list[list[Work]] = []
     while lines.peek().startswith("round "):
-        number, stage, checkpoint = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
+        number, stage, checkpoint, remap = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
         if stage is None or lines.number(stage) == 0:
             lines.expect_number("round", number, len(rounds))
             rounds.append([])
@@ -178,7 +180,8 @@ def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]
             lines.expect_number("round", number, len(rounds) - 1)
         if stage is not None:
             lines.expect_number("stage", stage, len(rounds[-1]))
-            rounds[-1].append(_read_work(lines, lines.choice(checkpoint, Checkpoint), documents))
+            work = _read_work(lines, lines.choice(checkpoint, Checkpoint), documents)
+            rounds[-1].append(work if remap is None else replace(work, remap=lines.choice(remap, Remap)))
     return tuple(Round(tuple(work)) for work in rounds)
 
 
@@ -186,9 +189,18 @@ def _read_work(lines: _Lines, checkpoint: Checkpoint, documents: tuple[int, ...]
     groups = []
     while lines.peek().startswith("group "):
         form = "group ranks 0-7 ulysses 8 ring 1: 12 15[0:4096)"
-        ranks, ulysses, ring, words = lines.match(_GROUP, form).groups()
+        ranks, ulysses, ring, method, proxies, slices, words = lines.match(_GROUP, form).groups()
         spans = tuple(_read_span(lines, word, documents) for word in words.split())
-        groups.append(Group(_read_ranks(lines, ranks), lines.number(ulysses), lines.number(ring), spans))
+        groups.append(
+            Group(
+                _read_ranks(lines, ranks),
+                lines.number(ulysses),
+                lines.number(ring),
+                spans,
+                Method.RING if method is None else lines.choice(method, Method),
+                None if proxies is None else Route(_read_ranks(lines, proxies), lines.number(slices)),
+            )
+        )
     layouts: dict[str, Layout] = {}
     while lines.peek().startswith(("attention ", "linear ")):
         name, axes = lines.match(_LAYOUT, "linear axes 1").groups()

@@ -222,7 +222,7 @@ def test_what_a_document_and_a_step_cost_however_short():
     after = CostModel(cluster, model, replace(plain, document_us=30.0, step_us=700.0), "none", budget_gib=100)
     assert after.step_overhead_ns(variant) - before.step_overhead_ns(variant) == 700_000
     for shape in (Shape(1, 1), Shape(2, 1), Shape(1, 4), Shape(2, 2)):
-        group = Group(tuple(range(shape.degree)), *shape, (Span(0, 0, 100), Span(1, 0, 900)))
+        group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, (Span(0, 0, 100), Span(1, 0, 900)))
         added = after.group_parts(group, variant).attention - before.group_parts(group, variant).attention
         assert added == 2 * model.layers * shape.ring * 30_000
         empty = replace(group, spans=())
