@@ -124,7 +124,8 @@ def bound_calls(
 ) -> tuple[GroupCall, ...]:
     """Return the calls of the rank's groups that hold tokens, in the order of the work; checked, and built once."""
     check_tensors(q, k, v, context)
-    return calls_of(context, q.shape[1], k.shape[1], q.shape[2], q.dtype, call)
+    _, heads, dim = q.shape
+    return calls_of(context, heads, k.shape[1], dim, q.dtype, call)
 
 
 def calls_of(

@@ -93,7 +93,7 @@ def forward_group(call: GroupCall, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     if call.exchange is not None:
         q, k, v = call.exchange.to_heads(q, k, v)
     out, lse = call.inner.forward(q, k, v)
-    saved = Saved(q, k, v, out.to(q.dtype), lse)
+    saved = Saved(q, k, v, _as(out, q.dtype), lse)
     return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
 
 
@@ -102,7 +102,7 @@ def backward_group(call: GroupCall, dout: torch.Tensor, saved: Saved) -> Gradien
     dtype = saved.q.dtype
     if call.exchange is None:
         dq, dk, dv = call.inner.backward(dout, saved)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
     (dout,) = call.exchange.to_heads(dout)
     return call.exchange.gradients_to_tokens(*call.inner.backward(dout, saved), dtype)
 
@@ -166,6 +166,11 @@ class _Attention(torch.autograd.Function):
         if not kept:  # no group of this rank holds a token, nor does the rank
             return torch.zeros_like(dout), dout.new_zeros(ctx.kv_shape), dout.new_zeros(ctx.kv_shape), None, None
         return *backward_groups(ctx.calls, last_contiguous(dout), kept), None, None
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`Tensor.to`, without asking torch where there is nothing to do: this runs in every layer."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _local_lse(call: GroupCall, saved: Saved) -> torch.Tensor:
