@@ -132,20 +132,20 @@ def calls_of(
     context: Context, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, call: Call
 ) -> tuple[GroupCall, ...]:
     """Return the calls for tensors of these sizes."""
-
-    scale = dim**-0.5 if call.scale is None else call.scale
-    call = call._replace(scale=scale)  # the default, spelt out or not, is one call
+    causal, window, scale, kernels, dropout, softcap = call
+    if scale is None:
+        scale = dim**-0.5  # the default, spelt out or not, is one call
 
     def build() -> tuple[GroupCall, ...]:
         check_call(context, heads, kv_heads, call)
         model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
-        kernel = _default_kernels(context.device) if call.kernels is None else call.kernels
+        kernel = _default_kernels(context.device) if kernels is None else kernels
         groups = [
             bound for bound in context.groups if bound.group.tokens and (bound.group.ring > 1 or any(bound.counts))
         ]
         return tuple(_group_call(context, bound, model, call, kernel) for bound in groups)
 
-    return context.cached(("attention", heads, kv_heads, dim, dtype, call), build)
+    return context.cached((heads, kv_heads, dim, dtype, causal, window, scale, kernels, dropout, softcap), build)
 
 
 def _group_call(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> GroupCall:

@@ -8,6 +8,7 @@ q, k, v of own tokens, all heads
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,8 +57,7 @@ def attention(
     call = Call(causal, window, scale, kernels, dropout, softcap)
     if isinstance(context, torch.Tensor):
         return _in_graph(q, k, v, context, call)
-    calls = bound_calls(q, k, v, context, call)
-    return _Attention.apply(q, k, v, calls, False)[0]
+    return _Attention.apply(q, k, v, bound_calls(q, k, v, context, call), False)
 
 
 def attention_with_lse(
@@ -148,19 +148,30 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[GroupCall, ...], with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (last_contiguous(x) for x in (q, k, v))
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
         out, lse, kept = forward_groups(calls, q, k, v, with_lse)
         ctx.calls = calls
         ctx.kv_shape = k.shape
-        ctx.save_for_backward(*(tensor for saved in kept for tensor in saved))
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(*chain.from_iterable(kept))
+        if lse is None:
+            return out
+        ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        # Only where a graph of the backward is asked for does anybody need torch's guard, which costs every layer.
+        run = _Attention._once if torch.is_grad_enabled() else _Attention._gradients
+        return run(ctx, *grad_outputs)
+
+    @staticmethod
+    @once_differentiable
+    def _once(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return _Attention._gradients(ctx, *grad_outputs)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         dout, tensors, width = grad_outputs[0], ctx.saved_tensors, len(Saved._fields)
         kept = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
         if not kept:  # no group of this rank holds a token, nor does the rank
