@@ -5,7 +5,7 @@ from __future__ import annotations
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.error import PlanError
 from seqloom.plan.family import GroupFamily
-from seqloom.plan.group import Group, Method
+from seqloom.plan.group import Group, Method, in_order
 from seqloom.plan.layout import Layout, Span
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.move import Move, move_between
@@ -38,6 +38,7 @@ __all__ = [
     "Span",
     "Stage",
     "Work",
+    "in_order",
     "move_between",
     "staged",
 ]
