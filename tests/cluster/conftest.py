@@ -1,0 +1,23 @@
+"""Two nodes of four ranks with four cards each, and a gloo process for every rank, for all tests of this folder."""
+
+import pytest
+
+from seqloom.testing.hosts import Hosts, why_not
+
+
+@pytest.fixture(scope="session")
+def hosts():
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts(nodes=2, ranks=4, nics=4, rate_mbit=100) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def pool(hosts):
+    """`pool.run(body, *args)`: the body on all eight ranks."""
+    from seqloom.testing.workers import Workers  # imports torch: not where all is skipped
+
+    with Workers(8, enter=hosts.seats) as pool:
+        yield pool
