@@ -4,6 +4,8 @@ import pytest
 
 from seqloom.testing.hosts import Hosts, why_not
 
+FIGURES = pytest.StashKey()
+
 
 @pytest.fixture(scope="session")
 def hosts():
@@ -21,3 +23,17 @@ def pool(hosts):
 
     with Workers(8, enter=hosts.seats) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def figures(request):
+    """What tests measured, by name: times as fast. Shown at the end."""
+    return request.config.stash.setdefault(FIGURES, {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    figures = config.stash.get(FIGURES, {})
+    if figures:
+        terminalreporter.section("times as fast as without routing")
+    for name, ratio in figures.items():
+        terminalreporter.write_line(f"{ratio:6.2f}  {name}")
