@@ -19,7 +19,7 @@ from seqloom.attention.segments import Segments
 from seqloom.attention.tiles import Heads, prepare, prepare_tiles
 from seqloom.attention.ulysses import Exchange, HeadSplit
 from seqloom.comm.context import BoundGroup, Context
-from seqloom.plan import Group
+from seqloom.plan import Group, Method
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +167,7 @@ def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel
         return prepare(kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
     chunks = [Chunks.of(group, k) for k in range(group.ring)]
     ranks, joins = bound.ring_ranks, joins_on(context.device, heads.shape.dtype)
-    if bound.method == "gather" or _sees_neighbours_only(group, call.window):
+    if group.method == Method.GATHER or _sees_neighbours_only(group, call.window):
         schedule = gather_schedule(chunks, index, **mask)
         tiles = prepare_tiles(kernel, schedule.tiles, heads)
         return Gather.of(context.transport, ranks, index, schedule, tiles, joins, context.device)

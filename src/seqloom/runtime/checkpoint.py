@@ -142,7 +142,7 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        super().__init__(own.work, own.transport, *rows, kept=own._kept)
+        super().__init__(own.work, own.transport, *rows, own.node_size, kept=own._kept)
         self.tape = tape
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
