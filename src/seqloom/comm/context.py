@@ -178,9 +178,7 @@ def _block_layout(group: Group, rank: int) -> Layout:
     return Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index))).token_layout()
 
 
-def _bind_group(
-    group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device
-) -> BoundGroup:
+def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
     ring_index, ulysses_index = divmod(group.ranks.index(rank), group.ulysses)
     block = group.blocks()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
