@@ -12,7 +12,7 @@ from seqloom.plan.move import Move, move_between
 from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Remap, Round, Work
-from seqloom.plan.route import Route
+from seqloom.plan.route import Route, staged
 from seqloom.plan.stage import Stage
 from seqloom.plan.validate import RULES
 
@@ -39,4 +39,5 @@ __all__ = [
     "Stage",
     "Work",
     "move_between",
+    "staged",
 ]
