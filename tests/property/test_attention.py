@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels.reference import Reference
 from seqloom.comm.in_process import Ranks
-from seqloom.plan import Group, Span
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
 from seqloom.testing.attention_oracle import difference
 from seqloom.testing.strategies_attention import SHAPES, cases, cases_of_many_groups, head_counts, masks
@@ -115,12 +115,12 @@ def test_repeated_runs_are_equal_bit_for_bit(ranks, case):
 
 
 @FEW
-@given(case=cases((1, 1)), method=st.sampled_from(("ring", "gather")))
+@given(case=cases((1, 1)), method=st.sampled_from(Method))
 def test_every_shape_of_four_ranks_gives_the_same(ranks, case, method):
-    case = replace(case, heads=case.heads * 4, kv_heads=case.kv_heads, world=4, method=method)
+    case = replace(case, heads=case.heads * 4, kv_heads=case.kv_heads, world=4)
     inputs = case.inputs(torch.float64)
     shapes = [(4, 1), (2, 2), (1, 4)]
-    groups = [Group((0, 1, 2, 3), ulysses, ring, case.groups[0].spans) for ulysses, ring in shapes]
+    groups = [Group((0, 1, 2, 3), ulysses, ring, case.groups[0].spans, method) for ulysses, ring in shapes]
     found = [run(ranks, replace(case, groups=(group,)), inputs) for group in groups]
     for other in found[1:]:
         for name, one, same in zip(other._fields, found[0], other, strict=True):

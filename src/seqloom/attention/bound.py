@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from seqloom.attention.calls import GroupCall, Shared
 from seqloom.attention.checks import Call, check_call, check_tensors
+from seqloom.attention.fillers import Draft, filled
 from seqloom.attention.gather import Gather
 from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape, Warmable
-from seqloom.attention.merge import joins_on
+from seqloom.attention.merge import joins_on, sum_dtype
 from seqloom.attention.ring import Ring
-from seqloom.attention.rows import RowIndex
 from seqloom.attention.schedule import Chunks, gather_schedule, ring_tiles
 from seqloom.attention.segments import Segments
 from seqloom.attention.tiles import Heads, prepare, prepare_tiles
 from seqloom.attention.ulysses import Exchange, HeadSplit
 from seqloom.comm.context import BoundGroup, Context
-from seqloom.plan import Group
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupCall:
-    """How a rank computes the attention of one group.
-
-    Attributes:
-        rows: of the local buffer.
-        exchange: heads for tokens; None without Ulysses.
-        inner: a kernel's prepared segments, a `Ring` or a `Gather`.
-    """
-
-    rows: RowIndex
-    exchange: Exchange | None
-    inner: Prepared
+from seqloom.plan import Group, Method
 
 
 class ModelCall(NamedTuple):
@@ -142,12 +127,14 @@ def calls_of(
         groups = [
             bound for bound in context.groups if bound.group.tokens and (bound.group.ring > 1 or any(bound.counts))
         ]
-        return tuple(_group_call(context, bound, model, call, kernel) for bound in groups)
+        drafts = [_draft(context, bound, model, call, kernel) for bound in groups]
+        mask = {"causal": call.causal, "window": call.window}
+        return filled(drafts, Heads(model), kernel, mask, context.node_size)
 
     return context.cached(("attention", heads, kv_heads, dim, dtype, call), build)
 
 
-def _group_call(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> GroupCall:
+def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> Draft:
     split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
     (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
     shape = Shape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
@@ -157,17 +144,21 @@ def _group_call(context: Context, bound: BoundGroup, model: Shape, call: Call, k
         exchange = Exchange(
             context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
         )
-    return GroupCall(bound.rows, exchange, _inner(context, bound, heads, call, kernel))
+    inner = _inner(context, bound, heads, call, kernel)
+    elements, dtype = 2 * shape.kv_heads * shape.dim, shape.dtype
+    row, wide_row = elements * dtype.itemsize, elements * sum_dtype(dtype).itemsize
+    waits = inner.waits(row, wide_row) if isinstance(inner, Shared) else None
+    return Draft(bound.group, GroupCall(bound.rows, exchange, inner), waits)
 
 
-def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel: Kernel) -> Prepared:
+def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel: Kernel) -> Prepared | Shared:
     group, index = bound.group, bound.ring_index
     mask = {"causal": call.causal, "window": call.window}
     if group.ring == 1:
         return prepare(kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
     chunks = [Chunks.of(group, k) for k in range(group.ring)]
     ranks, joins = bound.ring_ranks, joins_on(context.device, heads.shape.dtype)
-    if bound.method == "gather" or _sees_neighbours_only(group, call.window):
+    if group.method == Method.GATHER or _sees_neighbours_only(group, call.window):
         schedule = gather_schedule(chunks, index, **mask)
         tiles = prepare_tiles(kernel, schedule.tiles, heads)
         return Gather.of(context.transport, ranks, index, schedule, tiles, joins, context.device)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from seqloom.attention.calls import Meanwhile, Waits
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
 from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
@@ -24,7 +25,7 @@ from seqloom.comm.transport import Handle, Parcel, Transport
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ring:
-    """One rank's part of a ring, with the interface of a kernel's `Prepared`: the other keys come from elsewhere.
+    """One rank's part of a ring: what `Shared` asks for.
 
     Attributes:
         transport: this rank's.
@@ -42,7 +43,9 @@ class Ring:
     steps: tuple[tuple[PreparedTile, ...], ...]
     joins: Joins
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
         total = Total(q, self.joins)
         kv = torch.cat((k, v), dim=1)
@@ -50,11 +53,12 @@ class Ring:
             coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
             handle = self._pass_on((None if coming is None else kv, coming))
             forward_tiles(tiles, total, q, kv)
+            meanwhile(step)
             handle.wait()
             kv = kv if coming is None else coming
         return total.result()
 
-    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
         """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
         q, wide = saved.q, sum_dtype(saved.q.dtype)
         kv = torch.cat((saved.k, saved.v), dim=1)
@@ -64,13 +68,24 @@ class Ring:
             arriving = self._room(kv, step, wide) if step else None
             handle = self._pass_on((None if coming is None else kv, coming), (dkv, arriving))
             found = backward_tiles(tiles, dout, saved, kv, dq)
+            meanwhile(step)
             handle.wait()
             dkv = add_key_gradients(arriving, self._count(step), found, self.joins)
             kv = kv if coming is None else coming
         home = self._room(kv, 0, wide)
-        self._pass_on((dkv, home)).wait()
+        handle = self._pass_on((dkv, home))
+        meanwhile(len(self.steps))
+        handle.wait()
         dk, dv = home.tensor_split(2, dim=1)
         return dq.result(), dk, dv
+
+    def waits(self, row: int, wide_row: int) -> Waits:
+        """See `Shared.waits`."""
+        ring = len(self.steps)
+        keys = [row * self._count(step) for step in range(1, ring)]
+        gradients = [wide_row * self._count(step) for step in range(1, ring)]
+        both = [sum(pair) for pair in zip([*keys, 0], [0, *gradients], strict=True)]
+        return Waits(tuple(keys), (*both, wide_row * self._count(0)))
 
     def _count(self, step: int) -> int:
         """Rows of the index whose keys are here in a step."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from seqloom.plan import Group, Span
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.attention_cases import Case
 
 SHAPES = tuple((ulysses, ring) for ulysses in range(1, 9) for ring in range(1, 9) if ulysses * ring <= 8)
@@ -50,7 +50,8 @@ def cases(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> Case:
     lengths = draw(packs())
     world = ulysses * ring
     documents = draw(st.permutations(range(len(lengths))))
-    group = Group(tuple(range(world)), ulysses, ring, tuple(Span(k, 0, lengths[k]) for k in documents))
+    spans = tuple(Span(k, 0, lengths[k]) for k in documents)
+    group = Group(tuple(range(world)), ulysses, ring, spans, draw(st.sampled_from(Method)))
     return draw(_completed(lengths, world, (group,), ulysses))
 
 
@@ -64,7 +65,8 @@ def cases_of_many_groups(draw: st.DrawFn) -> Case:
     groups = []
     for number, (ranks, ulysses, ring) in enumerate(shapes):
         documents = draw(st.permutations([k for k, home in enumerate(homes) if home == number]))
-        groups.append(Group(ranks, ulysses, ring, tuple(Span(k, 0, lengths[k]) for k in documents)))
+        spans = tuple(Span(k, 0, lengths[k]) for k in documents)
+        groups.append(Group(ranks, ulysses, ring, spans, draw(st.sampled_from(Method))))
     return draw(_completed(lengths, world, tuple(groups), max(group.ulysses for group in groups)))
 
 
@@ -89,5 +91,4 @@ def _completed(draw: st.DrawFn, lengths: tuple[int, ...], world: int, groups: tu
         groups=groups,
         **draw(masks()),
         scale=draw(st.none() | st.floats(0.05, 1.0)),
-        method=draw(st.sampled_from(("ring", "gather"))),
     )
