@@ -18,8 +18,10 @@ import torch
 from seqloom.attention.calls import Meanwhile, Waits
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
+from seqloom.attention.roads import Roads, gradients_of, keys_of
 from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.comm.parcels import exchange_filled
+from seqloom.comm.passage import Passage
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 
@@ -34,6 +36,7 @@ class Ring:
         counts: rows of every ring index.
         steps: the tiles of every step.
         joins: how partial results are joined.
+        roads: how exchanges cross nodes; None: from rank to rank.
     """
 
     transport: Transport
@@ -42,6 +45,7 @@ class Ring:
     counts: tuple[int, ...]
     steps: tuple[tuple[PreparedTile, ...], ...]
     joins: Joins
+    roads: Roads | None = None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
@@ -51,7 +55,8 @@ class Ring:
         kv = torch.cat((k, v), dim=1)
         for step, tiles in enumerate(self.steps):
             coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
-            handle = self._pass_on((None if coming is None else kv, coming))
+            passage = None if self.roads is None or coming is None else self.roads.ahead[step]
+            handle = self._pass_on(passage, (None if coming is None else kv, coming))
             forward_tiles(tiles, total, q, kv)
             meanwhile(step)
             handle.wait()
@@ -66,14 +71,16 @@ class Ring:
         for step, tiles in enumerate(self.steps):
             coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
             arriving = self._room(kv, step, wide) if step else None
-            handle = self._pass_on((None if coming is None else kv, coming), (dkv, arriving))
+            passage = None if self.roads is None else self.roads.back[step]
+            handle = self._pass_on(passage, (None if coming is None else kv, coming), (dkv, arriving))
             found = backward_tiles(tiles, dout, saved, kv, dq)
             meanwhile(step)
             handle.wait()
             dkv = add_key_gradients(arriving, self._count(step), found, self.joins)
             kv = kv if coming is None else coming
         home = self._room(kv, 0, wide)
-        handle = self._pass_on((dkv, home))
+        passage = None if self.roads is None else self.roads.back[-1]
+        handle = self._pass_on(passage, (None, None), (dkv, home))
         meanwhile(len(self.steps))
         handle.wait()
         dk, dv = home.tensor_split(2, dim=1)
@@ -95,9 +102,19 @@ class Ring:
         """Return an empty buffer for what belongs to the keys of a step."""
         return like.new_empty((self._count(step), *like.shape[1:]), dtype=dtype)
 
-    def _pass_on(self, *moves: tuple[torch.Tensor | None, torch.Tensor | None]) -> Handle:
-        """Send the first of every pair to the next index, receive the second from the one before; None: nothing."""
-        after, before = (self.ranks[(self.index + k) % len(self.ranks)] for k in (1, -1))
+    def _pass_on(self, passage: Passage | None, *moves: tuple[torch.Tensor | None, torch.Tensor | None]) -> Handle:
+        """Send the first of every pair to the next index, receive the second from the one before; None: nothing.
+
+        Args:
+            passage: of a routed exchange.
+            moves: of keys and values, then of their gradients.
+        """
+        here, after, before = (self.ranks[(self.index + k) % len(self.ranks)] for k in (0, 1, -1))
+        if self.roads is not None and passage is not None:
+            named = list(zip((keys_of, gradients_of), moves, strict=False))
+            sent = {item(here): tensor for item, (tensor, _) in named if tensor is not None}
+            wanted = {item(before): room for item, (_, room) in named if room is not None}
+            return self.roads.start(passage, sent, wanted)
         sends = [Parcel(after, tensor) for tensor, _ in moves if tensor is not None]
         receives = [Parcel(before, room) for _, room in moves if room is not None]
         return exchange_filled(self.transport, sends, receives)

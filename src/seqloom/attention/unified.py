@@ -11,7 +11,6 @@ others wait for messages, see `fillers.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -179,7 +178,7 @@ def _pieces(call: GroupCall) -> Pieces:
     return cast("Pieces", call.inner)
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def _joined(parts: tuple[torch.Tensor, ...], dim: int = 0) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
