@@ -12,7 +12,7 @@ def hosts():
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with Hosts(nodes=2, ranks=4, nics=4, rate_mbit=100) as hosts:
+    with Hosts(nodes=2, ranks=4, nics=4, rate_mbit=50) as hosts:
         yield hosts
 
 

@@ -15,7 +15,7 @@ from seqloom.testing.hosts import Hosts
 
 pytestmark = pytest.mark.cluster
 
-SIZE = 3_000_000
+SIZE = 1_500_000
 PAYLOAD = 1448 / 1514  # bytes of a full packet that are not headers
 
 

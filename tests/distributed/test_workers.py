@@ -97,7 +97,7 @@ def seat(transport):
 def test_every_process_takes_its_seat_first_and_an_error_there_is_heard():
     with Workers(2, enter=take_a_seat) as pool:
         assert pool.run(seat) == pool.run(seat) == ["seat 0", "seat 1"]
-    with Workers(3, enter=take_a_seat) as pool, pytest.raises(WorkerError, match="(?s)rank 2 of 3: .*no such seat"):
+    with Workers(3, enter=take_a_seat) as pool, pytest.raises(WorkerError, match=r"(?s)rank 2 of 3: .*no such seat"):
         pool.run(seat)
 
 

@@ -31,7 +31,7 @@ from seqloom.testing.namespaces import Namespace, enter
 
 LINK = "link0"
 """The interface of a rank, in its own namespace."""
-BURST_KIB = 64  # what a card passes at once after a pause
+BURST_KIB = 32  # what a card passes at once after a pause
 WINDOW = "4096 131072 1048576"  # bytes, least to most, that TCP has under way: a card's queue stays short
 AFTER_MAIN = 40_000  # priority of rules that apply to what the table of neighbours does not know
 
