@@ -35,7 +35,7 @@ test-full: lint layers types  ## the longer set: slow tests, more examples; logg
 		--hypothesis-profile=full --timeout=1800 --durations=20 2>&1 | tee build/test-full.log
 
 test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
-	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=60 --session-timeout=150 tests/cluster
+	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster
 
 lint: $(DEV_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .
