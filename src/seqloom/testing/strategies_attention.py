@@ -7,8 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from seqloom.plan import Group, Method, Route, Span
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.attention_cases import Case
+from seqloom.testing.strategies_groups import shared
 
 SHAPES = tuple((ulysses, ring) for ulysses in range(1, 9) for ring in range(1, 9) if ulysses * ring <= 8)
 """Every (ulysses, ring) on at most 8 ranks."""
@@ -101,13 +102,7 @@ def _zone_groups(draw: st.DrawFn, node_size: int, nodes: int, zone: int) -> Grou
         starts = [start for start in starts if start // node_size == node]
     chosen = draw(st.lists(st.sampled_from(starts), min_size=1 if zone else 2, max_size=4, unique=True))
     ranks = tuple(start + k for start in chosen for k in range(ulysses))
-    group = Group(ranks, ulysses, len(chosen), (), draw(st.sampled_from(Method)))
-    joined = sorted({rank // node_size for rank in ranks})
-    if len(joined) == 1 or draw(st.booleans()):
-        return group
-    places = sorted(draw(st.sets(st.integers(0, node_size - 1), min_size=1)))
-    proxies = tuple(node * node_size + place for node in joined for place in places)
-    return replace(group, route=Route(proxies, draw(st.integers(1, 3))))
+    return draw(shared(Group(ranks, ulysses, len(chosen), ()), node_size, range(node_size * nodes)))
 
 
 @st.composite
