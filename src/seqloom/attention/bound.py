@@ -196,7 +196,7 @@ def _roads(context: Context, group: Group, split: HeadSplit, model: Shape, call:
     if _gathers(group, call.window):
         moves = gather_moves(group, chunks, widths, wide, causal=call.causal, window=call.window)
     else:
-        moves = ring_moves(group, [each.rows for each in chunks], widths, wide)
+        moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
     unit = 2 * model.dim * model.dtype.itemsize
     return Roads.of(context.transport, group, moves, unit, context.device, context.node_size)
 

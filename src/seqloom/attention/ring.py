@@ -7,6 +7,8 @@ that grow with every step, and after the last one they go home.
     exchange    0     1          2          ...   r - 1     r
     keys of     s=1   s=2        s=3        ...
     gradients         after s=0  after s=1  ...   s=r-2     s=r-1, home
+
+In a routed ring all messages are as long as the longest, with rows at their end that nobody reads.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Ring:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
         total = Total(q, self.joins)
-        kv = torch.cat((k, v), dim=1)
+        kv = self._joined(k, v)
         for step, tiles in enumerate(self.steps):
             coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
             passage = None if self.roads is None or coming is None else self.roads.ahead[step]
@@ -66,7 +68,7 @@ class Ring:
     def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
         """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
         q, wide = saved.q, sum_dtype(saved.q.dtype)
-        kv = torch.cat((saved.k, saved.v), dim=1)
+        kv = self._joined(saved.k, saved.v)
         dq, dkv = Sum(q, self.joins), None
         for step, tiles in enumerate(self.steps):
             coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
@@ -76,14 +78,15 @@ class Ring:
             found = backward_tiles(tiles, dout, saved, kv, dq)
             meanwhile(step)
             handle.wait()
-            dkv = add_key_gradients(arriving, self._count(step), found, self.joins)
+            dkv = add_key_gradients(arriving, self._rows(step), found, self.joins)
+            dkv = self._room(kv, step, wide) if dkv is None else dkv  # there is no such key
             kv = kv if coming is None else coming
         home = self._room(kv, 0, wide)
         passage = None if self.roads is None else self.roads.back[-1]
         handle = self._pass_on(passage, (None, None), (dkv, home))
         meanwhile(len(self.steps))
         handle.wait()
-        dk, dv = home.tensor_split(2, dim=1)
+        dk, dv = home[: self._count(0)].tensor_split(2, dim=1)
         return dq.result(), dk, dv
 
     def waits(self, row: int, wide_row: int) -> Waits:
@@ -98,9 +101,21 @@ class Ring:
         """Rows of the index whose keys are here in a step."""
         return self.counts[(self.index - step) % len(self.counts)]
 
+    def _rows(self, step: int) -> int:
+        """Rows of a message that belongs to the keys of a step."""
+        return self._count(step) if self.roads is None else max(self.counts)
+
+    def _joined(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the own keys and values as a message [rows, 2 * kv heads, dim]."""
+        if len(k) == self._rows(0):
+            return torch.cat((k, v), dim=1)
+        kv = k.new_zeros((self._rows(0), 2 * k.shape[1], k.shape[2]))
+        torch.cat((k, v), dim=1, out=kv[: len(k)])
+        return kv
+
     def _room(self, like: torch.Tensor, step: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an empty buffer for what belongs to the keys of a step."""
-        return like.new_empty((self._count(step), *like.shape[1:]), dtype=dtype)
+        return like.new_empty((self._rows(step), *like.shape[1:]), dtype=dtype)
 
     def _pass_on(self, passage: Passage | None, *moves: tuple[torch.Tensor | None, torch.Tensor | None]) -> Handle:
         """Send the first of every pair to the next index, receive the second from the one before; None: nothing.

@@ -115,30 +115,24 @@ def returned(sender: int, receiver: int) -> int:
     return (sender << 32) + receiver
 
 
-def ring_moves(group: Group, counts: Sequence[int], widths: Sequence[int], wide: int) -> tuple[list[Move], list[Move]]:
+def ring_moves(group: Group, rows: int, widths: Sequence[int], wide: int) -> tuple[list[Move], list[Move]]:
     """Return the exchanges of a ring, see `ring.py`: those of forward, and those of backward.
+
+    Every message has as many rows as the longest, so that hardly any two exchanges differ.
 
     Args:
         group: ulysses x ring.
-        counts: rows of every ring index.
+        rows: of every message.
         widths: elements of a row, for every Ulysses index.
         wide: elements of a gradient for one of a key and value.
     """
-    blocks = group.blocks()
-
-    def passed(step: int, gradients: bool) -> list[Box]:
-        """What belongs to the keys of step `step` goes on to the next index."""
-        found = []
-        for index, block in enumerate(blocks):
-            rows = counts[(index - step) % group.ring] * (wide if gradients else 1)
-            for sender, receiver, width in zip(block, blocks[(index + 1) % group.ring], widths, strict=True):
-                found.append((sender, receiver, (gradients_of if gradients else keys_of)(sender), 0, rows * width))
-        return found
-
-    keys = [passed(step, False) for step in range(group.ring - 1)]
-    gradients = [passed(step, True) for step in range(group.ring)]
-    both = zip([*keys, [], []], [[], *gradients], strict=True)
-    return [_move(boxes) for boxes in keys], [_move([*first, *second]) for first, second in both]
+    blocks, keys, gradients = group.blocks(), [], []
+    for block, after in zip(blocks, (*blocks[1:], blocks[0]), strict=True):
+        for sender, receiver, width in zip(block, after, widths, strict=True):
+            keys.append((sender, receiver, keys_of(sender), 0, rows * width))
+            gradients.append((sender, receiver, gradients_of(sender), 0, rows * width * wide))
+    first, middle, last = _move(keys), _move(keys + gradients), _move(gradients)
+    return [first] * (group.ring - 1), [first, *[middle] * (group.ring - 2), last, last]
 
 
 def gather_moves(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from seqloom.plan.action import Action, ActionKind
+from seqloom.plan.balance import level_targets, rebalanced
 from seqloom.plan.error import PlanError
 from seqloom.plan.family import GroupFamily
-from seqloom.plan.group import Group, Method
+from seqloom.plan.group import Group, Method, in_order
 from seqloom.plan.layout import Layout, Span
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.move import Move, move_between
@@ -38,6 +39,9 @@ __all__ = [
     "Span",
     "Stage",
     "Work",
+    "in_order",
+    "level_targets",
     "move_between",
+    "rebalanced",
     "staged",
 ]

@@ -51,12 +51,12 @@ class Route:
             if not places.get(node):
                 raise PlanError(
                     f"a route through proxies {list(self.proxies)} has none in node {node}; "
-                    f"every node of the group needs one, add a rank of {node * node_size}-{(node + 1) * node_size - 1}"
+                    f"every node of the group needs one; add a rank of {node * node_size}-{(node + 1) * node_size - 1}"
                 )
             if places[node] != first:
                 raise PlanError(
                     f"a route has proxies at places {list(first)} of node {min(nodes)}, {list(places[node])} of node "
-                    f"{node}; they must be the same in every node, use {[node * node_size + p for p in first]}"
+                    f"{node}; they must be the same in every node; use {[node * node_size + p for p in first]}"
                 )
         return first
 
