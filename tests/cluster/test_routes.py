@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from seqloom.comm import Parcel
-from seqloom.plan import Move, Route, staged
+from seqloom.comm.passage import Passage
+from seqloom.comm.route import start_routed
+from seqloom.plan import Move, Route
 
 pytestmark = pytest.mark.cluster
 
@@ -23,23 +25,22 @@ def content(item, size):
 
 def deliver(transport, boxes, route):
     """Bring (sender, receiver, item, start, stop) to their receivers; seconds, and whether all arrived as it was."""
-    move = Move(*np.array(boxes).T)
-    sizes = {int(item): int(move.stop[move.item == item].max()) for item in np.unique(move.item)}
-    held = {item: torch.zeros(size, dtype=torch.uint8) for item, size in sizes.items()}
-    for item in np.unique(move.item[move.sender == transport.rank]).tolist():
-        held[item].copy_(content(item, sizes[item]))
-    everyone = tuple(range(transport.ranks))
+    rank, everyone = transport.rank, tuple(range(transport.ranks))
+    sizes = {item: stop for _, _, item, _, stop in boxes}
+    sent = {item: content(item, sizes[item]) for sender, _, item, _, _ in boxes if sender == rank}
+    wanted = {item: torch.zeros(sizes[item], dtype=torch.uint8) for _, to, item, _, _ in boxes if to == rank}
+    sends = [Parcel(to, sent[item]) for by, to, item, _, _ in boxes if by == rank]
+    receives = [Parcel(by, wanted[item]) for by, to, item, _, _ in boxes if to == rank]
+    passage = None if route is None else Passage.of(Move(*np.array(boxes).T), route, NODE, rank)
     transport.all_reduce(torch.ones(1), everyone)
     start = time.perf_counter()
-    for stage in (move,) if route is None else staged(move, route, NODE):
-        rows = list(zip(*(column.tolist() for column in stage.columns()), strict=True))
-        sends = [Parcel(to, held[item][a:b]) for by, to, item, a, b in rows if by == transport.rank]
-        receives = [Parcel(by, held[item][a:b]) for by, to, item, a, b in rows if to == transport.rank]
+    if passage is None:
         transport.exchange(sends, receives).wait()
+    else:
+        start_routed(passage, transport, sent, wanted, unit=1, device=torch.device("cpu")).wait()
     transport.all_reduce(torch.ones(1), everyone)
     seconds = time.perf_counter() - start
-    wanted = [(item, a, b) for _, to, item, a, b in boxes if to == transport.rank]
-    return seconds, all(torch.equal(held[item][a:b], content(item, sizes[item])[a:b]) for item, a, b in wanted)
+    return seconds, all(torch.equal(found, content(item, sizes[item])) for item, found in wanted.items())
 
 
 def measured(hosts, pool, boxes, route):
