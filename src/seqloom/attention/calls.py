@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
@@ -25,23 +26,24 @@ class Waits(NamedTuple):
     back: tuple[int, ...]
 
 
-@runtime_checkable
-class Shared(Protocol):
+class Shared(ABC):
     """Attention whose keys come from other ranks: a kernel's `Prepared` that waits for messages and can be filled."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `Prepared.forward`."""
-        ...
 
+    @abstractmethod
     def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
         """Return (dq, dk, dv), see `Prepared.backward`."""
-        ...
 
+    @abstractmethod
     def waits(self, row: int, wide_row: int) -> Waits:
         """Return what arrives, given the bytes of a row of keys and values and of a row of their gradients."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

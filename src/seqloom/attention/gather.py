@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.calls import Meanwhile, Waits
+from seqloom.attention.calls import Meanwhile, Shared, Waits
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
 from seqloom.attention.roads import Roads, keys_of, returned
@@ -25,8 +25,8 @@ from seqloom.comm.upload import on_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gather:
-    """One rank's part of a gather: what `Shared` asks for.
+class Gather(Shared):
+    """One rank's part of a gather.
 
     Attributes:
         transport: this rank's.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.calls import Meanwhile, Waits
+from seqloom.attention.calls import Meanwhile, Shared, Waits
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
 from seqloom.attention.roads import Roads, gradients_of, keys_of
@@ -28,8 +28,8 @@ from seqloom.comm.transport import Handle, Parcel, Transport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ring:
-    """One rank's part of a ring: what `Shared` asks for.
+class Ring(Shared):
+    """One rank's part of a ring.
 
     Attributes:
         transport: this rank's.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from seqloom.attention.calls import Meanwhile, Waits
+from seqloom.attention.calls import Meanwhile, Shared, Waits
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.schedule import Chunks, visible_runs
@@ -69,8 +69,8 @@ class Roads:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Relay:
-    """A rank that only passes on what a group sends: what `Shared` asks for, without a row of its own."""
+class Relay(Shared):
+    """A rank that only passes on what a group sends, without a row of its own."""
 
     roads: Roads
 

@@ -57,7 +57,7 @@ def moves(draw):
     return boxes
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     boxes=moves(), places=st.sets(st.integers(0, NODE - 1), min_size=1), slices=st.integers(1, 4), strict=st.booleans()
 )
