@@ -13,7 +13,7 @@ from seqloom.api import cost_model
 from seqloom.comm import Ranks
 from seqloom.plan import Checkpoint
 from seqloom.planners import make_plan
-from seqloom.testing.steps import Step, step_plans, steps, tiny_spec
+from seqloom.testing.steps import Step, step_plans, steps, tiny_spec, with_linear_layouts
 
 torch.set_num_threads(1)
 
@@ -39,6 +39,18 @@ def test_random_plans_on_the_strict_transport(threads, data):
     plan = data.draw(step_plans(step))
     wanted = step.alone()
     results = threads(plan.limits.ranks).run(lambda transport: step.spread(plan, transport), strict=True)
+    for found in results:
+        assert found.worst(wanted) < 1e-9
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_random_plans_with_two_layouts(threads, data):
+    """Linear layers see other tokens than attention does, or MLPs alone do; some ranks hold none in one of the two."""
+    step = data.draw(steps())
+    plan = data.draw(step_plans(step).filter(lambda plan: len(plan.islands[0]) > 1).flatmap(with_linear_layouts))
+    wanted, family = step.alone(), plan.limits.family
+    results = threads(plan.limits.ranks).run(lambda t: step.spread(plan, t), strict=True, family=family)
     for found in results:
         assert found.worst(wanted) < 1e-9
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from seqloom.plan import (
     ActionKind,
     Checkpoint,
     Group,
+    Layout,
     Limits,
     Pipeline,
     Plan,
     Reduce,
+    Remap,
     Round,
     Sharding,
     Span,
@@ -220,6 +223,26 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         reduce=draw(st.sampled_from(Reduce)),
     )
     return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan
+
+
+@st.composite
+def with_linear_layouts(draw: st.DrawFn, plan: Plan) -> Plan:
+    """Give rounds of a plan any linear layout that its islands allow, and remap around attention or the MLP."""
+    islands = {rank: island for island in plan.islands for rank in island}
+
+    def moved(work: Work) -> Work:
+        boxes = []
+        for rank, document, start, stop in zip(*(c.tolist() for c in work.attention_layout().columns()), strict=True):
+            inner = draw(st.sets(st.integers(start + 1, stop - 1), max_size=2)) if stop - start > 1 else set()
+            pieces = pairwise([start, *sorted(inner), stop])
+            boxes += [(draw(st.sampled_from(islands[rank])), document, low, high) for low, high in pieces]
+        return replace(work, linear=Layout.of(boxes), remap=draw(st.sampled_from(Remap)))
+
+    line = plan.pipelines[0]
+    rounds = tuple(Round((moved(each.work[0]) if draw(st.booleans()) else each.work[0],)) for each in line.rounds)
+    changed = replace(plan, pipelines=(replace(line, rounds=rounds),))
+    changed.validate()
+    return changed
 
 
 def open_together(plan: Plan) -> Plan:
