@@ -168,7 +168,7 @@ def bind_crossing(
     groups = [group for group in work.groups if not set(group.ranks).isdisjoint(island)]
     attention = _among(Layout.union(group.token_layout() for group in groups), island)
     linear = _among(work.linear, island)
-    move = _move(linear, attention, island, transport)
+    move = _move(linear, attention, island, transport.rank)
     if not move.remote.any():
         return None
     taken, sends = _side(move, move.sender, move.receiver, linear, transport.rank, island)
@@ -205,7 +205,7 @@ def _is_sorted(rows: np.ndarray) -> bool:
     return np.array_equal(rows, np.arange(len(rows)))
 
 
-def _move(linear: Layout, attention: Layout, island: tuple[int, ...], transport: Transport) -> Move:
+def _move(linear: Layout, attention: Layout, island: tuple[int, ...], rank: int) -> Move:
     """Return the move between the layouts of an island. Refuse layouts that do not hold the same tokens, each once."""
     if linear.axes != 1:
         raise SeqloomError(f"a linear layout with {linear.axes} axes: it holds whole tokens; use one axis")
@@ -216,8 +216,12 @@ def _move(linear: Layout, attention: Layout, island: tuple[int, ...], transport:
     except PlanError:
         pass
     raise SeqloomError(
-        f"the linear layout puts {held} tokens on ranks {island[0]} to {island[-1]}, which hold {wanted} in attention, "
-        f"or other ones: a remap leaves every token once, and among the {len(island)} ranks that share parameter "
-        f"shards with rank {transport.rank}; let the linear layout spread what these hold, leave it out, or shard "
-        "parameters over more ranks"
+        f"the linear layout puts {held} tokens on ranks {_shown(island)}, which hold {wanted} in attention, or other "
+        f"ones: a remap leaves every token once, on ranks that share parameter shards, as these do with rank {rank}; let "
+        "the linear layout spread what they hold, leave it out, or shard parameters over more ranks"
     )
+
+
+def _shown(ranks: tuple[int, ...]) -> str:
+    run = len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]} to {ranks[-1]}" if run else ", ".join(map(str, ranks))

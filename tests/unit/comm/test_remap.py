@@ -156,7 +156,7 @@ def test_an_mlp_sees_the_tokens_of_the_linear_layout():
         (Layout.of([(0, 0, 0, 16), (0, 1, 0, 4)]), None, ["20 tokens on ranks 0 to 3", "21 in attention"]),
         (Layout.of([(0, 0, 0, 16), (0, 1, 0, 4), (1, 0, 0, 1)]), None, ["21 tokens", "every token once"]),
         (Layout.of([(0, 0, 0, 16), (4, 1, 0, 5)]), None, ["16 tokens on ranks 0 to 3"]),
-        (Layout.of([(0, 0, 0, 16), (0, 1, 0, 5)]), ((0, 1), (2, 3)), ["the 2 ranks that share", "leave it out"]),
+        (Layout.of([(0, 0, 0, 16), (0, 1, 0, 5)]), ((0, 1), (2, 3)), ["share parameter shards", "leave it out"]),
         (SAME.with_axis(0, 2), None, ["2 axes", "use one axis"]),
     ],
 )
