@@ -217,8 +217,8 @@ def _move(linear: Layout, attention: Layout, island: tuple[int, ...], rank: int)
         pass
     raise SeqloomError(
         f"the linear layout puts {held} tokens on ranks {_shown(island)}, which hold {wanted} in attention, or other "
-        f"ones: a remap leaves every token once, on ranks that share parameter shards, as these do with rank {rank}; let "
-        "the linear layout spread what they hold, leave it out, or shard parameters over more ranks"
+        f"ones: a remap leaves every token once, on ranks that share parameter shards, as these do with rank {rank}; "
+        "let the linear layout spread what they hold, leave it out, or shard parameters over more ranks"
     )
 
 
