@@ -32,7 +32,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passage:
+class OneWay:
     """One rank's part of a move of rows.
 
     Attributes:
@@ -84,10 +84,10 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Crossing:
-    """A passage and the way back, which gradients take."""
+    """A way and the way back, which gradients take."""
 
-    there: Passage
-    back: Passage
+    there: OneWay
+    back: OneWay
 
     def reversed(self) -> Crossing:
         """Return the crossing from where this one leads."""
@@ -165,8 +165,8 @@ def bind_crossing(
     everyone = tuple(range(transport.ranks))
     island = next((tuple(each) for each in islands or (everyone,) if transport.rank in each), (transport.rank,))
     island = tuple(sorted(island))
-    groups = [group for group in work.groups if not set(group.ranks).isdisjoint(island)]
-    attention = _among(Layout.union(group.token_layout() for group in groups), island)
+    near = tuple(group for group in work.groups if not set(group.ranks).isdisjoint(island))
+    attention = _among(Work(near, work.checkpoint).attention_layout(), island)
     linear = _among(work.linear, island)
     move = _move(linear, attention, island, transport.rank)
     if not move.remote.any():
@@ -177,8 +177,8 @@ def bind_crossing(
     take, place = (None if _is_sorted(rows) else on_device(rows, device) for rows in (taken, placed))
     ends = transport, island, known
     return Crossing(
-        Passage(*ends, sends, receives, take, None if place is None else inverse(place)),
-        Passage(*ends, receives, sends, place, None if take is None else inverse(take)),
+        OneWay(*ends, sends, receives, take, None if place is None else inverse(place)),
+        OneWay(*ends, receives, sends, place, None if take is None else inverse(take)),
     )
 
 
