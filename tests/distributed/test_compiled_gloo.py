@@ -11,8 +11,9 @@ from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.executor import evaluate, run_step
 from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.network import LossOf, Network
-from seqloom.testing.steps import Found, Step, one_stage_plan, shifted, tiny_spec
+from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
 from seqloom.testing.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from seqloom.testing.two_layouts import shifted
 from seqloom.testing.workers import Workers
 
 pytestmark = pytest.mark.distributed

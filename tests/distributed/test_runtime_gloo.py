@@ -15,8 +15,9 @@ from seqloom.runtime.executor import evaluate, run_step
 from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Replicated, scale_gradients
-from seqloom.testing.steps import Found, Step, one_stage_plan, open_together, shifted, tiny_spec
+from seqloom.testing.steps import Found, Step, one_stage_plan, open_together, tiny_spec
 from seqloom.testing.tiny_models import tiny_model
+from seqloom.testing.two_layouts import shifted
 
 torch.set_num_threads(1)
 STEP = Step((20, 9, 1, 17, 3, 30), tiny_spec())

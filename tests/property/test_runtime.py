@@ -13,8 +13,9 @@ from seqloom.api import cost_model
 from seqloom.comm import Alone, Ranks
 from seqloom.plan import Checkpoint, Group, Span
 from seqloom.planners import make_plan
-from seqloom.testing.steps import Step, one_stage_plan, step_plans, steps, tiny_spec, with_linear_layouts
+from seqloom.testing.steps import Step, one_stage_plan, step_plans, steps, tiny_spec
 from seqloom.testing.tiny_models import tiny_model
+from seqloom.testing.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,16 +17,10 @@ from seqloom.comm.remap import Crossing, bind_crossing
 from seqloom.comm.rows import columns, expand, first_rows, inverse, rows_of
 from seqloom.comm.transport import Transport
 from seqloom.comm.upload import on_device
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError
 from seqloom.plan import Group, GroupFamily, Layout, Remap, Span, Work
 
-if TYPE_CHECKING:
-    from seqloom.cost import CostModel, Variant
-
 T = TypeVar("T")
-
-Method = Literal["ring", "gather"]
-"""How ring indices share keys and values: passed around in steps, or gathered in one exchange."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +31,6 @@ class BoundGroup:
 
     Attributes:
         group: the group of the plan.
-        method: how its ring indices share keys and values.
         ulysses_index, ring_index: place of this rank.
         block: ranks of this ring index, the Ulysses communicator.
         ring_ranks: ranks of this Ulysses index, by ring index.
@@ -50,7 +43,6 @@ class BoundGroup:
     """
 
     group: Group
-    method: Method
     ulysses_index: int
     ring_index: int
     block: tuple[int, ...]
@@ -82,6 +74,7 @@ class Context:
         groups: those this rank is in, in the order of the work; their rows are of the attention layout.
         around_attention: from the model's tokens to those of attention; None where these are the same.
         around_mlp: from the model's tokens to those of the MLP; None where these are the same.
+        node_size: ranks per node; None: not known.
     """
 
     __slots__ = (
@@ -90,6 +83,7 @@ class Context:
         "around_mlp",
         "documents",
         "groups",
+        "node_size",
         "positions",
         "spans",
         "transport",
@@ -104,18 +98,20 @@ class Context:
         positions: torch.Tensor,
         documents: torch.Tensor,
         groups: tuple[BoundGroup, ...],
+        node_size: int | None = None,
         crossing: Crossing | None = None,
         kept: dict[Hashable, object] | None = None,
     ) -> None:
         """Keep what `bind` has found.
 
         Args:
-            work, transport, spans, positions, documents, groups: see the attributes.
+            work, transport, spans, positions, documents, groups, node_size: see the attributes.
             crossing: from the linear to the attention layout; None where these are the same.
             kept: what was built from all this already, shared with another view of it.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
+        self.node_size = node_size
         around = work.remap if crossing is not None else None
         self.around_attention = crossing if around == Remap.ATTENTION else None
         self.around_mlp = crossing.reversed() if crossing is not None and around == Remap.MLP else None
@@ -148,7 +144,7 @@ def bind(
     transport: Transport,
     *,
     device: torch.device | str = "cpu",
-    method: Method | Callable[[Group], Method] = "ring",
+    node_size: int | None = None,
     islands: Sequence[Sequence[int]] | None = None,
     family: GroupFamily | None = None,
 ) -> Context:
@@ -158,11 +154,11 @@ def bind(
         work: the same on all ranks.
         transport: this rank's.
         device: where the local tensors live.
-        method: how ring indices share keys and values; or a function of the group, which must answer the same on
-            all ranks (see `method_by_cost`).
+        node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
         islands, family: where tokens may change places if the work has a linear layout, see `bind_crossing`.
     """
     _check_ranks(work, transport)
+    _check_routes(work, transport, node_size)
     _check_layouts(work)
     _check_documents(work)
     rank, device = transport.rank, torch.device(device)
@@ -177,7 +173,7 @@ def bind(
     groups = []
     for number, (group, layout) in enumerate(zip(own, blocks, strict=True)):
         rows = rows_of(firsts[owner == number], lengths[owner == number])
-        groups.append(_bind_group(group, rank, layout, rows, _method(method, group), device))
+        groups.append(_bind_group(group, rank, layout, rows, device))
     crossing = bind_crossing(work, transport, device, islands, family)
     if crossing is not None and work.linear is not None and work.remap == Remap.ATTENTION:
         spans = work.linear.spans(rank)
@@ -189,17 +185,9 @@ def bind(
         positions=on_device(expand(starts, stops - starts), device),
         documents=on_device(np.repeat(documents, stops - starts), device),
         groups=tuple(groups),
+        node_size=node_size,
         crossing=crossing,
     )
-
-
-def method_by_cost(cost: CostModel, variant: Variant) -> Callable[[Group], Method]:
-    """Return a function that chooses for every group the method which the cost model prices lower."""
-
-    def choose(group: Group) -> Method:
-        return "gather" if cost.group_parts(group, variant).cheaper == "all-gather" else "ring"
-
-    return choose
 
 
 def _block_layout(group: Group, rank: int) -> Layout:
@@ -208,9 +196,7 @@ def _block_layout(group: Group, rank: int) -> Layout:
     return Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index))).token_layout()
 
 
-def _bind_group(
-    group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, method: Method, device: torch.device
-) -> BoundGroup:
+def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
     ring_index, ulysses_index = divmod(group.ranks.index(rank), group.ulysses)
     block = group.blocks()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
@@ -218,7 +204,6 @@ def _bind_group(
     order, places = _sorting([span for share in held for span in share], spans, device)
     return BoundGroup(
         group,
-        method,
         ulysses_index,
         ring_index,
         block,
@@ -246,13 +231,6 @@ def _sorting(
     return inverse(places), places
 
 
-def _method(method: Method | Callable[[Group], Method], group: Group) -> Method:
-    chosen = method(group) if callable(method) else method
-    if chosen not in get_args(Method):
-        raise unknown("method", str(chosen), get_args(Method))
-    return chosen
-
-
 def _check_ranks(work: Work, transport: Transport) -> None:
     for group in work.groups:
         name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
@@ -270,6 +248,23 @@ def _check_ranks(work: Work, transport: Transport) -> None:
                     f"{name}: ranks {block} exchange heads and must be an ascending run, "
                     f"for example {tuple(range(min(block), min(block) + group.ulysses))}"
                 )
+
+
+def _check_routes(work: Work, transport: Transport, node_size: int | None) -> None:
+    for group in work.groups:
+        if group.route is None:
+            continue
+        name = f"a group on ranks {group.ranks} routed through proxies {group.route.proxies}"
+        beyond = [rank for rank in group.route.proxies if not 0 <= rank < transport.ranks]
+        if beyond:
+            raise SeqloomError(
+                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
+                "choose proxies among them, or leave the route out"
+            )
+        if node_size is None:
+            raise SeqloomError(
+                f"{name}: which ranks share a node is not known; bind with node_size=..., or leave the route out"
+            )
 
 
 def _check_layouts(work: Work) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from seqloom.plan import (
     ActionKind,
     Checkpoint,
     Group,
-    Layout,
     Limits,
     Pipeline,
     Plan,
     Reduce,
-    Remap,
     Round,
     Sharding,
     Span,
     Work,
+    in_order,
 )
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
@@ -37,7 +35,7 @@ from seqloom.runtime.executor import run_step
 from seqloom.runtime.loss import IGNORED
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Parameters, Replicated
-from seqloom.testing.strategies import Shape, group_shapes
+from seqloom.testing.strategies_groups import Shape, group_shapes, shared
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ def one_stage_plan(
     kinds = [checkpoint] * len(rounds) if isinstance(checkpoint, Checkpoint) else list(checkpoint)
     lengths = {span.document: span.stop for groups in rounds for group in groups for span in group.spans}
     limits = Limits(ranks, node_size or ranks, heads, tuple((kind, 10**9) for kind in Checkpoint))
-    works = [Round((Work(tuple(groups), kind),)) for groups, kind in zip(rounds, kinds, strict=True)]
+    works = [Round((Work(in_order(each, limits.node_size), kind),)) for each, kind in zip(rounds, kinds, strict=True)]
     pipeline = Pipeline.single(range(ranks), layers, works, reduce)
     plan = Plan(limits, sharding, reduce, tuple(lengths[k] for k in range(len(lengths))), (pipeline,), "drawn")
     plan.validate()
@@ -205,7 +203,7 @@ def steps(draw: st.DrawFn, *, longest: int = 30) -> Step:
 
 @st.composite
 def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
-    """Draw a plan of a step: any groups, also several of a rank, any checkpointing, any order of the table."""
+    """Draw a plan of a step: any groups, also several of a rank, any methods, routes, checkpointing and table."""
     node_size = draw(st.integers(1, max_ranks))
     ranks = node_size * draw(st.integers(1, max_ranks // node_size))
     own = Limits(ranks, node_size, step.spec.heads, tuple((kind, 10**9) for kind in Checkpoint))
@@ -215,7 +213,14 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
     for document, length in enumerate(step.lengths):
         chosen = seats[draw(st.integers(0, count - 1))]
         chosen.setdefault(draw(st.sampled_from(shapes)), []).append(Span(document, 0, length))
-    rounds = [[Group(*shape, tuple(spans)) for shape, spans in seat.items()] for seat in seats if seat]
+    sharding = draw(st.sampled_from(Sharding))
+    islands = own.islands(sharding, tuple(range(ranks)))
+    rounds = []
+    for seat in filter(None, seats):
+        busy = {rank for members, _, _ in seat for rank in members}
+        awake = {rank for island in islands if not busy.isdisjoint(island) for rank in island}
+        plain = [Group(*shape, tuple(spans)) for shape, spans in seat.items()]
+        rounds.append([draw(shared(group, node_size, awake)) for group in plain])
     plan = one_stage_plan(
         rounds,
         ranks=ranks,
@@ -223,59 +228,10 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         heads=step.spec.heads,
         node_size=node_size,
         checkpoint=[draw(st.sampled_from(Checkpoint)) for _ in rounds],
-        sharding=draw(st.sampled_from(Sharding)),
+        sharding=sharding,
         reduce=draw(st.sampled_from(Reduce)),
     )
     return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan
-
-
-Box = tuple[int, int, int, int]
-"""Rank, document, start and stop."""
-
-
-def with_layout(work: Work, move: Callable[[Box], Sequence[Box]], remap: Remap) -> Work:
-    """Give a work the linear layout in which every box of its attention layout is what `move` makes of it."""
-    columns = (column.tolist() for column in work.attention_layout().columns())
-    boxes = [moved for box in zip(*columns, strict=True) for moved in move(box) if moved[2] < moved[3]]
-    return replace(work, linear=Layout.of(boxes), remap=remap)
-
-
-def with_works(plan: Plan, change: Callable[[Work], Work]) -> Plan:
-    """Return a plan of one stage with the work of every round changed."""
-    line = plan.pipelines[0]
-    rounds = tuple(Round((change(each.work[0]),)) for each in line.rounds)
-    changed = replace(plan, pipelines=(replace(line, rounds=rounds),))
-    changed.validate()
-    return changed
-
-
-@st.composite
-def with_linear_layouts(draw: st.DrawFn, plan: Plan) -> Plan:
-    """Give rounds of a plan any linear layout that its islands allow, and remap around attention or the MLP."""
-    islands = {rank: island for island in plan.islands for rank in island}
-
-    def move(box: Box) -> list[Box]:
-        rank, document, start, stop = box
-        inner = draw(st.sets(st.integers(start + 1, stop - 1), max_size=2)) if stop - start > 1 else set()
-        pieces = pairwise([start, *sorted(inner), stop])
-        return [(draw(st.sampled_from(islands[rank])), document, low, high) for low, high in pieces]
-
-    def change(work: Work) -> Work:
-        return with_layout(work, move, draw(st.sampled_from(Remap))) if draw(st.booleans()) else work
-
-    return with_works(plan, change)
-
-
-def shifted(plan: Plan, remap: Remap) -> Plan:
-    """Return the plan with linear layouts in which half of what a rank holds is on the next of its island."""
-    onward = {rank: island[(k + 1) % len(island)] for island in plan.islands for k, rank in enumerate(island)}
-
-    def move(box: Box) -> list[Box]:
-        rank, document, start, stop = box
-        middle = (start + stop) // 2
-        return [(rank, document, start, middle), (onward[rank], document, middle, stop)]
-
-    return with_works(plan, lambda work: with_layout(work, move, remap))
 
 
 def open_together(plan: Plan) -> Plan:

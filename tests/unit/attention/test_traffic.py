@@ -54,7 +54,7 @@ def counted(case):
 
     def body(transport):
         counting = Counting(transport)
-        context = bind(case.work, counting, method=case.method)
+        context = bind(case.work, counting)
         verbs = ("all_to_all", "exchange", "all_gather", "all_reduce")
         q, k, v = (
             torch.randn(context.tokens, n, case.dim, dtype=torch.bfloat16, requires_grad=True)

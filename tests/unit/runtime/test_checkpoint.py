@@ -12,7 +12,7 @@ from seqloom.comm import Counting, run_ranks
 from seqloom.cost.activations import layer_values
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Group, Span
+from seqloom.plan import Checkpoint, Group, Method, Span
 from seqloom.runtime import checkpoint as module
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
@@ -28,13 +28,14 @@ VERBS = ("all_to_all", "exchange", "all_gather", "all_reduce")
 
 def counts(checkpoint, ulysses, ring, method="ring", **options):
     """Calls of every verb on rank 0 in a forward and backward, and bytes of all of them."""
-    plan = one_stage_plan([[Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS)]], ranks=4, checkpoint=checkpoint)
+    group = Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS, Method(method))
+    plan = one_stage_plan([[group]], ranks=4, checkpoint=checkpoint)
 
     def body(transport):
         counting = Counting(transport)
         network = Network.of(STEP.model())
         recompute_layers(network.layers, **options)
-        context = bind_plan(plan, counting, method=method).rounds[0].context
+        context = bind_plan(plan, counting).rounds[0].context
         if context is None:
             return None
         counting.reset()

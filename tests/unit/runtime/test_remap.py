@@ -13,7 +13,8 @@ from seqloom.plan.move import move_between
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.network import LossOf
-from seqloom.testing.steps import Step, one_stage_plan, tiny_spec, with_works
+from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
+from seqloom.testing.two_layouts import with_works
 
 torch.set_num_threads(1)
 SPEC = tiny_spec()
