@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.comm.remap import remapped
+from seqloom.comm import remapped
 from seqloom.errors import SeqloomError
 from seqloom.models.details import Details
 from seqloom.models.rope import Rope, rotate
