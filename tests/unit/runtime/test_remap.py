@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from seqloom.attention import attention
 from seqloom.attention.kernels.registry import default
 from seqloom.comm import Counting, run_ranks
 from seqloom.errors import SeqloomError
@@ -110,6 +111,28 @@ def test_selective_runs_no_kernel_twice(monkeypatch, remap, checkpoint, forwards
     plain, calls[:] = len(calls), []
     traffic(planned(remap, checkpoint))
     assert len(calls) == forwards * plain
+
+
+def test_attention_keeps_no_more_than_with_ulysses():
+    """q, k and v as they came, the output as the kernel left it and as it went back, and the log-sum-exp."""
+    plan, held = planned(Remap.ATTENTION), [0] * 4
+
+    def body(transport):
+        context, seen = bind_plan(plan, transport).rounds[0].context, {}
+        q, k, v = (torch.randn(context.tokens, n, 4, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+        project = torch.nn.Linear(16, 16, bias=False, dtype=torch.float64)
+
+        def keep(tensor):
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            project(attention(q, k, v, context).flatten(1)).sum()
+        seen.pop(project.weight.untyped_storage().data_ptr())
+        held[transport.rank] = sum(seen.values())
+
+    run_ranks(4, body, strict=True)
+    assert sum(held) == 8 * sum(STEP.lengths) * ((4 + 2 + 2 + 2 * 4) * 4 + 4)
 
 
 def test_a_linear_layout_across_islands_is_refused():
