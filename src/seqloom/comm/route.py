@@ -108,7 +108,7 @@ class _Transit:
         """Start the exchange of a stage."""
         sends = [Parcel(load.peer, self._packed(load)) for load in stage.sends]
         rooms = [Parcel(load.peer, self._room(load)) for load in stage.receives]
-        return _Exchange(self._transport.exchange(sends, rooms), stage, rooms)
+        return _Exchange(self._transport.exchange(sends, rooms), stage, rooms, sends)
 
     def _finish(self, exchange: _Exchange) -> None:
         """Wait for an exchange and put what came where it belongs."""
@@ -134,11 +134,12 @@ class _Transit:
 
 
 class _Exchange(NamedTuple):
-    """A stage under way, and where its loads arrive."""
+    """A stage under way, where its loads arrive, and what it sends: its memory is not used again meanwhile."""
 
     handle: Handle
     stage: Stage
     rooms: list[Parcel]
+    sends: list[Parcel]
 
 
 @cache
