@@ -7,6 +7,8 @@ q, k, v of own tokens, all heads
 
 Groups come in the order of the work, the same on all ranks. Documents that lie on this rank alone are computed while
 others wait for messages, see `fillers.py`.
+
+Where the model's tokens lie in another layout than attention's, q, k and v cross over before, and the output after.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from seqloom.attention.kernels.kernel import Gradients, Kernel, Saved
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.rows import put, take
 from seqloom.comm.context import Context
+from seqloom.comm.remap import cross
 from seqloom.errors import SeqloomError
 
 
@@ -60,8 +63,11 @@ def attention(
     call = Call(causal, window, scale, kernels, dropout, softcap)
     if isinstance(context, torch.Tensor):
         return _in_graph(q, k, v, context, call)
-    calls = bound_calls(q, k, v, context, call)
-    return _Attention.apply(q, k, v, calls, False)[0]
+    calls, crossing = bound_calls(q, k, v, context, call), context.around_attention
+    if crossing is None:
+        return _Attention.apply(q, k, v, calls, False)[0]
+    out, _ = _Attention.apply(*cross(crossing, q, k, v), calls, False)
+    return cross(crossing.reversed(), out)[0]
 
 
 def attention_with_lse(
@@ -79,7 +85,11 @@ def attention_with_lse(
 
     Costs one exchange more where there is Ulysses.
     """
-    return _Attention.apply(q, k, v, bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), True)
+    calls, crossing = bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), context.around_attention
+    if crossing is None:
+        return _Attention.apply(q, k, v, calls, True)
+    out, lse = _Attention.apply(*cross(crossing, q, k, v), calls, True)
+    return cross(crossing.reversed(), out)[0], crossing.back(lse.T)[0].T
 
 
 def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.Tensor, call: Call) -> torch.Tensor:
