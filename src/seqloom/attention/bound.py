@@ -145,11 +145,13 @@ def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[
             roads = _roads(context, group, HeadSplit.of(model.heads, model.kv_heads, group.ulysses), model, call)
             if roads is not None:
                 relay = Relay(roads)
-                drafts.append(Draft(group, GroupCall(slice(0, 0), None, relay), relay.waits(0, 0)))
+                drafts.append(Draft(group, slice(0, 0), None, relay, relay.waits(0, 0)))
     return drafts
 
 
 def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> Draft:
+    if bound.group.degree == 1:
+        return Draft(bound.group, bound.rows)
     split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
     (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
     shape = Shape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
@@ -163,7 +165,7 @@ def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel
     elements, dtype = 2 * shape.kv_heads * shape.dim, shape.dtype
     row, wide_row = elements * dtype.itemsize, elements * sum_dtype(dtype).itemsize
     waits = inner.waits(row, wide_row) if isinstance(inner, Shared) else None
-    return Draft(bound.group, GroupCall(bound.rows, exchange, inner), waits)
+    return Draft(bound.group, bound.rows, exchange, inner, waits)
 
 
 def _inner(
