@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 Ways = tuple[np.ndarray, np.ndarray]
-"""float64[X, I] ns of every island, bool[X, I, I] which islands a way joins (an idle island is not joined to itself)."""
+"""float64[X, I] ns of every island, bool[X, I, I] which islands a way joins; an idle one is not joined to itself."""
 
 
 def shortest_schedule(rounds: list[Ways], islands: int) -> float:

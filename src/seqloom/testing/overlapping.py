@@ -64,7 +64,8 @@ def price_places(lengths: np.ndarray, cost: CostModel, variant: Variant, groups:
     def own(*names: str) -> np.ndarray:
         """float64[P]: of the group itself: once too many in two documents apart, beyond the two together."""
         return np.array(
-            [sum(2 * getattr(a, x) - getattr(b, x) for x in names) for a, b in zip(parts[0], double)], float
+            [sum(2 * getattr(a, x) - getattr(b, x) for x in names) for a, b in zip(parts[0], double, strict=True)],
+            float,
         )
 
     def of(*names: str) -> np.ndarray:
