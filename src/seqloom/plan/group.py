@@ -8,13 +8,14 @@ Ulysses is the inner axis. With ulysses 4 and ring 2 on ranks 0-7:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
 
+from seqloom.plan.boxes import Column
 from seqloom.plan.error import PlanError
 from seqloom.plan.layout import Layout, Span
 from seqloom.plan.route import Route
@@ -54,6 +55,12 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
+    def turn(self, node_size: int) -> int:
+        """Return when the group runs among those of its round: 0 between nodes, 1 inside a node, 2 on one rank."""
+        if len(self.ranks) == 1:
+            return 2
+        return int(min(self.ranks) // node_size == max(self.ranks) // node_size)
+
     @property
     def tokens(self) -> int:
         """Tokens of all spans."""
@@ -70,8 +77,12 @@ class Group:
         (the first ranks one more). With a ring the spans are first dealt to the ring indices in zigzag, see
         `ring_spans`.
         """
-        parts = [_deal(self.ring_spans(k), block) for k, block in enumerate(self.blocks())]
-        return Layout.union(parts)
+        return Layout(*self.token_columns())
+
+    def token_columns(self) -> list[Column]:
+        """Return rank, item, start and stop of the boxes of `token_layout`, in no order: cheap to join with others."""
+        dealt = [_deal(self.ring_spans(k), block) for k, block in enumerate(self.blocks())]
+        return [np.concatenate(columns) for columns in zip(*dealt, strict=True)]
 
     def head_layout(self, heads: int, kv_heads: int | None = None) -> Layout:
         """Return who holds which tokens x heads in attention, after the Ulysses exchange, two axes.
@@ -125,6 +136,11 @@ class Group:
         return max(-(-share // self.ulysses) for share in shares)
 
 
+def in_order(groups: Iterable[Group], node_size: int) -> tuple[Group, ...]:
+    """Sort the groups of a round by `Group.turn`, slow links first; others keep their order."""
+    return tuple(sorted(groups, key=lambda group: group.turn(node_size)))
+
+
 def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     """Cut `0 .. total - 1` into `parts` runs of equal length, the first ones one longer."""
     base, extra = divmod(total, parts)
@@ -132,10 +148,11 @@ def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def _deal(spans: Sequence[Span], ranks: Sequence[int]) -> Layout:
-    """Pack `spans` one after the other and give each rank an equal run of the tokens."""
+def _deal(spans: Sequence[Span], ranks: Sequence[int]) -> tuple[Column, Column, Column, Column]:
+    """Pack `spans` one after the other and give each rank an equal run of the tokens: rank, item, start, stop."""
     if not spans:
-        return Layout.empty()
+        none = np.empty(0, dtype=np.int64)
+        return none, none, none, none
     item, start, stop = np.array(spans, dtype=np.int64).T
     ends = np.cumsum(stop - start)
     offset = ends - (stop - start)
@@ -145,4 +162,4 @@ def _deal(spans: Sequence[Span], ranks: Sequence[int]) -> Layout:
     span = np.searchsorted(ends, low, side="right")
     holder = np.asarray(ranks, dtype=np.int64)[np.searchsorted(cuts, low, side="right") - 1]
     shift = start[span] - offset[span]
-    return Layout(holder, item[span], low + shift, high + shift)
+    return holder, item[span], low + shift, high + shift
