@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from seqloom.cost import Shape
 from seqloom.plan import Group, Method, Remap, Span
 from seqloom.planners.bounds import lower_bound, variants_bound
-from seqloom.planners.bounds.places import every_place
 from seqloom.planners.bounds.prices import price
 from seqloom.planners.bounds.remap import journey_ns
 from seqloom.planners.bounds.roundings import ROUNDINGS
@@ -141,7 +140,7 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     parts = cost.group_parts(
         Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), variant
     )
-    prices = price(np.array([float(length)]), cost, variant, every_place(cost))
+    prices = price(np.array([float(length)]), cost, variant)
     row = prices.degree.tolist().index(shape.degree)
     least = prices.once + prices.extra[:, row] + prices.cost[:, row, 0]
     assert least[0] <= parts.lanes[0] and least[2] <= parts.lanes[2] and least[1] <= max(parts.lanes[:2])

@@ -72,7 +72,8 @@ def _place(
     if random.random() < 0.5:  # near each other
         first = random.integers(cost.ranks - degree + 1)
         ranks = np.arange(first, first + degree)
-    return Shape(1, degree, method, bool(random.integers(2))), tuple(ranks.tolist())
+    awake = cost.island_size >= cost.node_size  # whoever is near a card takes part wherever a rank of the node does
+    return Shape(1, degree, method, awake and bool(random.integers(2))), tuple(ranks.tolist())
 
 
 def _work(cost: CostModel, variant: Variant, groups: list[Group], remap: Remap | None) -> Work:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.reach import Reach
 from seqloom.cost.values import LANES
-from seqloom.planners.bounds.places import Place, every_place
+from seqloom.planners.bounds.places import every_place
 from seqloom.planners.bounds.remap import movable_ns
 from seqloom.planners.fill import NEVER
 
@@ -51,14 +53,22 @@ class Prices:
     """Whether there are rings, and so something to hide."""
 
 
+class Rates(NamedTuple):
+    """The best place of a shape: float64[L] ns per token without attention, and ns of a group before any document."""
+
+    shape: Shape
+    token: np.ndarray
+    fixed: np.ndarray
+
+
 def price_all(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> list[Prices]:
     """The documents under each of the variants."""
-    places = every_place(cost)
-    return [price(cost.tokens(lengths).astype(float), cost, variant, places) for variant in variants]
+    return [price(cost.tokens(lengths).astype(float), cost, variant) for variant in variants]
 
 
-def price(tokens: np.ndarray, cost: CostModel, variant: Variant, places: Sequence[Place]) -> Prices:
+def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
     """Price documents of so many tokens in every place, and keep the best of every degree."""
+    places = every_rate(cost, variant)
     whole = cost.engine.rates(Shape(1, 1), variant, Reach())
     linear = whole["linear"] + whole.get("head", 0.0)
     once = np.array(_lanes(cost.engine.fixed(Shape(1, 1), variant, Reach()), hides=False)) - 1
@@ -66,17 +76,18 @@ def price(tokens: np.ndarray, cost: CostModel, variant: Variant, places: Sequenc
     capacity, movable = cost.capacity(variant), movable_ns(cost, variant)
     degrees, rows = sorted({place.shape.degree for place in places}), []
     for degree in degrees:
-        pool = np.minimum(movable * tokens / degree, linear * tokens / degree)
+        pool = movable * tokens / degree
         best: list[np.ndarray] = []
         for place in places:
             if place.shape.degree != degree:
                 continue
+            lanes = place.token[:, None] * tokens
             computing = attention[place.shape.ring] * cost.engine.attention_share(place.shape)
             computing = computing + cost.engine.document_calls(tokens, place.shape.kernels, variant)
-            lanes, fixed = _place_lanes(tokens, computing, cost, variant, place)
+            lanes[: 1 if place.shape.hides else 2] += computing
             if degree == 1:
                 lanes[1] = linear * tokens  # its attention may be what a ring hides behind
-            lanes, extra = np.maximum(lanes - ROUNDED, 0.0), np.maximum(fixed - once - ROUNDED, 0.0)
+            lanes, extra = np.maximum(lanes - ROUNDED, 0.0), np.maximum(place.fixed - once - ROUNDED, 0.0)
             alone = _alone(lanes, extra, once, pool, degree, cost)
             alone[tokens > degree * capacity] = float(NEVER)
             found = [lanes, extra, alone]
@@ -98,21 +109,18 @@ def price(tokens: np.ndarray, cost: CostModel, variant: Variant, places: Sequenc
     )
 
 
-def _place_lanes(
-    tokens: np.ndarray, attention: np.ndarray, cost: CostModel, variant: Variant, place: Place
-) -> tuple[np.ndarray, np.ndarray]:
-    """(float64[L, n] what a document adds, float64[L] fixed): the least of the reaches, lane by lane."""
-    hides, shape = place.shape.hides, place.shape
-    rates, fixed = [], []
-    for reach in place.reaches:
-        routed = shape._replace(routed=reach.proxies > 0)
-        rates.append(_lanes(cost.engine.rates(routed, variant, reach), hides))
-        fixed.append(_lanes(cost.engine.fixed(routed, variant, reach._replace(slices=1)), hides))
-    lanes = np.min(rates, axis=0)[:, None] * tokens
-    lanes[0] += attention
-    if not hides:
-        lanes[1] += attention
-    return lanes, np.min(fixed, axis=0)
+@lru_cache(maxsize=32)
+def every_rate(cost: CostModel, variant: Variant) -> tuple[Rates, ...]:
+    """The rates of every shape, lane by lane the least of its reaches."""
+    found = []
+    for shape, reaches in every_place(cost):
+        token, fixed = [], []
+        for reach in reaches:
+            routed = shape._replace(routed=reach.proxies > 0)
+            token.append(_lanes(cost.engine.rates(routed, variant, reach), shape.hides))
+            fixed.append(_lanes(cost.engine.fixed(routed, variant, reach._replace(slices=1)), shape.hides))
+        found.append(Rates(shape, np.min(token, axis=0), np.min(fixed, axis=0)))
+    return tuple(found)
 
 
 def _lanes(parts: dict[str, float], hides: bool) -> list[float]:
