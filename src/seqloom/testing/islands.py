@@ -16,9 +16,7 @@ def shortest_schedule(rounds: list[Ways], islands: int) -> float:
         islands: I.
     """
     ways = [_useful(*way) if len(way[0]) else way for way in rounds]
-    ends: list[np.ndarray] = [
-        np.zeros((1, islands))
-    ]  # of every set: when its islands are free, none better than another
+    ends = [np.zeros((1, islands))]  # of every set: when its islands are free, none better than another
     for documents in range(1, len(rounds)):
         found = []
         last = documents  # the documents of the last round
