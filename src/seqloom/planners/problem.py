@@ -126,16 +126,21 @@ def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> li
     return fitting
 
 
+def group_of(cost: CostModel, shape: Shape, ranks: tuple[int, ...], spans: tuple[Span, ...]) -> Group:
+    """The group of this shape on these ranks, in order."""
+    return Group(ranks, shape.ulysses, shape.ring, spans, shape.method)
+
+
 def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
     cost, lengths = problem.cost, problem.lengths.tolist()
     built = []
     for seats in rounds:
         groups = tuple(
-            Group(
+            group_of(
+                cost,
+                seat.shape,
                 tuple(range(seat.start, seat.start + seat.shape.degree)),
-                seat.shape.ulysses,
-                seat.shape.ring,
                 tuple(Span(k, 0, lengths[k]) for k in sorted(seat.documents)),
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
