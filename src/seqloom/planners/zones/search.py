@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from seqloom.planners.fill import NEVER
-from seqloom.planners.zones.clock import finish
+from seqloom.planners.zones.clock import finish, rank_times
 from seqloom.planners.zones.fill import Aim, fill
 from seqloom.planners.zones.prices import Prices
+from seqloom.planners.zones.repair import level
 from seqloom.planners.zones.seating import Seating
 
 SETTLED = 200
@@ -34,6 +35,7 @@ def best_filling(
     aims = _Aims(prices, documents, begin)
     for _ in range(evaluations):
         seating = fill(prices, documents, begin, aims.next())
+        level(prices, seating, np.array(begin) + rank_times(prices, seating))
         done = finish(prices, seating, ready)
         left = sum(int(prices.tokens[k]) for k in seating.left)
         score = (left, int(done.max()))
