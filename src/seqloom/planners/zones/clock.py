@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from seqloom.planners.zones.prices import Prices
@@ -14,16 +16,14 @@ def rank_times(prices: Prices, seating: Seating) -> np.ndarray:
     A rank's whole documents have no messages of their own: their attention hides what a ring leaves exposed.
     """
     ranks = len(seating.load)
-    busy = np.zeros(ranks, np.int64)
-    filler = np.zeros(ranks, np.int64)
+    documents = np.fromiter(chain.from_iterable(seating.whole), np.int64)
+    first = np.cumsum([0, *map(len, seating.whole)])
+    busy = np.diff(np.append(0, np.cumsum(prices.whole[documents]))[first])
+    filler = np.diff(np.append(0, np.cumsum(prices.attention[documents]))[first])
     exposed = np.zeros(ranks, np.int64)
     network = np.zeros(ranks, np.int64)
-    for rank, documents in enumerate(seating.whole):
-        if documents:
-            busy[rank] = prices.whole[documents].sum()
-            filler[rank] = prices.attention[documents].sum()
-    for (members, s), documents in seating.cut.items():
-        columns = [prices.column[k] for k in documents]
+    for (members, s), cut in seating.cut.items():
+        columns = [prices.column[k] for k in cut]
         lane0 = int(prices.lane0[s, columns].sum()) + int(prices.extra[0, s])
         ring = int(prices.ring[s, columns].sum()) + int(prices.extra[1, s])
         at = list(members)
@@ -34,13 +34,17 @@ def rank_times(prices: Prices, seating: Seating) -> np.ndarray:
     return np.where(busy > 0, np.maximum(computing, prices.floor + network), 0)
 
 
-def finish(prices: Prices, seating: Seating, ready: np.ndarray) -> np.ndarray:
-    """int64[islands] ns: when every island is done after this round, given when it was free before.
+def finish(prices: Prices, seating: Seating, times: np.ndarray, ready: np.ndarray) -> np.ndarray:
+    """int64[islands] ns: when every island is done after this round.
 
     Islands that a group joins meet in it: they start together and end together.
+
+    Args:
+        times: int64[ranks] ns that each rank takes in the round.
+        ready: int64[islands] ns at which each island is free.
     """
     size = prices.cost.island_size
-    slowest = rank_times(prices, seating).reshape(-1, size).max(axis=1)
+    slowest = times.reshape(-1, size).max(axis=1)
     if len(ready) == 1:
         return ready + slowest
     root = np.arange(len(ready))

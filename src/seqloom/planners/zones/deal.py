@@ -5,11 +5,6 @@ from __future__ import annotations
 from seqloom.planners.zones.prices import Prices
 
 
-def fewest_rounds(prices: Prices) -> int:
-    """Rounds without which memory does not hold the batch."""
-    return max(1, -(-int(prices.tokens.sum()) // (prices.capacity * prices.cost.ranks)))
-
-
 def deal(prices: Prices, rounds: int) -> list[list[int]]:
     """Give every document to the round with the least work that has room; the documents of a round by falling time.
 
@@ -18,7 +13,7 @@ def deal(prices: Prices, rounds: int) -> list[list[int]]:
     order = prices.order.tolist()
     if rounds == 1:
         return [order]
-    tokens, whole = prices.tokens.tolist(), prices.whole.tolist()
+    tokens, whole = prices.listed
     room = [prices.capacity * prices.cost.ranks] * rounds
     work = [0] * rounds
     dealt: list[list[int]] = [[] for _ in range(rounds)]

@@ -34,7 +34,7 @@ def fill(prices: Prices, documents: Sequence[int], begin: list[int], aim: Aim) -
     """
     seating = Seating.empty(begin, prices.capacity)
     charges = prices.charges(aim.hidden)
-    tokens, whole = prices.tokens.tolist(), prices.whole.tolist()
+    tokens, whole = prices.listed
     load, room, column = seating.load, seating.room, prices.column
     heap = [(load[rank], rank) for rank in range(len(load))]
     heapify(heap)
@@ -77,7 +77,7 @@ def _cut(
     """Cut document ``k`` if that is allowed and ends earlier than the whole document; the cheapest cut within the target."""
     time, size = int(prices.whole[k]), int(prices.tokens[k])
     column = charges[:, prices.column[k]]
-    spent = column * np.array([shape.degree for shape in prices.shapes])
+    spent = column * prices.degrees
     demanded = free is None or time > aim.limit
     most = int(NEVER) if demanded else time + time * aim.break_even // 1000
     load, room = np.array(seating.load), np.array(seating.room)

@@ -11,14 +11,16 @@ from seqloom.describe import Batch
 from seqloom.plan import Plan
 from seqloom.planners.problem import Problem
 from seqloom.planners.zones.build import build_plan
-from seqloom.planners.zones.deal import deal, fewest_rounds
-from seqloom.planners.zones.prices import Prices
+from seqloom.planners.zones.deal import deal
+from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
 
 EVALUATIONS = 4_000
 """Documents seated, over all fillings of a round, where no budget is given; at least ``LEAST`` fillings."""
 LEAST, MOST = 2, 48
+WORTH = 200
+"""What can gain less than one part in this many is not tried."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,17 +44,18 @@ def plan_zones(
     """
     array = Batch.of(lengths).lengths
     variants = [variant for variant in cost.variants if only in (None, variant)]
-    prices = [Prices.of(array, cost, variant) for variant in variants if holds(array, cost, variant)]
-    if not prices:
+    holding = [Alone.of(array, cost, variant) for variant in variants if holds(array, cost, variant)]
+    if not holding:
         widest = max(variants, key=cost.capacity)
         raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
     best: Answer | None = None
-    for estimate, price in sorted(((least_ns(price), price) for price in prices), key=lambda pair: pair[0]):
-        if best is not None and estimate >= best.ns:
+    for alone in sorted(holding, key=lambda alone: alone.least_ns(alone.rounds)):
+        if best is not None and not _worth(alone.least_ns(alone.rounds), best.ns):
             break
-        for rounds in range(fewest_rounds(price), fewest_rounds(price) + 2):
-            if best is None or least_ns(price, rounds) < best.ns:
-                answer = partition(price, rounds, evaluations)
+        prices = Prices.of(alone)
+        for rounds in (alone.rounds, alone.rounds + 1):
+            if best is None or _worth(alone.least_ns(rounds), best.ns):
+                answer = partition(prices, rounds, evaluations)
                 best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
     return build_plan(best.prices, best.rounds, array)
@@ -64,11 +67,9 @@ def holds(lengths: np.ndarray, cost: CostModel, variant: Variant) -> bool:
     return int(cost.tokens(lengths.max(keepdims=True))[0]) <= most
 
 
-def least_ns(prices: Prices, rounds: int | None = None) -> int:
-    """ns that no partition of the batch into so many rounds (the fewest, by default) goes below: all ranks always busy."""
-    rounds = fewest_rounds(prices) if rounds is None else rounds
-    work = int(prices.whole.sum()) // prices.cost.ranks + rounds * prices.fixed
-    return max(work, rounds * prices.floor) + prices.cost.step_overhead_ns(prices.variant)
+def _worth(least: int, best: int) -> bool:
+    """Whether a step that takes at least this long may still be noticeably faster than the best one."""
+    return least + least // WORTH < best
 
 
 def partition(prices: Prices, rounds: int, evaluations: int | None) -> Answer:

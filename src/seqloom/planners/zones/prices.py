@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, CostTables, Shape, Variant
 from seqloom.plan import Group, Span
 from seqloom.planners.fill import NEVER
 
@@ -15,6 +16,32 @@ PROBE = 1 << 16
 """Tokens at which the time of linear layers, which is proportional, is read off."""
 CUTTABLE_SHARE = 8
 """Documents that take less than one part in this many of a rank's round are never cut: whole ones level the ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Alone:
+    """One batch under one variant, every document whole on one rank: enough to see whether the variant can win."""
+
+    lengths: np.ndarray
+    cost: CostModel
+    variant: Variant
+    tables: CostTables
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, cost: CostModel, variant: Variant) -> Alone:
+        """Price the documents on one rank, whether it holds them or not."""
+        return cls(lengths, cost, variant, cost.tables(lengths, variant, (WHOLE,)))
+
+    @property
+    def rounds(self) -> int:
+        """Rounds without which memory does not hold the batch."""
+        return max(1, -(-int(self.tables.tokens.sum()) // (self.tables.capacity * self.cost.ranks)))
+
+    def least_ns(self, rounds: int) -> int:
+        """Step in ns if every rank were busy all the time, in so many rounds."""
+        fixed, _, floor = self.tables.fixed[:, 0].tolist()
+        work = int(self.tables.cost[0, 0].sum()) // self.cost.ranks + rounds * fixed
+        return max(work, rounds * floor) + self.cost.step_overhead_ns(self.variant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,39 +77,34 @@ class Prices:
     """int64[2, S]: what a group adds to the first two lanes before its first document."""
 
     @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
+    def of(cls, alone: Alone) -> Prices:
         """Price a batch; only documents that may be worth cutting are priced in every shape."""
-        alone = cost.tables(lengths, variant, (WHOLE,))
-        whole, capacity = alone.cost[0, 0], alone.capacity
+        cost, variant, tables = alone.cost, alone.variant, alone.tables
+        whole, capacity = tables.cost[0, 0], tables.capacity
         order = np.argsort(-whole, kind="stable")
-        rounds = max(1, -(-int(alone.tokens.sum()) // (capacity * cost.ranks)))
-        level = int(whole.sum()) // (cost.ranks * rounds)
-        falling = whole[order]
-        long = order[(falling * CUTTABLE_SHARE > level) | (alone.tokens[order] > capacity)]
-        long = order[: max(len(long), min(len(order), 2))]
-        tables = cost.tables(lengths[long], variant)
-        fits = tables.tokens[None, :] <= tables.degree[:, None] * capacity
-        lane0, ring, network = tables.cost
-        fixed = int(alone.fixed[0, 0])
-        linear = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, PROBE),)), variant)
-        rings = tables.fixed[1] > 0
-        extra = np.stack([tables.fixed[0] - fixed, np.where(rings, tables.fixed[1] - fixed, 0)])
+        least = int(whole.sum()) // (cost.ranks * alone.rounds * CUTTABLE_SHARE)
+        long = order[(whole[order] > least) | (tables.tokens[order] > capacity)]
+        cut = cost.tables(alone.lengths[long], variant)
+        fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
+        fixed = int(tables.fixed[0, 0])
+        probe = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, PROBE),)), variant)
+        linear = tables.tokens * (probe.linear + probe.head) // PROBE
         return cls(
             cost=cost,
             variant=variant,
             capacity=capacity,
-            tokens=alone.tokens,
+            tokens=tables.tokens,
             whole=whole,
-            attention=np.maximum(0, whole - alone.tokens * (linear.linear + linear.head) // PROBE),
+            attention=np.maximum(0, whole - linear),
             order=order,
             fixed=fixed,
-            floor=int(alone.fixed[2, 0]),
-            column={int(k): i for i, k in enumerate(long)},
-            shapes=tables.shapes,
-            lane0=np.where(fits, lane0, NEVER),
-            ring=ring,
-            network=network,
-            extra=extra,
+            floor=int(tables.fixed[2, 0]),
+            column={k: i for i, k in enumerate(long.tolist())},
+            shapes=cut.shapes,
+            lane0=np.where(fits, cut.cost[0], NEVER),
+            ring=cut.cost[1],
+            network=cut.cost[2],
+            extra=np.stack([cut.fixed[0] - fixed, np.where(cut.fixed[1] > 0, cut.fixed[1] - fixed, 0)]),
         )
 
     def charges(self, hidden: bool) -> np.ndarray:
@@ -91,7 +113,22 @@ class Prices:
         Args:
             hidden: whether the ring's messages are taken to hide behind other work of the rank.
         """
-        lane0 = self.lane0 + self.extra[0][:, None]
-        if hidden:
-            return lane0
-        return np.maximum(lane0, self.ring + self.extra[1][:, None])
+        return self._hidden if hidden else self._exposed
+
+    @cached_property
+    def _hidden(self) -> np.ndarray:
+        return self.lane0 + self.extra[0][:, None]
+
+    @cached_property
+    def _exposed(self) -> np.ndarray:
+        return np.maximum(self._hidden, self.ring + self.extra[1][:, None])
+
+    @cached_property
+    def degrees(self) -> np.ndarray:
+        """int64[S]: ranks of every shape."""
+        return np.array([shape.degree for shape in self.shapes], np.int64)
+
+    @cached_property
+    def listed(self) -> tuple[list[int], list[int]]:
+        """Tokens and times of whole documents as plain lists, for loops over single documents."""
+        return self.tokens.tolist(), self.whole.tolist()

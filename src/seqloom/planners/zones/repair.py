@@ -9,23 +9,29 @@ from seqloom.planners.zones.seating import Seating
 
 PARTNERS = 8
 """Fastest ranks that are looked at in every step."""
+SETTLED = 1000
+"""Ranks that wait less than one part in this many are level."""
 STEPS = 3
 """Steps per rank at most."""
 
 
-def level(prices: Prices, seating: Seating, times: np.ndarray) -> None:
+def level(prices: Prices, seating: Seating, times: np.ndarray, begin: np.ndarray) -> None:
     """Move or exchange whole documents, one pair of ranks at a time, as long as the slowest rank gets faster.
 
     Args:
-        times: int64[ranks] ns at which the ranks would be done; those of the seating, changed along with it.
+        times: int64[ranks] ns that the ranks take; changed along with the seating.
+        begin: int64[ranks] ns at which they are free.
     """
+    times += begin
+    even = int(times.sum()) // len(times)
     for _ in range(STEPS * len(times)):
         slow = int(times.argmax())
-        if not seating.whole[slow]:
-            return
+        if times[slow] - even <= even // SETTLED or not seating.whole[slow]:
+            break
         partners = np.argsort(times, kind="stable")[:PARTNERS].tolist()
         if not _exchange(prices, seating, times, slow, partners):
-            return
+            break
+    times -= begin
 
 
 def _exchange(prices: Prices, seating: Seating, times: np.ndarray, slow: int, partners: list[int]) -> bool:

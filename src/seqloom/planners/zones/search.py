@@ -35,8 +35,9 @@ def best_filling(
     aims = _Aims(prices, documents, begin)
     for _ in range(evaluations):
         seating = fill(prices, documents, begin, aims.next())
-        level(prices, seating, np.array(begin) + rank_times(prices, seating))
-        done = finish(prices, seating, ready)
+        times = rank_times(prices, seating)
+        level(prices, seating, times, np.array(begin))
+        done = finish(prices, seating, times, ready)
         left = sum(int(prices.tokens[k]) for k in seating.left)
         score = (left, int(done.max()))
         if best is None or score < best[0]:
