@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import heapify, heappush, heapreplace
+
 from seqloom.planners.zones.prices import Prices
 
 
@@ -15,13 +17,17 @@ def deal(prices: Prices, rounds: int) -> list[list[int]]:
         return [order]
     tokens, whole = prices.listed
     room = [prices.capacity * prices.cost.ranks] * rounds
-    work = [0] * rounds
+    work = [(0, r) for r in range(rounds)]
     dealt: list[list[int]] = [[] for _ in range(rounds)]
     for k in order:
-        size = tokens[k]
-        fitting = [r for r in range(rounds) if room[r] >= size]
-        chosen = min(fitting, key=work.__getitem__) if fitting else max(range(rounds), key=room.__getitem__)
-        work[chosen] += whole[k]
-        room[chosen] -= size
-        dealt[chosen].append(k)
+        size, chosen = tokens[k], work[0]
+        if room[chosen[1]] < size:
+            chosen = min((one for one in work if room[one[1]] >= size), default=max(work, key=lambda one: room[one[1]]))
+            work.remove(chosen)
+            heapify(work)
+            heappush(work, (chosen[0] + whole[k], chosen[1]))
+        else:
+            heapreplace(work, (chosen[0] + whole[k], chosen[1]))
+        room[chosen[1]] -= size
+        dealt[chosen[1]].append(k)
     return dealt

@@ -26,6 +26,14 @@ class Aim(NamedTuple):
     """Whether ring messages are taken to hide behind the rank's other work."""
 
 
+class Cut(NamedTuple):
+    """A way to cut a document: index of the shape, ns on each of its ranks, the ranks."""
+
+    shape: int
+    charge: int
+    ranks: Ranks
+
+
 def fill(prices: Prices, documents: Sequence[int], begin: list[int], aim: Aim) -> Seating:
     """Seat the documents of one round, which come by falling time.
 
@@ -33,9 +41,36 @@ def fill(prices: Prices, documents: Sequence[int], begin: list[int], aim: Aim) -
         begin: ns at which each rank is free.
     """
     seating = Seating.empty(begin, prices.capacity)
-    charges = prices.charges(aim.hidden)
+    tokens, whole = prices.listed
+    first = 0
+    for k in documents:
+        if whole[k] <= aim.limit and tokens[k] <= prices.capacity:
+            break
+        first += 1
+    _cut_all(prices, documents[:first], seating, aim)
+    _seat_rest(prices, documents[first:], seating, aim)
+    return seating
+
+
+def _cut_all(prices: Prices, documents: Sequence[int], seating: Seating, aim: Aim) -> None:
+    """Cut documents that no rank may have alone."""
+    load, room = np.array(seating.load), np.array(seating.room)
+    for k in documents:
+        cut = _cheapest_cut(prices, k, load, room, aim, int(NEVER), int(NEVER))
+        if cut is None:
+            seating.left.append(k)
+            continue
+        seating.place(cut.ranks, cut.shape, k, int(prices.tokens[k]), cut.charge, _own(prices, cut.shape, aim))
+        at = list(cut.ranks)
+        load[at] = [seating.load[rank] for rank in at]
+        room[at] = [seating.room[rank] for rank in at]
+
+
+def _seat_rest(prices: Prices, documents: Sequence[int], seating: Seating, aim: Aim) -> None:
+    """Seat documents whole on the least loaded rank with room, or cut those that would end late there."""
     tokens, whole = prices.listed
     load, room, column = seating.load, seating.room, prices.column
+    cheapest = prices.cheapest(aim.hidden)
     heap = [(load[rank], rank) for rank in range(len(load))]
     heapify(heap)
     aside: list[tuple[int, int]] = []  # (-room, rank) of ranks without room for the document at hand
@@ -56,49 +91,53 @@ def fill(prices: Prices, documents: Sequence[int], begin: list[int], aim: Aim) -
                 heapreplace(heap, (load[rank], rank))
             else:
                 break
-        free = heap[0] if heap else None
-        late = free is None or time > aim.limit or free[0] + time > aim.target
-        if late and k in column and _cut(prices, charges, seating, k, aim, free):
-            continue
-        if free is None:
+        ends = heap[0][0] + time if heap else int(NEVER)
+        if ends > aim.target and k in column:
+            most = time + time * aim.break_even // 1000 if heap else int(NEVER)
+            if cheapest[column[k]] <= most:
+                cut = _cheapest_cut(prices, k, np.array(load), np.array(room), aim, most, ends)
+                if cut is not None:
+                    seating.place(cut.ranks, cut.shape, k, size, cut.charge, _own(prices, cut.shape, aim))
+                    continue
+        if not heap:
             seating.left.append(k)
             continue
-        rank = free[1]
-        load[rank] += time
+        rank = heap[0][1]
+        load[rank] = ends
         room[rank] -= size
         seating.whole[rank].append(k)
-        heapreplace(heap, (load[rank], rank))
-    return seating
+        heapreplace(heap, (ends, rank))
 
 
-def _cut(
-    prices: Prices, charges: np.ndarray, seating: Seating, k: int, aim: Aim, free: tuple[int, int] | None
-) -> bool:
-    """Cut document ``k`` if that is allowed and ends earlier than the whole document; the cheapest cut within the target."""
-    time, size = int(prices.whole[k]), int(prices.tokens[k])
-    column = charges[:, prices.column[k]]
-    spent = column * prices.degrees
-    demanded = free is None or time > aim.limit
-    most = int(NEVER) if demanded else time + time * aim.break_even // 1000
-    load, room = np.array(seating.load), np.array(seating.room)
-    best: tuple[int, int, Ranks] | None = None
-    ends = int(NEVER) if free is None else free[0] + time
-    for s in np.argsort(spent, kind="stable").tolist():
-        charge, shape = int(column[s]), prices.shapes[s]
+def _own(prices: Prices, shape: int, aim: Aim) -> int:
+    """ns of a group's charge that are counted once, however many documents it has."""
+    return int(prices.extra[0, shape] if aim.hidden else prices.extra[:, shape].max())
+
+
+def _cheapest_cut(
+    prices: Prices, k: int, load: np.ndarray, room: np.ndarray, aim: Aim, most: int, ends: int
+) -> Cut | None:
+    """The cheapest cut of document ``k`` that ends within the target; else the one that ends first, before ``ends``.
+
+    Args:
+        load: int64[ranks] ns.
+        room: int64[ranks] tokens.
+        most: rank-ns that it may cost.
+    """
+    at, size = prices.column[k], int(prices.tokens[k])
+    charges, spent = prices.charges(aim.hidden)[:, at].tolist(), prices.spent(aim.hidden)[:, at].tolist()
+    best: Cut | None = None
+    for s in prices.by_price(aim.hidden)[:, at].tolist():
+        charge, shape = charges[s], prices.shapes[s]
+        if spent[s] > most or charge >= NEVER:
+            break
         if shape.degree == 1 or charge > aim.limit:
             continue
-        if spent[s] > most or column[s] >= NEVER:
-            break
         found = best_ranks(shape, load, room, -(-size // shape.degree), prices.cost.node_size)
         if found is None:
             continue
         if found[0] + charge < ends:
-            ends, best = found[0] + charge, (s, charge, found[1])
-        if found[0] + charge <= aim.target:
+            ends, best = found[0] + charge, Cut(s, charge, found[1])
+        if ends <= aim.target:
             break
-    if best is None:
-        return False
-    s, charge, ranks = best
-    extra = int(prices.extra[0, s] if aim.hidden else prices.extra[:, s].max())
-    seating.place(ranks, s, k, size, charge, min(extra, charge))
-    return True
+    return best

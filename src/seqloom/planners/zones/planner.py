@@ -16,7 +16,7 @@ from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
 
-EVALUATIONS = 4_000
+EVALUATIONS = 1_500
 """Documents seated, over all fillings of a round, where no budget is given; at least ``LEAST`` fillings."""
 LEAST, MOST = 2, 48
 WORTH = 200

@@ -113,20 +113,32 @@ class Prices:
         Args:
             hidden: whether the ring's messages are taken to hide behind other work of the rank.
         """
-        return self._hidden if hidden else self._exposed
+        return self._charged[hidden][0]
+
+    def spent(self, hidden: bool) -> np.ndarray:
+        """int64[S, m]: rank-ns of that, all ranks together."""
+        return self._charged[hidden][1]
+
+    def by_price(self, hidden: bool) -> np.ndarray:
+        """int64[S, m]: shapes of every document, the cheapest first."""
+        return self._charged[hidden][2]
+
+    def cheapest(self, hidden: bool) -> list[int]:
+        """Rank-ns of the cheapest cut of every long document."""
+        return self._charged[hidden][3]
 
     @cached_property
-    def _hidden(self) -> np.ndarray:
-        return self.lane0 + self.extra[0][:, None]
+    def _charged(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, list[int]], ...]:
+        """The four above, with messages exposed and hidden."""
+        exposed = np.maximum(self.lane0 + self.extra[0][:, None], self.ring + self.extra[1][:, None])
+        return self._compared(exposed), self._compared(self.lane0 + self.extra[0][:, None])
 
-    @cached_property
-    def _exposed(self) -> np.ndarray:
-        return np.maximum(self._hidden, self.ring + self.extra[1][:, None])
-
-    @cached_property
-    def degrees(self) -> np.ndarray:
-        """int64[S]: ranks of every shape."""
-        return np.array([shape.degree for shape in self.shapes], np.int64)
+    def _compared(self, charges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+        degree = np.array([shape.degree for shape in self.shapes], np.int64)[:, None]
+        spent = np.where(charges < NEVER, charges * degree, NEVER)
+        cut = np.where(degree > 1, spent, NEVER)
+        least = cut.min(axis=0).tolist() if len(cut) else []
+        return charges, spent, np.argsort(spent, axis=0, kind="stable"), least
 
     @cached_property
     def listed(self) -> tuple[list[int], list[int]]:

@@ -7,46 +7,52 @@ import numpy as np
 from seqloom.planners.zones.prices import Prices
 from seqloom.planners.zones.seating import Seating
 
-PARTNERS = 8
-"""Fastest ranks that are looked at in every step."""
+PARTNERS = 4
+"""Fast ranks that each slow one is offered."""
+SWEEPS = 4
+"""Times that all slow ranks are gone through."""
 SETTLED = 1000
 """Ranks that wait less than one part in this many are level."""
-STEPS = 3
-"""Steps per rank at most."""
 
 
 def level(prices: Prices, seating: Seating, times: np.ndarray, begin: np.ndarray) -> None:
-    """Move or exchange whole documents, one pair of ranks at a time, as long as the slowest rank gets faster.
+    """Move or exchange whole documents, the slowest ranks with the fastest, as long as the slowest gets faster.
 
     Args:
         times: int64[ranks] ns that the ranks take; changed along with the seating.
         begin: int64[ranks] ns at which they are free.
     """
     times += begin
+    room = np.array(seating.room)
     even = int(times.sum()) // len(times)
-    for _ in range(STEPS * len(times)):
-        slow = int(times.argmax())
-        if times[slow] - even <= even // SETTLED or not seating.whole[slow]:
-            break
-        partners = np.argsort(times, kind="stable")[:PARTNERS].tolist()
-        if not _exchange(prices, seating, times, slow, partners):
+    for _ in range(SWEEPS):
+        order = np.argsort(times, kind="stable").tolist()
+        slow = [rank for rank in reversed(order) if times[rank] - even > even // SETTLED and seating.whole[rank]]
+        gained = 0
+        for at, rank in enumerate(slow):
+            partners = order[at : at + PARTNERS]
+            if rank in partners:
+                break
+            gained += _exchange(prices, seating, times, room, rank, partners)
+        if not gained:
             break
     times -= begin
+    seating.room[:] = room.tolist()
 
 
-def _exchange(prices: Prices, seating: Seating, times: np.ndarray, slow: int, partners: list[int]) -> bool:
+def _exchange(
+    prices: Prices, seating: Seating, times: np.ndarray, room: np.ndarray, slow: int, partners: list[int]
+) -> bool:
     """Make the best exchange of a document of ``slow`` for one of a partner, or for none; False if none helps."""
     given = np.array(seating.whole[slow])
     taken = np.array([k for rank in partners for k in (-1, *seating.whole[rank])])
-    owner = np.repeat(partners, [1 + len(seating.whole[rank]) for rank in partners])
-    room = np.array(seating.room)
+    owner = np.repeat(np.array(partners), [1 + len(seating.whole[rank]) for rank in partners])
     time = np.where(taken < 0, 0, prices.whole[taken])
     size = np.where(taken < 0, 0, prices.tokens[taken])
-    shift = prices.whole[given][:, None] - time[None, :]
-    more = prices.tokens[given][:, None] - size[None, :]
-    fits = (more <= room[owner][None, :]) & (-more <= room[slow])
-    later = np.maximum(times[slow] - shift, times[owner][None, :] + shift)
-    later = np.where(fits, later, times[slow])
+    shift = prices.whole[given][:, None] - time
+    more = prices.tokens[given][:, None] - size
+    later = np.maximum(times[slow] - shift, times[owner] + shift)
+    later[(more > room[owner]) | (-more > room[slow])] = times[slow]
     row, at = divmod(int(later.argmin()), len(taken))
     if later[row, at] >= times[slow]:
         return False
@@ -59,5 +65,5 @@ def _exchange(prices: Prices, seating: Seating, times: np.ndarray, slow: int, pa
     for rank, sign in ((slow, -1), (fast, 1)):
         times[rank] += sign * shift[row, at]
         seating.load[rank] += sign * int(shift[row, at])
-        seating.room[rank] -= sign * int(more[row, at])
+        room[rank] -= sign * more[row, at]
     return True
