@@ -16,9 +16,13 @@ from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
 
-EVALUATIONS = 1_500
+EVALUATIONS = 2_000
 """Documents seated, over all fillings of a round, where no budget is given; at least ``LEAST`` fillings."""
 LEAST, MOST = 2, 48
+QUICK_FROM = 512
+"""Documents from which on, where no budget is given, one number of rounds is tried."""
+SPARE = 16
+"""One part in this many of a round's memory is room to place documents."""
 WORTH = 200
 """What can gain less than one part in this many is not tried."""
 
@@ -49,11 +53,12 @@ def plan_zones(
         widest = max(variants, key=cost.capacity)
         raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
     best: Answer | None = None
+    quick = evaluations is None and len(array) >= QUICK_FROM
     for alone in sorted(holding, key=lambda alone: alone.least_ns(alone.rounds)):
         if best is not None and not _worth(alone.least_ns(alone.rounds), best.ns):
             break
         prices = Prices.of(alone)
-        for rounds in (alone.rounds, alone.rounds + 1):
+        for rounds in rounds_to_try(alone, quick):
             if best is None or _worth(alone.least_ns(rounds), best.ns):
                 answer = partition(prices, rounds, evaluations)
                 best = answer if best is None or answer.ns < best.ns else best
@@ -65,6 +70,13 @@ def holds(lengths: np.ndarray, cost: CostModel, variant: Variant) -> bool:
     """Whether the largest group holds the longest document."""
     most = max(shape.degree for shape in cost.shapes) * cost.capacity(variant)
     return int(cost.tokens(lengths.max(keepdims=True))[0]) <= most
+
+
+def rounds_to_try(alone: Alone, quick: bool) -> list[int]:
+    """Numbers of rounds: as few as leave some room to place documents, which is quickly filled; and those around it."""
+    tokens, room = int(alone.tables.tokens.sum()), alone.tables.capacity * alone.cost.ranks
+    roomy = max(1, -(-tokens * SPARE // (room * (SPARE - 1))))
+    return [roomy] if quick else sorted({alone.rounds, alone.rounds + 1, roomy})
 
 
 def _worth(least: int, best: int) -> bool:
