@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CLUSTER, MODEL, PROFILE = "8x8xA100-40G", "gpt-7b", "flexsp-a100"
 SAMPLER, SEQUENCES, MAX_LENGTH = "wikipedia", 512, 192 * 1024
-PLANNERS = ("static", "adaptive", "flexsp", "flex", "zones", "auto")
+PLANNERS = ("static", "adaptive", "flexsp", "flex", "auto")
 SOLVER = {"counts": 1}
 """Keeps the published solver to the fewest micro-batches; its full search takes about a minute here."""
 FRAME = 9

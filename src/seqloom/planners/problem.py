@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, Shape, Variant
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work, in_order
+from seqloom.plan import Checkpoint, Pipeline, Plan, Round, Span, Work, in_order
 from seqloom.planners.fill import NEVER, Tables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
@@ -126,22 +126,16 @@ def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> li
     return fitting
 
 
-def group_of(cost: CostModel, shape: Shape, ranks: tuple[int, ...], spans: tuple[Span, ...]) -> Group:
-    """The group of this shape on these ranks, in order."""
-    return Group(ranks, shape.ulysses, shape.ring, spans, shape.method)
-
-
 def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
     cost, lengths = problem.cost, problem.lengths.tolist()
     built = []
     for seats in rounds:
         groups = tuple(
-            group_of(
-                cost,
+            cost.group(
                 seat.shape,
-                tuple(range(seat.start, seat.start + seat.shape.degree)),
-                tuple(Span(k, 0, lengths[k]) for k in sorted(seat.documents)),
+                range(seat.start, seat.start + seat.shape.degree),
+                [Span(k, 0, lengths[k]) for k in sorted(seat.documents)],
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
         )

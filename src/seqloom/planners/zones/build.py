@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from seqloom.plan import Group, Pipeline, Plan, Round, Span, Work
-from seqloom.planners.problem import CHECKPOINTS, group_of
+from seqloom.planners.problem import CHECKPOINTS
 from seqloom.planners.zones.prices import WHOLE, Prices
 from seqloom.planners.zones.seating import Seating
 
@@ -39,10 +39,11 @@ def groups_of(prices: Prices, seating: Seating, lengths: Sequence[int]) -> tuple
         seating.cut.items(),
         key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
     )
-    groups = [group_of(prices.cost, prices.shapes[s], ranks, _spans(members, lengths)) for (ranks, s), members in cuts]
+    cost = prices.cost
+    groups = [cost.group(prices.shapes[s], ranks, _spans(members, lengths)) for (ranks, s), members in cuts]
     for rank, members in enumerate(seating.whole):
         if members:
-            groups.append(group_of(prices.cost, WHOLE, (rank,), _spans(members, lengths)))
+            groups.append(cost.group(WHOLE, (rank,), _spans(members, lengths)))
     return tuple(groups)
 
 
