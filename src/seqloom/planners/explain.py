@@ -32,7 +32,7 @@ class Placement(NamedTuple):
     remapped: str
     """Where tokens change to another layout for linear layers; empty if nowhere."""
     reason: str
-    """cheapest; memory, time: whole it would not fit, or end late; balance: a cheaper choice would level ranks less."""
+    """cheapest; memory, time: whole it would not fit, or end late; not cheapest: to level ranks, or for want of choice."""
 
 
 class Figures(NamedTuple):
@@ -146,9 +146,7 @@ def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
     )
 
 
-def _placed(
-    work: Work, variant: Variant, round_ns: int, cost: CostModel
-) -> Iterator[tuple[Placement, Figures]]:
+def _placed(work: Work, variant: Variant, round_ns: int, cost: CostModel) -> Iterator[tuple[Placement, Figures]]:
     """Every span of a round: its placement, and what it costs there and elsewhere."""
     spans = [(span.tokens, shape_of(group), group) for group in work.groups for span in group.spans]
     used = {shape for _, shape, _ in spans}
@@ -181,4 +179,4 @@ def _reason(whole_fits: bool, whole_ends: bool, cheapest: bool) -> str:
         return "memory"
     if not whole_ends:
         return "time"
-    return "cheapest" if cheapest else "balance"
+    return "cheapest" if cheapest else "not cheapest"
