@@ -40,9 +40,8 @@ def explanation_table(explanation: Explanation) -> Table:
 def bounds_lines(explanation: Explanation) -> list[str]:
     """Say in words from which lengths on documents may be, and have to be, cut."""
     bounds = explanation.bounds
-    lines = [
-        f"break-even: {percent(bounds.break_even)} % of the work is lost to waiting and fixed costs; a cut may cost as much"
-    ]
+    lost = percent(bounds.break_even)
+    lines = [f"break-even: {lost} % of the work is lost to waiting and fixed costs; a cut may cost as much"]
     for zone, pays, forced in (
         ("inside a node", bounds.intra_pays, bounds.intra_forced),
         ("across nodes", bounds.inter_pays, bounds.inter_forced),
@@ -51,7 +50,5 @@ def bounds_lines(explanation: Explanation) -> list[str]:
         must = "never" if forced is None else f"from {forced:,} tokens"
         lines.append(f"cut {zone}: pays {may}, forced by memory or time {must}")
     if any(one.placement.reason == "not cheapest" for one in explanation.classes):
-        lines.append(
-            "not cheapest: the next best would cost less, but ranks would be less level, or the planner has none"
-        )
+        lines.append("not cheapest: the next best would cost less, but not level the ranks, or the planner has none")
     return lines
