@@ -10,6 +10,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.describe import Batch
 from seqloom.plan import Plan
 from seqloom.planners.problem import Problem
+from seqloom.planners.remapping import with_remapping
 from seqloom.planners.zones.build import build_plan
 from seqloom.planners.zones.deal import deal
 from seqloom.planners.zones.prices import Alone, Prices
@@ -63,7 +64,8 @@ def plan_zones(
                 answer = partition(prices, rounds, evaluations)
                 best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
-    return build_plan(best.prices, best.rounds, array)
+    plan = build_plan(best.prices, best.rounds, array)
+    return plan if quick else with_remapping(plan, cost)
 
 
 def holds(lengths: np.ndarray, cost: CostModel, variant: Variant) -> bool:
