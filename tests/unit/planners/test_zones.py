@@ -22,7 +22,7 @@ NODES = cost_model("4x8xH200", "llama3-8b")
 
 
 def test_near_the_best_of_all_placements():
-    """Measured over these eight batches: 0.4 % above the optimum on average, 1.7 % at worst."""
+    """Measured over these eight batches: 0.7 % above the optimum on average, 2.7 % at worst."""
     variant = TINY.variants[0]
     above = []
     for seed in range(8):
@@ -31,7 +31,7 @@ def test_near_the_best_of_all_placements():
         best = shortest_overlapping_step(lengths, TINY, variant) + TINY.step_overhead_ns(variant)
         above.append(TINY.plan_ns(plan_zones(lengths, TINY, only=variant)) / best - 1)
     assert min(above) >= -1e-6  # nothing is better than the best
-    assert np.mean(above) <= 0.02 and max(above) <= 0.06
+    assert np.mean(above) <= 0.01 and max(above) <= 0.04
 
 
 def test_its_clock_is_the_cost_models():
