@@ -21,6 +21,10 @@ AIMS = 16
 """Fillings towards different aims at most; what is left of the budget goes to single degrees."""
 LIMITS = (50, 100, 25, 75)
 """What a document may take of a rank, per cent of the target: cut finer, long ones leave room for short ones."""
+MUCH = 30
+"""Per mille of waiting that voluntary cuts may well remove, unless memory is tight: then finer cuts are tried first."""
+TIGHT = 80
+"""Per cent of the memory of a round from which on it is tight."""
 EVERY = 100
 """Up to so many combinations of degrees, all are tried."""
 SLOW_RANKS = 2
@@ -77,7 +81,9 @@ class Search:
     def aims(self) -> Iterator[Aim]:
         """First what the average asks for; then, knowing how long ranks wait, what could gain from that."""
         yield self.aim(0, 100)
-        yield self.aim(0, 100)
+        tokens, room = int(self.prices.tokens[self.documents].sum()), self.prices.capacity * len(self.begin)
+        if self.break_even > MUCH and tokens * 100 < room * TIGHT:
+            yield self.aim(0, 100)
         for slack in SLACKS:
             for limit in LIMITS:
                 yield self.aim(slack, limit)
