@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from seqloom.comm.alone import Alone, bind_alone
-from seqloom.comm.context import BoundGroup, Context, bind, method_by_cost
+from seqloom.comm.context import BoundGroup, Context, bind
 from seqloom.comm.counting import Counting, Traffic
 from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
+from seqloom.comm.remap import remapped
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 __all__ = [
@@ -25,6 +26,6 @@ __all__ = [
     "Transport",
     "bind",
     "bind_alone",
-    "method_by_cost",
+    "remapped",
     "run_ranks",
 ]

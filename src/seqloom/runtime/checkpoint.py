@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqloom.attention.bound import GroupCall
-from seqloom.attention.kernels.kernel import Gradients, Prepared, Saved
+from seqloom.attention.calls import GroupCall
 from seqloom.attention.ulysses import Exchange
 from seqloom.comm import Context
+from seqloom.comm.remap import Crossing
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
@@ -142,8 +142,10 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        super().__init__(own.work, own.transport, *rows, kept=own._kept)
-        self.tape = tape
+        super().__init__(own.work, own.transport, *rows, own.node_size, kept=own._kept)
+        self.tape, self.around_mlp = tape, own.around_mlp
+        if own.around_attention is not None:
+            self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """See `Context.cached`; what attention is bound to is handed out with the tape in between."""
@@ -153,29 +155,36 @@ class _TapedContext(Context):
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _TapedCrossing(Crossing):
+    """The way into attention. Inputs come from the tape if that keeps them, outputs do; gradients never."""
+
+    tape: Tape
+
+    def reversed(self) -> Crossing:
+        """See `Crossing.reversed`: the way of outputs, which is on the tape in any case."""
+        return _TapedWayOut(self.back, self.there, self.tape)
+
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
+        """See `Crossing.forward`."""
+        return self.tape.answer(lambda: self.there(*tensors)) if self.tape.keep_exchanged else self.there(*tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TapedWayOut(_TapedCrossing):
+    """The way out of attention."""
+
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
+        """See `Crossing.forward`."""
+        return self.tape.answer(lambda: self.there(*tensors))
+
+
 def _taped(call: GroupCall, tape: Tape) -> GroupCall:
     exchange = None
     if call.exchange is not None:
         parts = {each.name: getattr(call.exchange, each.name) for each in fields(call.exchange)}
         exchange = _TapedExchange(**parts, tape=tape)
-    return replace(call, exchange=exchange, inner=_TapedInner(call.inner, tape))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TapedInner:
-    """The attention of a group over all keys. Its backward is never from the tape."""
-
-    inner: Prepared
-    tape: Tape
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Prepared.forward`."""
-        out, lse = self.tape.answer(lambda: self.inner.forward(q, k, v))
-        return out, lse
-
-    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `Prepared.backward`."""
-        return self.inner.backward(dout, saved)
+    return replace(call, exchange=exchange, answer=tape.answer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,9 @@ from seqloom.planners.bounds.prices import Prices
 from seqloom.planners.bounds.roundings import NEGLIGIBLE, PRECISION
 from seqloom.planners.fill import NEVER
 
+NEAR = 1e-4
+"""Bisections for the shortest step stop at this part of it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -136,12 +139,12 @@ def densest_work(work: np.ndarray, tokens: np.ndarray, room: float) -> float:
 
 def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
     """Bisect for the shortest step that is not impossible; returns its lower end, ``low`` or more."""
-    if not impossible(low * (1 + 1e-3)):
+    if not impossible(low * (1 + NEAR)):
         return low
     high = 2 * low
     while impossible(high):
         low, high = high, 2 * high
-    while high - low > 1e-3 * low:
+    while high - low > NEAR * low:
         middle = (low + high) / 2
         if impossible(middle):
             low = middle
