@@ -103,7 +103,7 @@ def tiny_case(seed):
     room = cost.ranks * cost.capacity(variant)
     lengths = np.clip(lengths * random.uniform(0.02, 2.2) * room / lengths.sum(), 64, 0.95 * room).astype(np.int64)
     stays = cost.island_size == 1 or named[1] is not None
-    journey = None if stays else min(journey_ns(cost, variant, remap) for remap in Remap)
+    journey = None if stays else min(journey_ns(cost, cost.engine.links, variant, remap) for remap in Remap)
     return lengths, cost, variant, journey
 
 

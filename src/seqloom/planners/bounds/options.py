@@ -48,10 +48,15 @@ class Block:
 
     def part(self, ways: np.ndarray, documents: np.ndarray) -> Block:
         """Some ways of some documents."""
-        rows = (self.degree, self.once, self.extra)
-        both = (self.cost, self.pool, self.alone, self.share)
         return Block(
-            *(value[ways] for value in rows), *(value[ways][:, documents] for value in both), self.tokens[documents]
+            degree=self.degree[ways],
+            once=self.once[ways],
+            extra=self.extra[ways],
+            cost=self.cost[ways][:, documents],
+            pool=self.pool[ways][:, documents],
+            alone=self.alone[ways][:, documents],
+            share=self.share[ways][:, documents],
+            tokens=self.tokens[documents],
         )
 
 
