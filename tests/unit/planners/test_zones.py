@@ -12,6 +12,7 @@ from seqloom.planners.zone_bounds import zone_bounds
 from seqloom.planners.zones import plan_zones
 from seqloom.planners.zones.build import build_plan
 from seqloom.planners.zones.clock import rank_times
+from seqloom.planners.zones.deal import deal_apart, deal_together
 from seqloom.planners.zones.planner import partition
 from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.seating import best_ranks
@@ -38,7 +39,7 @@ def test_its_clock_is_the_cost_models():
     lengths = sample("commoncrawl", 96, seed=3, max_length=200_000)
     for variant in NODES.variants[:2]:
         prices = Prices.of(Alone.of(lengths, NODES, variant))
-        answer = partition(prices, 1, 3)
+        answer = partition(prices, deal_apart(prices, 1), 3)
         plan = build_plan(prices, answer.rounds, lengths)
         for seating, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
             [work] = current.work
@@ -95,10 +96,26 @@ def test_full_memory_makes_more_rounds():
     assert plan.rounds >= 4  # three for nine documents of which no two fit, one that the longest fills
 
 
+@pytest.mark.parametrize("deal", [deal_apart, deal_together])
+def test_rounds_share_the_batch(deal):
+    lengths = sample("prolong", 300, seed=4, max_length=60_000)
+    prices = Prices.of(Alone.of(lengths, NODES, NODES.variants[0]))
+    dealt = deal(prices, 3)
+    assert sorted(k for row in dealt for k in row) == list(range(300))
+    tokens = [prices.tokens[row].sum() for row in dealt]
+    assert max(tokens) < 1.1 * min(tokens)
+    assert all((np.diff(prices.whole[row]) <= 0).all() for row in dealt)  # by falling time
+    work = [prices.whole[row].sum() for row in dealt]
+    if deal is deal_apart:
+        assert max(work) < 1.01 * min(work)
+    else:
+        assert work[0] > work[1] > work[2]
+
+
 def test_more_fillings_are_not_worse_for_a_round():
     lengths = sample("prolong", 48, seed=5, max_length=60_000)
     prices = Prices.of(Alone.of(lengths, NODES, NODES.variants[0]))
-    times = [partition(prices, 1, fillings).ns for fillings in (1, 4, 24)]
+    times = [partition(prices, deal_apart(prices, 1), fillings).ns for fillings in (1, 4, 24)]
     assert times == sorted(times, reverse=True)
 
 

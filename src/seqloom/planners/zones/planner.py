@@ -12,7 +12,7 @@ from seqloom.plan import Plan
 from seqloom.planners.problem import Problem
 from seqloom.planners.remapping import with_remapping
 from seqloom.planners.zones.build import build_plan
-from seqloom.planners.zones.deal import deal
+from seqloom.planners.zones.deal import deal_apart, deal_together
 from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
@@ -62,9 +62,10 @@ def plan_zones(
             break
         prices = Prices.of(alone)
         for rounds in rounds_to_try(alone, quick):
-            if best is None or _worth(alone.least_ns(rounds), best.ns):
-                answer = partition(prices, rounds, fillings)
-                best = answer if best is None or answer.ns < best.ns else best
+            for deal in (deal_together,) if quick or rounds == 1 else (deal_together, deal_apart):
+                if best is None or _worth(alone.least_ns(rounds), best.ns):
+                    answer = partition(prices, deal(prices, rounds), fillings)
+                    best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
     plan = build_plan(best.prices, best.rounds, array)
     return plan if quick else with_remapping(plan, cost)
@@ -88,11 +89,16 @@ def _worth(least: int, best: int) -> bool:
     return least + least // WORTH < best
 
 
-def partition(prices: Prices, rounds: int, evaluations: int) -> Answer:
-    """Deal the batch into so many rounds and fill them one after another; what finds no room makes further rounds."""
+def partition(prices: Prices, dealt: list[list[int]], evaluations: int) -> Answer:
+    """Fill rounds one after another; what finds no room goes to the next one, or makes further rounds.
+
+    Args:
+        dealt: the documents of every round, each by falling time.
+        evaluations: fillings of each round.
+    """
     ready = np.zeros(prices.cost.ranks // prices.cost.island_size, np.int64)
     seated: list[Seating] = []
-    waiting = deal(prices, rounds)
+    waiting = list(dealt)
     while waiting:
         documents = waiting.pop(0)
         if not documents:
