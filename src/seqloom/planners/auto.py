@@ -13,8 +13,12 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.adaptive import plan_adaptive
 from seqloom.planners.flex import plan_flex
+from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
+from seqloom.planners.zones import plan_zones
 
+ZONE_FILLINGS = 12
+"""Fillings of each round that ``zones`` may try here: more than by itself, where it has milliseconds."""
 SOLVER_LIMIT = 256
 """Documents times ranks up to which the published solver is quick enough to be asked as well."""
 
@@ -32,7 +36,7 @@ def plan_auto(
     seed: int = 0,
     known: Iterable[Plan] = (),
 ) -> Plan:
-    """Plan a batch with every planner that answers at once, and keep the best.
+    """Plan a batch with every planner that answers at once, keep the best, and remap its rounds where that pays.
 
     Args:
         known: plans made for this batch before; they take part in the choice.
@@ -41,10 +45,11 @@ def plan_auto(
         plan_flex(lengths, cost, evaluations=evaluations, seed=seed),
         plan_adaptive(lengths, cost),
         plan_static(lengths, cost),
+        plan_zones(lengths, cost, evaluations=ZONE_FILLINGS),
     ]
     if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
         from seqloom.planners.flexsp import plan_flexsp
 
         with suppress(SeqloomError):  # its degrees are powers of two: it may refuse what the others hold
             candidates.append(plan_flexsp(lengths, cost, seed=seed))
-    return best_of([*candidates, *known], cost)
+    return with_remapping(best_of([*candidates, *known], cost), cost)

@@ -14,7 +14,7 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Plan
 
-PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "exact", "auto")
+PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "exact", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.flex import plan_flex
 
         return plan_flex
+    if name == "zones":
+        from seqloom.planners.zones import plan_zones
+
+        return plan_zones
     if name == "exact":
         from seqloom.planners.exact import plan_exact
 
@@ -107,7 +111,7 @@ def plan_batches(
 
         options["static"] = {"degree": fastest_static_degree(batches, cost)}
     for name in names:  # load, and compile where that is installed, before the clock runs
-        if parse_name(name)[0] in ("static", "adaptive", "flex", "auto") and len(batches):
+        if parse_name(name)[0] in ("static", "adaptive", "flex", "zones", "auto") and len(batches):
             make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
     results: list[dict[str, Planned]] = []
     for index, batch in enumerate(batches):

@@ -42,7 +42,7 @@ def test_text_names_the_setting_the_gap_and_the_file(run):
 def test_auto_says_whom_it_chose(run):
     report = run("plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --json").json
     assert report["planner"] == "auto"
-    assert report["made_by"] in {"static", "adaptive", "flexsp", "flex"}
+    assert report["made_by"] in {"static", "adaptive", "flexsp", "flex", "zones"}
 
 
 def test_longer_sequences_are_dropped_and_counted(run):
@@ -149,3 +149,14 @@ def test_a_picture_is_written_beside_the_text(run, refused, folder):
     assert result.code == 0 and "above the bound" in result.out
     assert (folder / "plan.svg").read_text().startswith("<svg")
     assert "ends in .svg" in refused(f"{PLAN} --picture plan.png")
+
+
+def test_reasons_in_text_and_json(run):
+    asked = "plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner zones --explain"
+    result = run(asked)
+    assert result.code == 0 and "cut inside a node: pays" in result.out and "next best" in result.out
+    reasons = run(f"{asked} --json").json["explanation"]
+    assert sum(row["documents"] for row in reasons["classes"]) == 12
+    assert {row["zone"] for row in reasons["classes"]} <= {"local", "intra-node"}  # there is one node
+    assert reasons["bounds"]["inter_pays"] is None and reasons["bounds"]["intra_pays"] >= 128
+    assert "explanation" not in run(f"{PLAN} --json").json
