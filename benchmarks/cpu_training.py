@@ -82,7 +82,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     found = machine.calibrate(fixed["longest"] // 2, say)
     cost = CostModel(*where, found.profile, **limits)
     degrees = [d for d in cost.family.sizes if d & (d - 1) == 0 and d * fixed["capacity"] >= fixed["longest"]]
-    names = [*(f"static:{degree}" for degree in degrees), "adaptive", "flex", "auto"]
+    names = [*(f"static:{degree}" for degree in degrees), "adaptive", "flex", "zones", "auto"]
     report = Report(names, found, {"fixed": fixed, "model": SIZES | heads, "sharding": SHARDING})
     if transport.rank == 0:
         report.write(__file__, arguments)
