@@ -1,8 +1,9 @@
 """Rival ``hybrid-dp``: hybrid data parallelism, as ByteScale describes it.
 
 Published: data and context parallelism are one dimension. A document takes as many ranks as its tokens need at the
-capacity of a rank, any number, not only powers of two; shorter ones are packed by best fit into packs of one rank. Units
-are handed out longest first, always to ranks that are behind, by FLOPs; a rank with cheap units runs more of them.
+capacity of a rank, any number, not only powers of two; shorter ones are packed by best fit into packs of one rank.
+Units are handed out longest first, always to ranks that are behind, by FLOPs; a rank with cheap units runs more of
+them.
 
 Our reading: a document that is spread uses a ring (the paper: point-to-point messages on one communicator). FLOPs are
 those of the model, products and causal attention. "Behind" is: least FLOPs so far, so the order of the buckets is the
@@ -19,6 +20,7 @@ from seqloom.describe import ModelSpec
 from seqloom.plan import Plan
 from seqloom.planners.rivals.tuned import Place, Rounds, tuned_plan
 from seqloom.planners.static import pack
+
 
 def plan_hybrid_dp(lengths: np.ndarray, cost: CostModel) -> Plan:
     """Plan a batch with ranks per document by capacity, balanced by FLOPs.

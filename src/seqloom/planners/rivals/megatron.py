@@ -1,14 +1,14 @@
 """Rival ``megatron``: dynamic context parallelism of Megatron-LM, the packing-aware scheduler of its dev branch.
 
-Published (code), per micro-batch, longest document first: sizes of groups are powers of two; a document's work on ``c``
-ranks is ``s^2 / c``. The longest opens a group of the least size that holds it, and no rank may get more work than
-``1.05 x longest x capacity``. Every other document tries each size from its least up to all ranks: to join an open group
-of that size with token room, or to open one on free ranks; the choice with the least work on the busiest rank wins, the
-first of equals. What fits nowhere waits for the next micro-batch. In the end ranks without documents are filled by
-doubling the smallest groups; where that does not come out even, all ranks form one group.
+Published (code), per micro-batch, longest document first: sizes of groups are powers of two; a document's work on
+``c`` ranks is ``s^2 / c``. The longest opens a group of the least size that holds it, and no rank may get more work
+than ``1.05 x longest x capacity``. Every other document tries each size from its least up to all ranks: to join an
+open group of that size with token room, or to open one on free ranks; the choice with the least work on the busiest
+rank wins, the first of equals. What fits nowhere waits for the next micro-batch. In the end ranks without documents
+are filled by doubling the smallest groups; where that does not come out even, all ranks form one group.
 
-Our reading: a group is a ring (Megatron's default exchange). A cluster whose size is no power of two has all ranks as one
-more size.
+Our reading: a group is a ring (Megatron's default exchange). A cluster whose size is no power of two has all ranks as
+one more size.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def micro_batches(tokens: np.ndarray, capacity: int, ranks: int) -> Rounds:
     return rounds
 
 
-def next_micro_batch(
-    tokens: np.ndarray, waiting: list[int], capacity: int, ranks: int
-) -> tuple[list[Open], list[int]]:
+def next_micro_batch(tokens: np.ndarray, waiting: list[int], capacity: int, ranks: int) -> tuple[list[Open], list[int]]:
     """The groups of one micro-batch, and the documents left for the next; ``waiting`` is longest first."""
     menu = sizes(ranks)
     tallest = int(tokens[waiting[0]])

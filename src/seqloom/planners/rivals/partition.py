@@ -1,8 +1,8 @@
 """Zeppelin's hierarchical partitioner: which documents cross nodes, which stay in one, which on one GPU.
 
-Both levels are greedy with a threshold: what is at least that long is cut, the rest is placed whole, longest first, where
-the load is least. If something does not fit, the threshold drops to the longest document that is still whole, and the
-level starts again.
+Both levels are greedy with a threshold: what is at least that long is cut, the rest is placed whole, longest first,
+where the load is least. If something does not fit, the threshold drops to the longest document that is still whole,
+and the level starts again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def partition(tokens: np.ndarray, documents: list[int], machine: Machine) -> lis
 
 
 def _cuts(tokens: np.ndarray, order: list[int], threshold: int) -> list[int]:
-    """How many of the longest documents to cut, attempt by attempt: those from the threshold up, then one length more."""
+    """How many of the longest documents to cut, attempt by attempt: from the threshold up, then one length more."""
     first = sum(1 for document in order if tokens[document] >= threshold)
     return [first, *(k + 1 for k in range(first, len(order)) if k + 1 == len(order) or _shorter(tokens, order, k))]
 
@@ -148,7 +148,7 @@ def inside_node(
 def _on_gpus(
     tokens: np.ndarray, order: list[int], cut: int, machine: Machine, loads: Loads
 ) -> list[tuple[int, list[int]]] | None:
-    """(document, GPUs): the ``cut`` longest in proportion to their squared length, the others whole; None if too full."""
+    """(document, GPUs): the ``cut`` longest by their squared length, the others whole; None if something does not fit."""
     capacity, most = machine.capacity, machine.node_size
     fair = sum(float(tokens[document]) ** 2 for document in order[:cut]) / most
     placed = []

@@ -1,15 +1,16 @@
 """Rival ``zeppelin``: zones by length, all network cards, two layouts, as published (arXiv 2509.21841).
 
-Published: documents fall into three zones, cut across nodes, cut inside a node, whole on one GPU, by two greedy passes
-under a token capacity per GPU that balance squared lengths (`partition`); what is cut is a ring; ranks run rings between
-nodes first, then those inside, then whole documents. Messages between nodes are spread over all network cards of the node
-(routing). Linear modules see another layout, in which every GPU has the same number of tokens (remapping).
+Published: documents fall into three zones, cut across nodes, cut inside a node, whole on one GPU, by two greedy
+passes under a token capacity per GPU that balance squared lengths (`partition`); what is cut is a ring; ranks run
+rings between nodes first, then those inside, then whole documents. Messages between nodes are spread over all network
+cards of the node (routing). Linear modules see another layout, in which every GPU has the same number of tokens
+(remapping).
 
 Our reading, since only a description of the algorithms could be read: thresholds begin at what a node, and a GPU, can
-hold and drop to the next length when something does not fit. A document that crosses nodes takes all GPUs of as few nodes
-as hold it; inside a node a cut document gets GPUs in proportion to its squared length, two at least. Routing and
-remapping are always on: no gate by cost is described. Remapping is around attention, so that projections are balanced
-too. A batch beyond the memory of all GPUs is cut in its order of arrival.
+hold and drop to the next length when something does not fit. A document that crosses nodes takes all GPUs of as few
+nodes as hold it; inside a node a cut document gets GPUs in proportion to its squared length, two at least. Routing
+and remapping are always on: no gate by cost is described. Remapping is around attention, so that projections are
+balanced too. A batch beyond the memory of all GPUs is cut in its order of arrival.
 """
 
 from __future__ import annotations
