@@ -148,7 +148,7 @@ def inside_node(
 def _on_gpus(
     tokens: np.ndarray, order: list[int], cut: int, machine: Machine, loads: Loads
 ) -> list[tuple[int, list[int]]] | None:
-    """(document, GPUs): the ``cut`` longest by their squared length, the others whole; None if something does not fit."""
+    """(document, GPUs): the ``cut`` longest by their squared length, the others whole; None if one does not fit."""
     capacity, most = machine.capacity, machine.node_size
     fair = sum(float(tokens[document]) ** 2 for document in order[:cut]) / most
     placed = []

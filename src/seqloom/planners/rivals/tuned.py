@@ -127,7 +127,7 @@ def _joined(places: Iterable[Place]) -> list[Place]:
     alike: dict[tuple[tuple[int, ...], Method, bool], list[int]] = {}
     for place in places:
         alike.setdefault((place.ranks, place.method, place.routed), []).extend(place.documents)
-    return [Place(ranks, sorted(documents), *rest) for (ranks, *rest), documents in alike.items()]
+    return [Place(ranks, sorted(documents), method, routed) for (ranks, method, routed), documents in alike.items()]
 
 
 def fullest(places: Iterable[Place], tokens: np.ndarray) -> int:

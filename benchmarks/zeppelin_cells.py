@@ -1,0 +1,113 @@
+"""The cells of Zeppelin's evaluation: clusters, models, data and GPUs, and one cell planned and simulated.
+
+Fixed before any run, from what is known of the published set-up (64K tokens on 16 GPUs in its timelines):
+
+- a step has 4,096 tokens per GPU, so 64K on 16 GPUs and 512K on 128; documents in the order in which they are drawn, as
+  many as fit; a longer one than the whole step is left out
+- memory 0.9 of the device's; parameters and optimiser sharded over all GPUs, where the authors split the 13B and the 30B
+  by tensor parallelism
+- LLaMA 7B, 13B and 30B as published in 2023, 3B as OpenLLaMA has it (26 layers, width 3,200); all without grouped heads
+- ArXiv and GitHub lengths are stand-ins; ProLong is the 64K workload of the DistCA release
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from seqloom.api import cost_model, lower_bound
+from seqloom.cost import CostModel, Shape
+from seqloom.describe import sample
+from seqloom.plan import Plan
+from seqloom.planners import PLANNERS, RIVALS, make_plan
+from seqloom.planners.rivals import plan_te_cp, plan_zeppelin
+from seqloom.planners.rivals.tuned import arrival_packs
+from seqloom.simulate import simulate
+
+CLUSTERS = {"A": "A800", "B": "H800", "C": "H200"}
+MODELS = ("llama-3b", "llama-7b", "llama-13b", "llama-30b")
+DATA = {"ArXiv": "arxiv", "GitHub": "github", "ProLong": "prolong-64k"}
+GPUS = (16, 32, 64, 128)
+TOKENS = 4096
+"""Of a step, per GPU."""
+OURS = tuple(name for name in ("flex", "zones", "auto") if name in PLANNERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Which cluster, model, data and number of GPUs."""
+
+    cluster: str
+    model: str
+    data: str
+    gpus: int
+
+    @property
+    def cost(self) -> CostModel:
+        """What prices this cell's plans."""
+        return _cost(CLUSTERS[self.cluster], self.model, self.gpus)
+
+    def batches(self, count: int, seed: int) -> list[np.ndarray]:
+        """Steps of this cell: the same for all clusters and models."""
+        room = TOKENS * self.gpus
+        drawn = sample(DATA[self.data], 200 * self.gpus, seed=seed, max_length=room)
+        return [drawn[pack] for pack in arrival_packs(drawn, room)[:count]]
+
+
+@cache
+def _cost(device: str, model: str, gpus: int) -> CostModel:
+    return cost_model(f"{gpus // 8}x8x{device}", model, max_length=TOKENS * gpus)
+
+
+def steps(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
+    """Simulated seconds of every planner, summed over the batches, and the bound's."""
+    cost = cell.cost
+    seconds = {name: total(lambda batch, name=name: make_plan(name, batch, cost), batches, cost) for name in RIVALS}
+    for name in OURS:
+        seconds[name] = total(lambda batch, name=name: make_plan(name, batch, cost), batches, cost)
+    seconds["bound"] = sum(lower_bound(batch, cost) for batch in batches) / 1e9
+    return seconds
+
+
+def total(plan: Callable[[np.ndarray], Plan], batches: list[np.ndarray], cost: CostModel) -> float:
+    """Simulated seconds of the plans of these batches."""
+    return sum(simulate(plan(batch), cost).step_ns for batch in batches) / 1e9
+
+
+def published_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
+    """Seconds of Zeppelin with parts of it switched off, as in its own ablation."""
+    cost = cell.cost
+    sides: dict[str, Callable[[np.ndarray], Plan]] = {
+        "te-cp": lambda batch: plan_te_cp(batch, cost),
+        "routing": lambda batch: plan_te_cp(batch, cost, routed=True),
+        "partitioning": lambda batch: plan_zeppelin(batch, cost, routing=False, remapping=False),
+        "routing + partitioning": lambda batch: plan_zeppelin(batch, cost, remapping=False),
+        "+ remapping": lambda batch: plan_zeppelin(batch, cost),
+    }
+    return {name: total(plan, batches, cost) for name, plan in sides.items()}
+
+
+def own_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
+    """Seconds of ``auto`` with one of its means taken away at a time."""
+    cost = cell.cost
+    sides = {
+        "auto": (cost, "auto"),
+        "no partitioning": (cost, f"static:{cell.gpus}"),
+        "no routing": (with_shapes(cost, lambda shape: not shape.routed), "auto"),
+        "no Ulysses": (with_shapes(cost, lambda shape: shape.ulysses == 1), "auto"),
+    }
+    return {
+        name: total(lambda batch, own=own, planner=planner: make_plan(planner, batch, own), batches, cost)
+        for name, (own, planner) in sides.items()
+    }
+
+
+def with_shapes(cost: CostModel, keep: Callable[[Shape], bool]) -> CostModel:
+    """The same cost model with fewer shapes for planners to choose from."""
+    fewer = copy.copy(cost)
+    fewer.shapes = tuple(shape for shape in cost.shapes if keep(shape))
+    return fewer
