@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.plan import Group, Layout, Move, PlanError, move_between
-from seqloom.testing.strategies import groups, layouts
+from seqloom.testing.strategies import layouts
+from seqloom.testing.strategies_groups import groups
 
 relaxed = settings(max_examples=100, deadline=None)
 

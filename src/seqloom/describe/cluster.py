@@ -90,6 +90,13 @@ class Cluster:
                 f"cluster {self.name}: nic_of_gpu names NIC {wrong[0]} but a node has {self.nics_per_node}; "
                 f"use 0 to {self.nics_per_node - 1}"
             )
+        idle = sorted(set(range(self.nics_per_node)) - set(self.nic_of_gpu))
+        if idle:
+            raise SeqloomError(
+                f"cluster {self.name}: NIC {idle[0]} of {self.nics_per_node} is near no GPU of a node (nic_of_gpu is "
+                f"{list(self.nic_of_gpu)}), so nothing could use it; name it there, or set nics_per_node to "
+                f"{self.nics_per_node - len(idle)} and number the NICs from 0"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Cluster:

@@ -8,7 +8,7 @@ Ulysses is the inner axis. With ulysses 4 and ring 2 on ranks 0-7:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -53,6 +53,12 @@ class Group:
     def degree(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def turn(self, node_size: int) -> int:
+        """Return when the group runs among those of its round: 0 between nodes, 1 inside a node, 2 on one rank."""
+        if len(self.ranks) == 1:
+            return 2
+        return int(min(self.ranks) // node_size == max(self.ranks) // node_size)
 
     @property
     def tokens(self) -> int:
@@ -123,6 +129,11 @@ class Group:
             return -(-self.tokens // self.degree)
         shares = (sum(span.tokens for span in self.ring_spans(k)) for k in range(self.ring))
         return max(-(-share // self.ulysses) for share in shares)
+
+
+def in_order(groups: Iterable[Group], node_size: int) -> tuple[Group, ...]:
+    """Sort the groups of a round by `Group.turn`, slow links first; others keep their order."""
+    return tuple(sorted(groups, key=lambda group: group.turn(node_size)))
 
 
 def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from seqloom.plan import check_actions, check_messages, check_structure, check_tokens
+from seqloom.plan import check_actions, check_messages, check_routes, check_structure, check_tokens
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -26,10 +26,14 @@ RULES: dict[str, Callable[[Plan], None]] = {
     "heads": check_structure.heads,
     "family": check_structure.family,
     "tensor": check_structure.tensor,
+    "group-order": check_routes.group_order,
+    "methods": check_routes.methods,
+    "routes": check_routes.routes,
     "spans": check_tokens.spans,
     "coverage": check_tokens.coverage,
     "pieces": check_tokens.pieces,
     "stage-spans": check_tokens.stage_spans,
+    "pairs": check_routes.pairs,
     "layouts": check_tokens.layouts,
     "capacity": check_tokens.capacity,
     "remap": check_tokens.remap,

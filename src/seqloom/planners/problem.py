@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, Shape, Variant
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work, in_order
 from seqloom.planners.fill import NEVER, Tables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
@@ -140,7 +140,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
         )
-        built.append(Round((Work(groups, problem.checkpoint(seats)),)))
+        built.append(Round((Work(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce)
     return Plan(
         limits=cost.limits(problem.variant.reduce),

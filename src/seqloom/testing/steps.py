@@ -26,6 +26,7 @@ from seqloom.plan import (
     Sharding,
     Span,
     Work,
+    in_order,
 )
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
@@ -170,7 +171,7 @@ def one_stage_plan(
     kinds = [checkpoint] * len(rounds) if isinstance(checkpoint, Checkpoint) else list(checkpoint)
     lengths = {span.document: span.stop for groups in rounds for group in groups for span in group.spans}
     limits = Limits(ranks, node_size or ranks, heads, tuple((kind, 10**9) for kind in Checkpoint))
-    works = [Round((Work(tuple(groups), kind),)) for groups, kind in zip(rounds, kinds, strict=True)]
+    works = [Round((Work(in_order(each, limits.node_size), kind),)) for each, kind in zip(rounds, kinds, strict=True)]
     pipeline = Pipeline.single(range(ranks), layers, works, reduce)
     plan = Plan(limits, sharding, reduce, tuple(lengths[k] for k in range(len(lengths))), (pipeline,), "drawn")
     plan.validate()

@@ -1,8 +1,8 @@
 """Hypothesis strategies for the values of `seqloom.plan`. Every plan they draw is valid.
 
 `plans` draws several pipelines and stages, stages that share their ranks (interleaved, in a V, anyhow), documents
-in pieces, groups that share ranks, tensor degrees, split backwards and explicit layouts, all small: what a rule
-can break on, it breaks on with few ranks.
+in pieces, groups that share ranks, with every method and route, tensor degrees, split backwards and explicit layouts,
+all small: what a rule can break on, it breaks on with few ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from seqloom.plan import (
     Pipeline,
     Plan,
     Reduce,
+    Remap,
     Round,
     Sharding,
     Span,
     Stage,
     Work,
+    in_order,
 )
+from seqloom.testing.strategies_groups import Shape, cut, group_shapes, limits, shared
 from seqloom.testing.tables import completed, greedy_order, rows_in_order
-
-Shape = tuple[tuple[int, ...], int, int]
-"""Ranks, ulysses and ring of a group."""
 
 
 @st.composite
@@ -73,50 +73,6 @@ def layouts(
 def _cuts(extent: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     inner = st.sets(st.integers(1, extent - 1), max_size=4)
     return inner.map(lambda cuts: list(pairwise([0, *sorted(cuts), extent])))
-
-
-@st.composite
-def limits(draw: st.DrawFn, *, max_nodes: int = 3) -> Limits:
-    """Draw limits of a small cluster; the capacity is ample."""
-    node_size = draw(st.sampled_from((1, 2, 3, 4)))
-    return Limits(
-        ranks=node_size * (1 + draw(st.integers(0, max_nodes - 1))),
-        node_size=node_size,
-        heads=draw(st.integers(1, 8)),
-        capacity=tuple((checkpoint, 10**9) for checkpoint in Checkpoint),
-        granule=draw(st.sampled_from((1, 1, 2, 4))),
-        communicators=draw(st.sampled_from((16, 16, 3, 0))),
-    )
-
-
-@st.composite
-def group_shapes(draw: st.DrawFn, own: Limits, ranks: Sequence[int], tensor: int = 1) -> Shape:
-    """Draw ranks, ulysses and ring of a legal group inside `ranks`, which keeps tensor ranks together."""
-    allowed = set(_cut(ranks, tensor))
-    blocks = {
-        size: [tuple(block) for block in own.family.blocks(size) if allowed.issuperset(_cut(block, tensor))]
-        for size in own.family.sizes
-        if size <= own.heads and size % tensor == 0
-    }
-    ulysses = draw(st.sampled_from([size for size, found in blocks.items() if found]))
-    chosen = draw(st.lists(st.sampled_from(blocks[ulysses]), min_size=1, max_size=3, unique=True))
-    return tuple(rank for block in chosen for rank in block), ulysses, len(chosen)
-
-
-def _cut(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(ranks[k : k + size]) for k in range(0, len(ranks), size)]
-
-
-@st.composite
-def groups(draw: st.DrawFn, *, documents: int = 4, longest: int = 40) -> Group:
-    """Draw a group of a small cluster with up to `documents` spans, whole documents or pieces."""
-    own = draw(limits())
-    shape = draw(group_shapes(own, range(own.ranks)))
-    spans = []
-    for document in range(draw(st.integers(1, documents))):
-        start = draw(st.integers(0, 5))
-        spans.append(Span(document, start, start + draw(st.integers(1, longest))))
-    return Group(*shape, tuple(draw(st.permutations(spans))))
 
 
 @st.composite
@@ -193,7 +149,7 @@ def _line(draw: st.DrawFn, own: Limits, hosts: Sequence[tuple[int, ...]], layers
         degrees = [
             size
             for size in own.family.sizes
-            if size <= own.heads and set(_cut(ranks, size)) <= {tuple(block) for block in own.family.blocks(size)}
+            if size <= own.heads and set(cut(ranks, size)) <= {tuple(block) for block in own.family.blocks(size)}
         ]
         stages.append(Stage(ranks, extent, draw(st.sampled_from(degrees))))
     return stages
@@ -224,7 +180,8 @@ def _pipelines(
     found = [
         Round(
             tuple(
-                draw(_works(spans, [home[span.document][s] for span in spans], islands[s])) for s in range(len(stages))
+                draw(_works(own, spans, [home[span.document][s] for span in spans], islands[s]))
+                for s in range(len(stages))
             )
         )
         for spans in pieces
@@ -240,15 +197,17 @@ def _pipelines(
 
 
 @st.composite
-def _works(draw: st.DrawFn, spans: list[Span], shapes: list[Shape], islands: tuple[tuple[int, ...], ...]) -> Work:
+def _works(
+    draw: st.DrawFn, own: Limits, spans: list[Span], shapes: list[Shape], islands: tuple[tuple[int, ...], ...]
+) -> Work:
     """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then."""
     by_shape: dict[Shape, list[Span]] = {}
     for span, shape in zip(spans, shapes, strict=True):
         by_shape.setdefault(shape, []).append(span)
-    work = Work(
-        tuple(Group(*shape, tuple(members)) for shape, members in by_shape.items()),
-        draw(st.sampled_from(Checkpoint)),
-    )
+    used = {rank for ranks, _, _ in by_shape for rank in ranks}
+    awake = {rank for island in islands if used.intersection(island) for rank in island}
+    groups = [draw(shared(Group(*shape, tuple(members)), own.node_size, awake)) for shape, members in by_shape.items()]
+    work = Work(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     kind = draw(st.sampled_from(("derived", "derived", "attention", "linear", "both")))
     if kind == "derived":
         return work
@@ -258,7 +217,8 @@ def _works(draw: st.DrawFn, spans: list[Span], shapes: list[Shape], islands: tup
     moved = np.array([onward[rank] for rank in attention.rank.tolist()], dtype=np.int64)
     linear = Layout(moved, attention.item, attention.start, attention.stop)
     explicit = {"attention": (attention, None), "linear": (None, linear), "both": (attention, linear)}[kind]
-    return replace(work, attention=explicit[0], linear=explicit[1])
+    remap = draw(st.sampled_from(Remap)) if explicit[1] is not None else Remap.ATTENTION
+    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap)
 
 
 @st.composite

@@ -117,6 +117,16 @@ def test_long_file(parse):
 
 
 @pytest.mark.parametrize(
+    ("gpus", "nics", "near"),
+    [(8, 1, (0,) * 8), (8, 3, (0, 0, 0, 1, 1, 1, 2, 2)), (1, 1, (0,)), (5, 5, (0, 1, 2, 3, 4))],
+)
+def test_few_nics_are_shared_evenly(parse, gpus, nics, near):
+    cluster = parse({**SHORT, "gpus_per_node": gpus, "nics_per_node": nics})
+    assert cluster.nic_of_gpu == near
+    assert cluster.gpus_per_nic == max(near.count(nic) for nic in range(nics))
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (
@@ -134,6 +144,9 @@ def test_long_file(parse):
         ({**SHORT, "nodes": 0}, "nodes = 0; it must be positive"),
         ({**SHORT, "nic_of_gpu": [0, 1]}, "nic_of_gpu has 2 entries for 4 GPUs of a node"),
         ({**SHORT, "nic_of_gpu": [0, 1, 2, 9]}, "names NIC 9 but a node has 4; use 0 to 3"),
+        ({**SHORT, "nic_of_gpu": [0, 1, 3, 3]}, r"NIC 2 of 4 is near no GPU.*set nics_per_node to 3"),
+        ({**SHORT, "nics_per_node": 2, "nic_of_gpu": [1, 1, 1, 1]}, "NIC 0 of 2 is near no GPU"),
+        ({**SHORT, "gpus_per_node": 1, "nics_per_node": 4}, "NIC 1 of 4 is near no GPU.*set nics_per_node to 1"),
         ({**SHORT, "intra": {**LINK, "gb_s": 0}}, "gb_s = 0.0; it must be positive"),
         ({**SHORT, "intra": {**LINK, "latency_us": -1}}, "latency_us = -1.0; it must be 0 or more"),
         ({"nodes": 2, "device": "H100"}, "key 'gpus_per_node' is missing"),
