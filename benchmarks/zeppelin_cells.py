@@ -2,8 +2,8 @@
 
 Fixed before any run, from what is known of the published set-up (64K tokens on 16 GPUs in its timelines):
 
-- a step has 4,096 tokens per GPU, so 64K on 16 GPUs and 512K on 128; documents in the order in which they are drawn, as
-  many as fit; a longer one than the whole step is left out
+- a step has 4,096 tokens per GPU, so 64K on 16 GPUs and 512K on 128; documents in the order in which they are drawn, the
+  last one cut where the step is full; one longer than the whole step is left out
 - memory 0.9 of the device's; parameters and optimiser sharded over all GPUs, where the authors split the 13B and the 30B
   by tensor parallelism
 - LLaMA 7B, 13B and 30B as published in 2023, 3B as OpenLLaMA has it (26 layers, width 3,200); all without grouped heads
@@ -23,9 +23,8 @@ from seqloom.api import cost_model, lower_bound
 from seqloom.cost import CostModel, Shape
 from seqloom.describe import sample
 from seqloom.plan import Plan
-from seqloom.planners import PLANNERS, RIVALS, make_plan
+from seqloom.planners import PLANNERS, RIVALS, make_plan, plan_batches
 from seqloom.planners.rivals import plan_te_cp, plan_zeppelin
-from seqloom.planners.rivals.tuned import arrival_packs
 from seqloom.simulate import simulate
 
 CLUSTERS = {"A": "A800", "B": "H800", "C": "H200"}
@@ -52,10 +51,12 @@ class Cell:
         return _cost(CLUSTERS[self.cluster], self.model, self.gpus)
 
     def batches(self, count: int, seed: int) -> list[np.ndarray]:
-        """Steps of this cell: the same for all clusters and models."""
+        """Steps of this cell, all of the same number of tokens: the same for all clusters and models."""
         room = TOKENS * self.gpus
-        drawn = sample(DATA[self.data], 200 * self.gpus, seed=seed, max_length=room)
-        return [drawn[pack] for pack in arrival_packs(drawn, room)[:count]]
+        drawn = sample(DATA[self.data], count * room // 512, seed=seed, max_length=room)
+        full = room * np.arange(1, count + 1)
+        ends = np.union1d(np.cumsum(drawn), full)
+        return [piece[piece > 0] for piece in np.split(np.diff(ends, prepend=0), np.searchsorted(ends, full) + 1)[:count]]
 
 
 @cache
@@ -64,18 +65,17 @@ def _cost(device: str, model: str, gpus: int) -> CostModel:
 
 
 def steps(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
-    """Simulated seconds of every planner, summed over the batches, and the bound's."""
-    cost = cell.cost
-    seconds = {name: total(lambda batch, name=name: make_plan(name, batch, cost), batches, cost) for name in RIVALS}
-    for name in OURS:
-        seconds[name] = total(lambda batch, name=name: make_plan(name, batch, cost), batches, cost)
-    seconds["bound"] = sum(lower_bound(batch, cost) for batch in batches) / 1e9
-    return seconds
+    """Simulated seconds per step of every planner, and the bound's."""
+    cost, names = cell.cost, (*RIVALS, *OURS)
+    planned = plan_batches(names, batches, cost)
+    seconds = {name: [simulate(plans[name].plan, cost).step_ns / 1e9 for plans in planned] for name in names}
+    seconds["bound"] = [lower_bound(batch, cost) / 1e9 for batch in batches]
+    return {name: float(np.mean(values)) for name, values in seconds.items()}
 
 
-def total(plan: Callable[[np.ndarray], Plan], batches: list[np.ndarray], cost: CostModel) -> float:
-    """Simulated seconds of the plans of these batches."""
-    return sum(simulate(plan(batch), cost).step_ns for batch in batches) / 1e9
+def mean_step(plan: Callable[[np.ndarray], Plan], batches: list[np.ndarray], cost: CostModel) -> float:
+    """Simulated seconds per step of the plans of these batches."""
+    return float(np.mean([simulate(plan(batch), cost).step_ns for batch in batches])) / 1e9
 
 
 def published_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
@@ -88,7 +88,7 @@ def published_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float
         "routing + partitioning": lambda batch: plan_zeppelin(batch, cost, remapping=False),
         "+ remapping": lambda batch: plan_zeppelin(batch, cost),
     }
-    return {name: total(plan, batches, cost) for name, plan in sides.items()}
+    return {name: mean_step(plan, batches, cost) for name, plan in sides.items()}
 
 
 def own_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
@@ -101,7 +101,7 @@ def own_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
         "no Ulysses": (with_shapes(cost, lambda shape: shape.ulysses == 1), "auto"),
     }
     return {
-        name: total(lambda batch, own=own, planner=planner: make_plan(planner, batch, own), batches, cost)
+        name: mean_step(lambda batch, own=own, planner=planner: make_plan(planner, batch, own), batches, cost)
         for name, (own, planner) in sides.items()
     }
 

@@ -4,7 +4,8 @@ Published: every rank gathers the keys and values of all ranks before attention,
 against them under a document mask; the gather is not hidden behind computing. In Zeppelin's evaluation the group is all
 GPUs, so it is here.
 
-Our reading: the pack is cut document by document (zigzag), as ``te-cp``; packs in the order of arrival.
+Our reading: the pack is cut document by document (zigzag), as ``te-cp``; packs in the order of arrival. NCCL's
+all-gather brings every block into a node once, over all network cards; in our words the gather is routed.
 """
 
 from __future__ import annotations
@@ -24,4 +25,4 @@ def plan_llama_cp(lengths: np.ndarray, cost: CostModel) -> Plan:
         lengths: int64[n] tokens.
         cost: prices the batch.
     """
-    return tuned_plan(lengths, cost, "llama-cp", whole_world(cost.ranks, Method.GATHER, routed=False), halved=False)
+    return tuned_plan(lengths, cost, "llama-cp", whole_world(cost.ranks, Method.GATHER, routed=True), halved=False)

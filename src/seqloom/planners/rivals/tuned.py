@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel
-from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, Span, Work
+from seqloom.cost import CostModel, Shape
+from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, Span, Work, in_order
 from seqloom.planners.problem import CHECKPOINTS, fitting_problems
 
 
@@ -110,7 +110,7 @@ def _plan(
         checkpoint = _checkpoint(fullest(joined, tokens), capacity)
         if checkpoint is None:
             return None
-        work = Work(tuple(_groups(joined, lengths, cost)), checkpoint)
+        work = Work(_groups(joined, lengths, cost), checkpoint)
         built.append(Round((work if finished is None else finished(work),)))
     return Plan(
         limits=cost.limits(reduce),
@@ -145,12 +145,11 @@ def _checkpoint(most: int, capacity: dict[Checkpoint, int]) -> Checkpoint | None
     return next((choice for choice in CHECKPOINTS if capacity.get(choice, -1) >= most), None)
 
 
-def _groups(places: Iterable[Place], lengths: np.ndarray, cost: CostModel) -> Iterator[Group]:
+def _groups(places: Iterable[Place], lengths: np.ndarray, cost: CostModel) -> tuple[Group, ...]:
     """Groups in running order: between nodes, inside a node, on one rank."""
-    slowest_first = sorted(
-        places,
-        key=lambda place: (not crosses(place.ranks, cost.node_size), len(place.ranks) == 1, place.ranks),
-    )
-    for place in slowest_first:
-        spans = tuple(Span(document, 0, int(lengths[document])) for document in place.documents)
-        yield Group(place.ranks, 1, len(place.ranks), spans, place.method)
+    groups = []
+    for place in sorted(places, key=lambda place: place.ranks):
+        spans = [Span(document, 0, int(lengths[document])) for document in place.documents]
+        method = place.method if len(place.ranks) > 1 else Method.RING  # one rank has nothing to gather
+        groups.append(cost.group(Shape(1, len(place.ranks), method, place.routed), place.ranks, spans))
+    return in_order(groups, cost.node_size)
