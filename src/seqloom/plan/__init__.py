@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from seqloom.plan.action import Action, ActionKind
+from seqloom.plan.balance import level_targets, rebalanced
 from seqloom.plan.error import PlanError
 from seqloom.plan.family import GroupFamily
 from seqloom.plan.group import Group, Method, in_order
@@ -39,6 +40,8 @@ __all__ = [
     "Stage",
     "Work",
     "in_order",
+    "level_targets",
     "move_between",
+    "rebalanced",
     "staged",
 ]
