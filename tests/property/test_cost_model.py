@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Span
+from seqloom.plan import Span
 
 MODELS = ("llama3-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "qwen2.5-7b", "gpt-7b")
 
@@ -51,7 +51,7 @@ def test_parts_tables_and_pieces_agree(cost, documents, data):
     def group(cut):
         edges = [(k, 0, cut) if cut < n else (k, 0, n) for k, n in enumerate(documents)]
         spans = [Span(*edge) for edge in edges] + [Span(k, cut, n) for k, n in enumerate(documents) if cut < n]
-        return Group(ranks, shape.ulysses, shape.ring, tuple(spans))
+        return cost.group(shape, ranks, spans)
 
     whole = group(10**9)
     parts = cost.group_parts(whole, variant)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import ActionKind, Group, Pipeline, Plan, PlanError, Round, Sharding, Span, Work
+from seqloom.plan import ActionKind, Pipeline, Plan, PlanError, Round, Sharding, Span, Work
 from seqloom.simulate import DeadlockError, simulate
 from seqloom.testing.strategies import plans
 
@@ -46,7 +46,7 @@ def one_stage(draw):
             lengths = draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=3))
             spans = tuple(Span(len(documents) + k, 0, length) for k, length in enumerate(lengths))
             documents += lengths
-            groups.append(Group(tuple(range(first, first + shape.degree)), shape.ulysses, shape.ring, spans))
+            groups.append(cost.group(shape, range(first, first + shape.degree), spans))
         rounds.append(Round((Work(tuple(groups), draw(st.sampled_from(kept))),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
     limits = cost.limits(reduce)
@@ -67,8 +67,9 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
         for group in current.groups
     ]
     parts = [(group.degree, cost.group_parts(group, variant)) for group, variant in groups]
-    work = sum(degree * entry.total_ns for degree, entry in parts) + cost.ranks * found.end_ns
-    assert found.busy_ns.sum() + found.comm_ns.sum() == work
+    works = [current.work[0] for current in plan.pipelines[0].rounds]
+    times = [cost.round_times(work, Variant(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
+    assert found.busy_ns.sum() + found.comm_ns.sum() == sum(times) + cost.ranks * found.end_ns
     if not entry_has_lanes(parts):
         slack = sum(degree for degree, _ in parts)  # a rank in several groups: at most 1 ns each
         end = max(cost.step_communication_ns(variant) for _, variant in groups) * cost.ranks

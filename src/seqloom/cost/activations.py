@@ -17,8 +17,13 @@ class LayerValues(NamedTuple):
 
 def layer_values(model: ModelSpec) -> tuple[LayerValues, ...]:
     """One entry per layer."""
+    return tuple(_layer(model, feed_forward) for feed_forward in feed_forward_values(model))
+
+
+def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
+    """One entry per layer, of its feed-forward half without norm and residual."""
     sparse = frozenset(model.moe_layers)
-    by_kind = {False: _layer(model, _dense(model)), True: _layer(model, _experts(model))}
+    by_kind = {False: _dense(model), True: _experts(model)}
     return tuple(by_kind[layer in sparse] for layer in range(model.layers))
 
 

@@ -17,13 +17,17 @@ import numpy as np
 
 from seqloom.cost.profile import AdditiveModel, AdditiveProfile
 from seqloom.cost.reach import Reach
+from seqloom.cost.routing import Flow
 from seqloom.cost.values import Shape, Variant
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from seqloom.cost.remapping import Remapping
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import GroupFamily
+    from seqloom.plan import GroupFamily, Remap, Route, Work
 
 MIB = 1024 * 1024
 GI = 1024 * MIB
@@ -101,6 +105,28 @@ class AdditiveEngine:
             exchange = volume / MIB / (degree * self._bandwidth(shape, reach)) * 1e6  # ms -> ns
         return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
 
+    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow]:
+        """Occupancy of cards and links: the published model has none."""
+        return Flow(), Flow()
+
+    def layout_rates(self, variant: Variant, remap: Remap) -> dict[str, tuple[float, float]]:
+        """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
+        raise self._no_layouts()
+
+    def remapping(self, work: Work) -> Remapping:
+        """Price the change between the two layouts of a round."""
+        raise self._no_layouts()
+
+    def _no_layouts(self) -> SeqloomError:
+        return SeqloomError(
+            f"profile {self.profile.name} has no constants for a second layout of tokens; "
+            "plan without remapping, or leave the profile out"
+        )
+
+    def route(self, shape: Shape, ranks: Sequence[int], tokens: int) -> Route | None:
+        """No route: the published model has no links to spread over."""
+        return None
+
     def _bandwidth(self, shape: Shape, reach: Reach) -> float:
         """MiB/ms of the degree; a small group astride two nodes gets that of the least degree that crosses."""
         table = self.profile.bandwidth_mib_per_ms
@@ -111,7 +137,7 @@ class AdditiveEngine:
                 f"{shape.ring}; use Ulysses of degree {legal}, or leave the profile out"
             )
         crossing = [degree for degree in table if degree > self.profile.node_size]
-        astride = reach.ulysses_nodes > 1 and shape.degree <= self.profile.node_size
+        astride = reach.ulysses.left > 0 and shape.degree <= self.profile.node_size
         return table[min(crossing)] if astride and crossing else table[shape.degree]
 
     def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:

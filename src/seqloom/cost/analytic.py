@@ -11,15 +11,20 @@ import numpy as np
 from seqloom.cost.communication import Communication
 from seqloom.cost.compute import Compute
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, Memory
-from seqloom.cost.shapes import candidate_shapes
+from seqloom.cost.reach import proxies_of, reach_of
+from seqloom.cost.remapping import Remapping
+from seqloom.cost.routing import Flow
+from seqloom.cost.shapes import candidate_shapes, with_methods
 from seqloom.cost.values import Shape, Variant
-from seqloom.plan import Checkpoint, Reduce
+from seqloom.plan import Checkpoint, Method, Reduce, Remap, Route
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from seqloom.cost.profile import AnalyticProfile
     from seqloom.cost.reach import Reach
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import GroupFamily
+    from seqloom.plan import GroupFamily, Work
 
 GIB = 1024**3
 DEFAULT_CONTEXT = 384 * 1024  # sizes a learned position table when no longest sequence is given
@@ -62,7 +67,11 @@ class AnalyticEngine:
             Memory(profile, model, parameters, shard_ranks),
             shard_ranks,
             budget_bytes=math.floor(budget * GIB),
-            shapes=candidate_shapes(family, model.heads, model.kv_heads),
+            shapes=with_methods(
+                candidate_shapes(family, model.heads, model.kv_heads),
+                cluster.gpus_per_node,
+                len(set(cluster.nic_of_gpu)),
+            ),
         )
 
     @property
@@ -83,17 +92,50 @@ class AnalyticEngine:
     def rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
         """ns per token of the group, part by part, attention apart."""
         checkpoint = variant.checkpoint
-        ulysses, ulysses_network = self.links.ulysses(shape, reach, checkpoint)
-        ring, ring_network = self.links.ring(shape, reach, checkpoint)
+        ulysses, sharing = self.flows(shape, variant, reach)
+        ring = sharing.time if shape.hides else 0.0
         return {
             "linear": self.compute.linear(checkpoint) / shape.degree,
             "head": self.compute.head() / shape.degree,
             "steps": self._exposed * ring,
-            "ulysses": ulysses,
+            "ulysses": ulysses.time,
             "ring": ring,
-            "network": ulysses_network + ring_network,
-            "kv_gather": self.links.kv_gather(shape, reach, checkpoint),
+            "network": ulysses.network + sharing.network,
+            "kv_gather": 0.0 if shape.hides else sharing.time,
+            "link": ulysses.link + sharing.link,
         }
+
+    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow]:
+        """Traffic per token of the group: the head exchange, and keys and values by the shape's method."""
+        share = self.links.kv_gather if shape.method == Method.GATHER else self.links.ring
+        return self.links.ulysses(shape, reach, variant.checkpoint), share(shape, reach, variant.checkpoint)
+
+    def layout_rates(self, variant: Variant, remap: Remap) -> dict[str, tuple[float, float]]:
+        """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
+        linear, head = self.compute.linear(variant.checkpoint), self.compute.head()
+        if remap == Remap.ATTENTION:
+            return {"linear": (linear, 0.0), "head": (head, 0.0)}
+        moved = self.compute.feed_forward(variant.checkpoint)
+        return {"linear": (moved, linear - moved), "head": (0.0, head)}
+
+    def remapping(self, work: Work) -> Remapping:
+        """Price the change between the two layouts of a round."""
+        return Remapping.of(work, self.links)
+
+    def route(self, shape: Shape, ranks: Sequence[int], tokens: int) -> Route | None:
+        """How the keys and values of a routed shape cross nodes; None where there is nothing to spread.
+
+        Args:
+            shape: of the group.
+            ranks: of the group, in order.
+            tokens: on each rank, for which the number of slices shall be best.
+        """
+        card_of = self.links.cluster.nic_of_gpu
+        proxies = proxies_of(ranks, card_of)
+        reach = reach_of(tuple(ranks), shape, card_of, Route(proxies))
+        if not shape.routed or reach.proxies < 2:
+            return None
+        return Route(proxies, self.links.slices(shape, reach, tokens * shape.degree))
 
     def fixed(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
         """ns of a group before any document, part by part.
@@ -103,8 +145,9 @@ class AnalyticEngine:
         """
         profile, checkpoint, layers = self.profile, variant.checkpoint, self.model.layers
         passes = 3 if checkpoint == Checkpoint.FULL else 2
-        steps = passes * (shape.ring - 1) * profile.ring_step_us
-        ring = self.links.ring_latency(shape, reach, checkpoint)
+        steps = passes * (shape.ring - 1) * profile.ring_step_us if shape.hides else 0.0
+        ring = self.links.ring_latency(shape, reach, checkpoint) if shape.hides else 0.0
+        gathered = 0.0 if shape.hides else self.links.kv_gather_latency(shape, reach, checkpoint)
         gather = 2 * self._collective(PARAMETER_BYTES)
         reduce = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.ROUND else 0.0
         return {
@@ -114,7 +157,7 @@ class AnalyticEngine:
             "ring": ring,
             "gather": gather,
             "reduce": reduce,
-            "kv_gather": self.links.kv_gather_latency(shape, reach, checkpoint),
+            "kv_gather": gathered,
         }
 
     def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:

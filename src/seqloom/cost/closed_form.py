@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.values import Variant
 from seqloom.errors import SeqloomError
 
@@ -29,9 +30,9 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
     for work in works:
         variant = Variant(work.checkpoint, plan.reduce)
         overhead = max(overhead, cost.step_overhead_ns(variant))
-        busy = _busy_ns(cost, work, variant)
+        times = cost.round_times(work, variant)
         for joined, ranks in _connected(work, island_of):
-            finish = max(ready[i] for i in joined) + max(busy[rank] for rank in ranks)
+            finish = max(ready[i] for i in joined) + times.joined_ns(ranks)
             for i in joined:
                 ready[i] = finish
     return max(ready, default=0) + overhead
@@ -42,11 +43,7 @@ def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
     peak = np.zeros(cost.ranks, dtype=np.int64)
     for work in _works(plan):
         variant = Variant(work.checkpoint, plan.reduce)
-        tokens = np.zeros(cost.ranks, dtype=np.int64)
-        for group in work.groups:
-            edges = np.array([(span.start, span.stop) for span in group.spans], dtype=np.int64).reshape(-1, 2)
-            held = int((cost.tokens(edges[:, 1]) - cost.tokens(edges[:, 0])).sum())
-            tokens[list(group.ranks)] += -(-held // group.degree)
+        tokens = tokens_on_ranks(cost, work)
         used = cost.fixed_bytes(variant) + np.ceil(tokens * cost.token_bytes(variant)).astype(np.int64)
         peak = np.maximum(peak, used)
     return peak
@@ -64,18 +61,8 @@ def _works(plan: Plan) -> list[Work]:
     return works
 
 
-def _busy_ns(cost: CostModel, work: Work, variant: Variant) -> dict[int, int]:
-    """ns every rank computes in a round; a rank in several groups runs them one after the other."""
-    busy: dict[int, int] = defaultdict(int)
-    for group, parts in zip(work.groups, cost.groups_parts(work.groups, variant), strict=True):
-        total = parts.total_ns
-        for rank in group.ranks:
-            busy[rank] += total
-    return busy
-
-
 def _connected(work: Work, island_of: dict[int, int]) -> list[tuple[list[int], list[int]]]:
-    """Islands that the groups of a round join, with the ranks at work in them: [(islands, ranks)]."""
+    """Islands that the groups of a round and their proxies join, with the ranks at work: [(islands, ranks)]."""
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -83,14 +70,17 @@ def _connected(work: Work, island_of: dict[int, int]) -> list[tuple[list[int], l
             i = parent[i]
         return i
 
-    for group in work.groups:
-        first = root(island_of[group.ranks[0]])
-        for rank in group.ranks:
+    parties = [group.party for group in work.groups]
+    if work.linear is not None:  # ranks that have tokens in linear layers only
+        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    for party in parties:
+        first = root(island_of[party[0]])
+        for rank in party:
             parent[root(island_of[rank])] = first
     islands: dict[int, list[int]] = defaultdict(list)
     ranks: dict[int, list[int]] = defaultdict(list)
     for i in sorted(parent):
         islands[root(i)].append(i)
-    for group in work.groups:
-        ranks[root(island_of[group.ranks[0]])] += group.ranks
+    for party in parties:
+        ranks[root(island_of[party[0]])] += party
     return [(islands[key], ranks[key]) for key in islands]

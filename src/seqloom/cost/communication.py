@@ -1,4 +1,4 @@
-"""Time on the links, alpha-beta per class: Ulysses exchange, ring, key/value all-gather, collectives.
+"""Time on the links, alpha-beta per class: Ulysses exchange, ring, key/value gather, remapping, collectives.
 
 Volumes are bytes sent per GPU and per token of the group, all layers, forward and backward. With ``u`` for
 Ulysses and ``r`` for ring, a Ulysses rank holds the kv heads that its query heads read: ``ceil(kv / u)`` where heads
@@ -10,17 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from seqloom.plan import Checkpoint
+from seqloom.cost.routing import Flow, best_slices, direct_flow, routed_flow
+from seqloom.plan import Checkpoint, Method
 from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.reach import Reach
+    from seqloom.cost.reach import Reach, Traffic
     from seqloom.cost.values import Shape
     from seqloom.describe import Cluster, ModelSpec
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
-KV_GRADIENT_BYTES = 4  # dK and dV travel around the ring in float32: they are sums of many steps
+KV_GRADIENT_BYTES = 4  # dK and dV travel in float32: they are sums of many steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +41,60 @@ class Communication:
         and in full checkpointing the output as well.
         """
         query, kv = self._even(self.model.heads, shape), self._kv_heads(shape)
-        values = 2 * (2 * query + 2 * kv)
-        if checkpoint == Checkpoint.SELECTIVE:
-            values += query + 2 * kv
-        if checkpoint == Checkpoint.FULL:
-            values += 2 * query + 2 * kv
+        values = exchanged_values(query, kv, checkpoint)
         return self.model.layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
 
-    def ulysses(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> tuple[float, float]:
-        """(ns per token, of that ns on the network): traffic inside and out of a node moves side by side."""
+    def ulysses(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+        """ns per token of the head exchange: traffic inside and out of a node moves side by side."""
         if shape.ulysses == 1:
-            return 0.0, 0.0
-        volume = self.ulysses_bytes(shape, checkpoint)
-        near = -(-shape.ulysses // reach.ulysses_nodes)  # ranks of the subgroup in one node
-        inside = volume * (near - 1) / shape.ulysses / self._intra_gb_s("all_to_all")
-        outside = 0.0
-        if reach.ulysses_nodes > 1:
-            sent = volume * (shape.ulysses - near) / shape.ulysses
-            outside = sent / self._nic_gb_s("all_to_all", reach.node_ranks)
-        return max(inside, outside), outside
+            return Flow()
+        message = self.ulysses_bytes(shape, checkpoint) / shape.ulysses
+        return direct_flow(reach.ulysses, *self.message_ns(message, "all_to_all"))
 
     def ring_bytes(self, shape: Shape, checkpoint: Checkpoint) -> float:
         """Bytes per token and GPU: K and V go r-1 steps in every pass, dK and dV r steps in float32."""
-        kv = 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
         passes = 3 if checkpoint == Checkpoint.FULL else 2
-        forward = passes * (shape.ring - 1) / shape.ring * kv * ACTIVATION_BYTES
-        return self.model.layers * (forward + kv * KV_GRADIENT_BYTES)
+        forward = passes * (shape.ring - 1) / shape.ring * self._kv_values(shape) * ACTIVATION_BYTES
+        return self.model.layers * (forward + self._kv_values(shape) * KV_GRADIENT_BYTES)
 
-    def ring(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> tuple[float, float]:
-        """(ns per token, of that ns on the network): a ring moves at the pace of its slowest link."""
+    def ring(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+        """ns per token: a ring moves at the pace of its slowest link."""
         if shape.ring == 1:
-            return 0.0, 0.0
-        volume = self.ring_bytes(shape, checkpoint)
-        if reach.ring_exits:
-            time = volume / self._nic_gb_s("p2p", reach.ring_exits)
-            return time, time
-        return volume / self._intra_gb_s("p2p"), 0.0
+            return Flow()
+        return self._sharing(self.ring_bytes(shape, checkpoint), "p2p", reach, reach.ring, reach.ring)
 
-    def kv_gather(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
-        """ns per token of gathering all K and V instead of a ring, and reducing dK and dV back."""
+    def kv_gather(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+        """ns per token of sending K and V to all ring indices at once, and dK and dV back to their owner.
+
+        Sent directly, every index of another node gets its own copy. A route carries K and V once to every node;
+        gradients are all different and cannot share the way.
+        """
         if shape.ring == 1:
-            return 0.0
-        kv = 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
+            return Flow()
         passes = 3 if checkpoint == Checkpoint.FULL else 2
-        volume = kv * (passes * ACTIVATION_BYTES + KV_GRADIENT_BYTES) * (shape.ring - 1) / shape.ring
-        nic = self._nic_gb_s("collective", reach.ring_exits) if reach.ring_exits else 0.0
-        return self.model.layers * volume / (nic or self._intra_gb_s("collective"))
+        message = self.model.layers * self._kv_values(shape) / shape.ring
+        keys, gradients = passes * ACTIVATION_BYTES * message, KV_GRADIENT_BYTES * message
+        crossing = reach.once if reach.proxies else reach.gather
+        forward = self._sharing(keys, "collective", reach, crossing, reach.gather)
+        return forward + self._sharing(gradients, "collective", reach, reach.gather, reach.gather)
+
+    def _sharing(self, message: float, kind: str, reach: Reach, crossing: Traffic, wanted: Traffic) -> Flow:
+        """ns of messages of so many bytes, routed where the reach says so."""
+        link, card = self.message_ns(message, kind)
+        if not reach.proxies:
+            return direct_flow(crossing, link, card)
+        return routed_flow(crossing, wanted, reach.proxies, reach.slices, link, card)
+
+    def slices(self, shape: Shape, reach: Reach, tokens: int) -> int:
+        """Slices of a route with which ``tokens`` tokens of a group take least time."""
+        gather, kept = shape.method == Method.GATHER, Checkpoint.NONE
+        flow, latency = (self.kv_gather, self.kv_gather_latency) if gather else (self.ring, self.ring_latency)
+
+        def time(slices: int) -> float:
+            cut = reach._replace(slices=slices)
+            return flow(shape, cut, kept).time * tokens + latency(shape, cut, kept)
+
+        return best_slices(time)
 
     # -- latencies per round ----------------------------------------------------
 
@@ -95,21 +104,28 @@ class Communication:
             return 0.0
         calls = {Checkpoint.SELECTIVE: 5, Checkpoint.FULL: 6}.get(checkpoint, 4)
         doublings = (shape.ulysses - 1).bit_length()
-        return self.model.layers * calls * self._latency("all_to_all", reach.ulysses_nodes > 1, doublings)
+        return self.model.layers * calls * self.latency("all_to_all", reach.ulysses.left > 0, doublings)
 
     def ring_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
         """ns per round: r-1 exchanges per forward, r+1 per backward (gradients set out one step after the keys)."""
         if shape.ring == 1:
             return 0.0
         steps = (2 if checkpoint == Checkpoint.FULL else 1) * (shape.ring - 1) + shape.ring + 1
-        return self.model.layers * steps * self._latency("p2p", reach.ring_exits > 0, 0)
+        return self.model.layers * steps * self._sharing_latency("p2p", reach, reach.ring, 0)
 
     def kv_gather_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
-        """ns per round: a gather per pass and a reduce-scatter, per layer."""
+        """ns per round: a gather per pass and one exchange of gradients, per layer."""
         if shape.ring == 1:
             return 0.0
         calls = 4 if checkpoint == Checkpoint.FULL else 3
-        return self.model.layers * calls * self._latency("collective", reach.ring_exits > 0, shape.ring - 1)
+        return self.model.layers * calls * self._sharing_latency("collective", reach, reach.gather, shape.ring - 1)
+
+    def _sharing_latency(self, kind: str, reach: Reach, traffic: Traffic, hops: int) -> float:
+        """ns of one exchange: a route has one stage on the network per slice, and two inside the nodes."""
+        once = self.latency(kind, traffic.left > 0, hops)
+        if not reach.proxies:
+            return once
+        return reach.slices * once + 2 * self.latency(kind, False, min(hops, reach.proxies - 1))
 
     # -- collectives over parameters --------------------------------------------
 
@@ -123,10 +139,10 @@ class Communication:
             return 0.0
         nodes = -(-ranks // self.cluster.gpus_per_node)
         time = size * (ranks - 1) / ranks / self._intra_gb_s("collective")
-        latency = self._latency("collective", False, ranks - nodes)
+        latency = self.latency("collective", False, ranks - nodes)
         if nodes > 1:
             time = max(time, size * (nodes - 1) / nodes / self._node_gb_s())
-            latency += self._latency("collective", True, nodes)
+            latency += self.latency("collective", True, nodes)
         return time + calls * latency
 
     def replica_sum(self, size: float, shard_ranks: int, calls: int) -> float:
@@ -137,7 +153,7 @@ class Communication:
         if shard_ranks == 1:
             return 2 * self.collective(size, self.cluster.ranks, calls)
         # every GPU sums its own shard with its peers in other nodes: all NICs together carry the whole size
-        latency = calls * self._latency("collective", True, replicas)
+        latency = calls * self.latency("collective", True, replicas)
         return 2 * (size * (replicas - 1) / replicas / self._node_gb_s() + latency)
 
     # -- bandwidths -------------------------------------------------------------
@@ -152,21 +168,38 @@ class Communication:
         ranges = even_ranges(self.model.heads, shape.ulysses)
         return shape.ulysses * max(-(-high // shared) - low // shared for low, high in ranges)
 
-    def _latency(self, kind: str, crosses: bool, hops: int) -> float:
+    def _kv_values(self, shape: Shape) -> float:
+        """Values of K and V per token and layer that a Ulysses rank holds."""
+        return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
+
+    def latency(self, kind: str, crosses: bool, hops: int) -> float:
         """ns of one call: the link's own latency, the library's, and a share per hop."""
         link = self.cluster.nic if crosses else self.cluster.intra
         rate = getattr(self.profile.network if crosses else self.profile.intra, kind)
         return (link.latency_us + rate.call_us + hops * rate.hop_us) * 1e3
 
+    def message_ns(self, size: float, kind: str) -> tuple[float, float]:
+        """ns of a message of so many bytes on NVLink, and on a network card that carries nothing else."""
+        return size / self._intra_gb_s(kind), size / self._card_gb_s(kind)
+
     def _intra_gb_s(self, kind: str) -> float:
         return self.cluster.intra.gb_s * getattr(self.profile.intra, kind).efficiency
 
-    def _nic_gb_s(self, kind: str, senders: int) -> float:
-        """Network bandwidth of one GPU when ``senders`` GPUs of its node send at once."""
-        nics, gpus = self.cluster.nics_per_node, self.cluster.gpus_per_node
-        share = min(max(1.0, nics / gpus), nics / max(1, senders))
+    def _card_gb_s(self, kind: str) -> float:
+        """Bandwidth of the NIC near a GPU; of several, where there are more of them than GPUs."""
+        share = max(1.0, self.cluster.nics_per_node / self.cluster.gpus_per_node)
         return self.cluster.nic.gb_s * getattr(self.profile.network, kind).efficiency * share
 
     def _node_gb_s(self) -> float:
         """Network bandwidth of a whole node in collectives."""
         return self.cluster.nic.gb_s * self.profile.network.collective.efficiency * self.cluster.nics_per_node
+
+
+def exchanged_values(query: int, kv: int, checkpoint: Checkpoint) -> int:
+    """Values per token and layer that go in and out of attention, forward and backward, with what is repeated."""
+    values = 2 * (2 * query + 2 * kv)
+    if checkpoint == Checkpoint.SELECTIVE:
+        values += query + 2 * kv
+    if checkpoint == Checkpoint.FULL:
+        values += 2 * query + 2 * kv
+    return values

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost.activations import layer_values, query_width
+from seqloom.cost.activations import feed_forward_values, layer_values, query_width
 from seqloom.plan import Checkpoint
 
 if TYPE_CHECKING:
@@ -84,6 +84,14 @@ class Compute:
         passes = 4 if checkpoint in RECOMPUTED else 3
         met = self.model.matmul_parameters - self.model.head_parameters
         touched = sum(layer.touched for layer in layer_values(self.model))
+        return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+
+    def feed_forward(self, checkpoint: Checkpoint) -> float:
+        """ns per token of what ``linear`` spends in feed-forward layers."""
+        passes = 4 if checkpoint in RECOMPUTED else 3
+        met = self.model.matmul_parameters - self.model.head_parameters
+        met -= self.model.layers * self.model.attention_parameters
+        touched = sum(layer.touched for layer in feed_forward_values(self.model))
         return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
 
     def head(self) -> float:

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost import closed_form
+from seqloom.cost import closed_form, rounds
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
-from seqloom.cost.reach import Reach, aligned_reach, reach_of
+from seqloom.cost.reach import Reach, reach_of
 from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.cost.values import LANES, CostTables, Parts, Shape, Variant
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import GroupFamily, Limits, Reduce, Sharding
+from seqloom.plan import Group, GroupFamily, Limits, Reduce, Route, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from seqloom.cost.rounds import RoundTimes, StageShare
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import Group, Plan
+    from seqloom.plan import Plan, Span, Work
 
 GIB = 1024**3
 
@@ -60,7 +61,7 @@ class CostModel:
         if sharding not in list(Sharding):
             raise unknown("sharding", str(sharding), list(Sharding))
         self.sharding = Sharding(sharding)
-        self.profile = _resolve(profile, cluster)
+        self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size = cluster.ranks, cluster.gpus_per_node
         self.island_size = {
             Sharding.FULL: self.ranks,
@@ -69,23 +70,24 @@ class CostModel:
         }[self.sharding]
         self.family = GroupFamily(self.ranks, self.node_size)
         sizes = (cluster, model, self.island_size, self.family, budget_gib, max_length)
-        self._engine: AdditiveEngine | AnalyticEngine
+        self.engine: AdditiveEngine | AnalyticEngine
         if isinstance(self.profile, AdditiveProfile):
-            self._engine = AdditiveEngine.build(self.profile, *sizes)
+            self.engine = AdditiveEngine.build(self.profile, *sizes)
         else:
-            self._engine = AnalyticEngine.build(self.profile, *sizes)
-        self.granule: int = self._engine.granule
+            self.engine = AnalyticEngine.build(self.profile, *sizes)
+        self.granule: int = self.engine.granule
         if capacity is not None and capacity < self.granule:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.granule} or more, or leave it out")
         most = math.inf if capacity is None else capacity - capacity % self.granule
-        self._capacity = {v: int(min(self._tokens_that_fit(v), most)) for v in self._engine.variants}
+        self._capacity = {v: int(min(self._tokens_that_fit(v), most)) for v in self.engine.variants}
         self.variants: tuple[Variant, ...] = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
         if not self.variants:
             raise self._too_small()
+        self._routes: dict[tuple[Shape, tuple[int, ...]], Route | None] = {}
         self._rates: dict[tuple[Shape, Variant, Reach], dict[str, float]] = {}
         self._fixed: dict[tuple[Shape, Variant, Reach], dict[str, int]] = {}
-        self.shapes: tuple[Shape, ...] = self._engine.shapes
-        if isinstance(self._engine, AnalyticEngine):
+        self.shapes: tuple[Shape, ...] = self.engine.shapes
+        if isinstance(self.engine, AnalyticEngine):
             first = {variant.checkpoint: variant for variant in reversed(self.variants)}
             prices = [partial(self.tables, variant=variant) for variant in first.values()]
             self.shapes = ordered(shape for price in prices for shape in useful_shapes(price))
@@ -103,16 +105,16 @@ class CostModel:
 
     def fixed_bytes(self, variant: Variant) -> int:
         """Bytes of a rank before any token: parameters, gradients, optimiser, working buffers."""
-        return self._engine.fixed_bytes(variant)
+        return self.engine.fixed_bytes(variant)
 
     def token_bytes(self, variant: Variant) -> float:
         """Bytes that each token on a rank adds in a round."""
-        return self._engine.token_bytes(variant)
+        return self.engine.token_bytes(variant)
 
     @property
     def budget_bytes(self) -> int:
         """Memory per device that plans may use."""
-        return self._engine.budget_bytes
+        return self.engine.budget_bytes
 
     def limits(self, reduce: Reduce | None = None) -> Limits:
         """What a plan must respect, for one way of reducing gradients (the first variant's by default)."""
@@ -125,11 +127,11 @@ class CostModel:
         return closed_form.plan_memory(self, plan)
 
     def _tokens_that_fit(self, variant: Variant) -> int:
-        room = self._engine.budget_bytes - self._engine.fixed_bytes(variant)
-        return max(0, int(room // self._engine.token_bytes(variant)))
+        room = self.engine.budget_bytes - self.engine.fixed_bytes(variant)
+        return max(0, int(room // self.engine.token_bytes(variant)))
 
     def _too_small(self) -> SeqloomError:
-        least = min(self._engine.fixed_bytes(v) for v in self._engine.variants) / GIB
+        least = min(self.engine.fixed_bytes(v) for v in self.engine.variants) / GIB
         way = "use more GPUs" if self.island_size == self.ranks else "shard wider (sharding full)"
         return SeqloomError(
             f"{self.model.name} does not fit: parameters, gradients, optimiser and buffers need "
@@ -149,13 +151,13 @@ class CostModel:
         """Everything planners compare, for documents of these lengths."""
         self._check(variant)
         tokens = self.tokens(np.asarray(lengths))
-        places = [(shape, aligned_reach(shape, self.node_size)) for shape in self.shapes]
+        places = [(shape, self._aligned(shape)) for shape in self.shapes]
         cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
         for name, values in self._documents(tokens, places, variant).items():
             for lane, members in enumerate(LANES):
                 if name in members:
                     cost[lane] += values
-        whole = [shape.ring == 1 for shape in self.shapes]
+        whole = [not shape.hides for shape in self.shapes]
         cost[1, whole] = 0  # without a ring that lane is never the longest
         fixed = [Parts(**self._fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
         return CostTables(
@@ -179,8 +181,7 @@ class CostModel:
         self._check(variant)
         alike: dict[tuple[Shape, Reach], list[int]] = {}
         for i, group in enumerate(groups):
-            shape = Shape(group.ulysses, group.ring)
-            alike.setdefault((shape, reach_of(group.ranks, shape, self.node_size)), []).append(i)
+            alike.setdefault(self.place(group), []).append(i)
         priced: list[Parts] = [Parts()] * len(groups)
         for place, members in alike.items():
             fixed = self._fixed_parts(place[0], variant, place[1])
@@ -190,15 +191,46 @@ class CostModel:
                 priced[i] = Parts(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
         return priced
 
+    def place(self, group: Group) -> tuple[Shape, Reach]:
+        """The row of the tables that a group is priced by, and where its messages go."""
+        shape = Shape(group.ulysses, group.ring, group.method)
+        reach = reach_of(group.ranks, shape, self.cluster.nic_of_gpu, group.route)
+        return shape._replace(routed=reach.proxies > 0), reach
+
+    def route(self, shape: Shape, ranks: Sequence[int]) -> Route | None:
+        """How a group's keys and values cross nodes: the proxies, and slices for ranks that are rather full.
+
+        None where the shape is not routed, the group stays in a node or a node has one card.
+        """
+        key = (shape, tuple(ranks))
+        if key not in self._routes:
+            self._routes[key] = self.engine.route(shape, key[1], min(self._capacity[v] for v in self.variants))
+        return self._routes[key]
+
+    def group(self, shape: Shape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
+        """A group of this shape on these ranks: what the tables price, as planners put it into a plan."""
+        own = tuple(ranks)
+        return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
+
+    def round_times(self, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+        """Time of a round: of every rank in all its groups, of every network card and link.
+
+        Args:
+            work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
+            variant: whose checkpoint the work has.
+            stage: which part of the model the work is; None: all of it.
+        """
+        return rounds.round_times(self, work, variant, stage)
+
     def step_overhead_ns(self, variant: Variant) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
         self._check(variant)
-        return _ns(self._engine.step_overhead(variant))
+        return _ns(self.engine.step_overhead(variant))
 
     def step_communication_ns(self, variant: Variant) -> int:
         """ns of the step's overhead that are communication: reduction once per step, sum over replicas."""
         self._check(variant)
-        return _ns(self._engine.step_communication(variant))
+        return _ns(self.engine.step_communication(variant))
 
     def plan_ns(self, plan: Plan) -> int:
         """Step time of a plan in closed form (one-stage pipelines)."""
@@ -219,9 +251,9 @@ class CostModel:
             column = np.array([rate[name] for rate in rates])[:, None]
             parts[name] = np.rint(column * lengths).astype(np.int64)
         rings = {shape.ring for shape, _ in places}
-        whole = {ring: self._engine.attention(lengths, ring, variant) for ring in rings}
-        calls = {ring: self._engine.document_calls(lengths, ring, variant) for ring in rings}
-        shares = [whole[shape.ring] * self._engine.attention_share(shape) + calls[shape.ring] for shape, _ in places]
+        whole = {ring: self.engine.attention(lengths, ring, variant) for ring in rings}
+        calls = {shape: self.engine.document_calls(lengths, shape.kernels, variant) for shape, _ in places}
+        shares = [whole[shape.ring] * self.engine.attention_share(shape) + calls[shape] for shape, _ in places]
         attention = np.stack(shares)
         parts["attention"] = np.rint(attention).astype(np.int64)
         return parts
@@ -238,16 +270,21 @@ class CostModel:
             np.add.at(sums[name], owner, values[0, stop] - values[0, start])
         return sums
 
+    def _aligned(self, shape: Shape) -> Reach:
+        """Reach of the shape on any aligned block."""
+        ranks = tuple(range(shape.degree))
+        return reach_of(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks))
+
     def _token_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
         key = (shape, variant, reach)
         if key not in self._rates:
-            self._rates[key] = self._engine.rates(shape, variant, reach)
+            self._rates[key] = self.engine.rates(shape, variant, reach)
         return self._rates[key]
 
     def _fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
         key = (shape, variant, reach)
         if key not in self._fixed:
-            self._fixed[key] = {n: _ns(v) for n, v in self._engine.fixed(shape, variant, reach).items()}
+            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
         return self._fixed[key]
 
     def _check(self, variant: Variant) -> None:
@@ -258,11 +295,3 @@ class CostModel:
 
 def _ns(value: float) -> int:
     return int(np.rint(value))
-
-
-def _resolve(
-    profile: AdditiveProfile | AnalyticProfile | str | Path | None, cluster: Cluster
-) -> AdditiveProfile | AnalyticProfile:
-    if profile is None:
-        return Profile.for_device(cluster.device.name)
-    return profile if isinstance(profile, Profile) else Profile.load(profile)

@@ -37,6 +37,15 @@ class Profile:
         return parse_profile(file.read_text(encoding="utf-8"), str(source))
 
     @staticmethod
+    def resolve(
+        source: AdditiveProfile | AnalyticProfile | str | Path | None, device: str
+    ) -> AdditiveProfile | AnalyticProfile:
+        """A profile as it is, read by name or path, or by default the one of this device."""
+        if source is None:
+            return Profile.for_device(device)
+        return source if isinstance(source, Profile) else Profile.load(source)
+
+    @staticmethod
     def for_device(device: str) -> AnalyticProfile:
         """The analytic profile that lists this device; compared by prefix, the longest match wins."""
         found: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""How far a group reaches: which of its traffic leaves a node."""
+"""How far a group reaches: how many of its messages stay in a node, leave it, and through which network cards."""
 
 from __future__ import annotations
 
@@ -7,31 +7,134 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from seqloom.cost.values import Shape
+from seqloom.plan import Method, Route
+
+
+class Traffic(NamedTuple):
+    """Messages of one kind, all of the same size, counted at the busiest place."""
+
+    near: int = 0  # most that a rank sends inside its node
+    sent: int = 0  # most that a rank sends out of its node
+    left: int = 0  # most that leave one node
+    card: int = 0  # most that leave through one network card, every rank using the one near it
 
 
 class Reach(NamedTuple):
-    """What decides whether a group's messages use NVLink or the network."""
+    """What decides which of a group's messages use NVLink and which the network.
 
-    ulysses_nodes: int = 1  # nodes that the widest Ulysses subgroup touches
-    ring_exits: int = 0  # most ranks of one node whose ring successor lies in another node
-    node_ranks: int = 1  # most ranks of the group in one node
+    The units differ: with Ulysses and in a gather a rank sends one message to each of its peers, in a ring one to its
+    successor. `once` counts a gather in which what several ranks of a node want crosses only once.
+    """
+
+    ulysses: Traffic = Traffic()
+    ring: Traffic = Traffic()
+    gather: Traffic = Traffic()
+    once: Traffic = Traffic()
+    proxies: int = 0  # per node, of the route that the ring or gather takes; 0: every rank uses its own card
+    slices: int = 1  # of that route
+
+
+class CardLoad(NamedTuple):
+    """How a group's traffic spreads over network cards, as shares of the busiest one's. Columns of equal length."""
+
+    node: np.ndarray  # int64[n]
+    card: np.ndarray  # int64[n] in its node
+    ulysses: np.ndarray  # float64[n] 0 to 1
+    sharing: np.ndarray  # float64[n] the same of keys and values
 
 
 @lru_cache(maxsize=8192)
-def reach_of(ranks: Sequence[int], shape: Shape, node_size: int) -> Reach:
+def reach_of(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None) -> Reach:
     """Reach of the group on these ranks, wherever they lie.
 
-    Ulysses is the inner axis: rank ``i`` of the group has Ulysses index ``i % ulysses`` and ring index
-    ``i // ulysses``, so Ulysses subgroups are consecutive runs and ring neighbours are ``ulysses`` apart.
+    Args:
+        ranks: of the group, in order. Ulysses is the inner axis: rank ``i`` of the group has Ulysses index
+            ``i % ulysses`` and ring index ``i // ulysses``.
+        shape: of the group.
+        card_of: the network card near each rank of a node.
+        route: how the ring's or gather's messages cross; None: each through its own card.
     """
-    nodes = [rank // node_size for rank in ranks]
-    inner, count = shape.ulysses, len(nodes)
-    widest = max(len(set(nodes[start : start + inner])) for start in range(0, count, inner))
-    exits = Counter(nodes[i] for i in range(count) if nodes[i] != nodes[(i + inner) % count])
-    return Reach(widest, max(exits.values(), default=0), max(Counter(nodes).values()))
+    if len(ranks) == 1:
+        return Reach()
+    where = np.asarray(ranks, dtype=np.int64)
+    node = where // len(card_of)
+    card = node * len(card_of) + np.asarray(card_of)[where % len(card_of)]
+
+    def traffic(near: np.ndarray, far: np.ndarray) -> Traffic:
+        left, through = (int(np.bincount(place, weights=far).max()) for place in (node, card))
+        return Traffic(int(near.max()), int(far.max()), left, through)
+
+    counts = _messages(node.reshape(shape.ring, shape.ulysses))
+    ulysses, ring, gather, once = (traffic(*pair) for pair in counts)
+    if route is None or not gather.left:
+        return Reach(ulysses, ring, gather, once)
+    return Reach(ulysses, ring, gather, once, len(route.proxies) // len(np.unique(node)), route.slices)
 
 
-def aligned_reach(shape: Shape, node_size: int) -> Reach:
-    """Reach of a group on an aligned block of the group family: the same for every block of one size."""
-    return reach_of(range(shape.degree), shape, node_size)
+def aligned_reach(shape: Shape, card_of: tuple[int, ...]) -> Reach:
+    """Reach of a group on an aligned block of the group family, not routed: the same for every block of one size."""
+    return reach_of(range(shape.degree), shape, card_of)
+
+
+def proxies_of(ranks: Sequence[int], card_of: tuple[int, ...]) -> tuple[int, ...]:
+    """One rank near each network card in every node of a group, at the same places in all nodes, ascending.
+
+    Members of the group come before other ranks of the node, then the lowest.
+    """
+    size = len(card_of)
+    nodes = sorted({rank // size for rank in ranks})
+    members = Counter(rank % size for rank in ranks)
+    near: dict[int, list[int]] = {}
+    for place, card in enumerate(card_of):
+        near.setdefault(card, []).append(place)
+    places = sorted(max(some, key=lambda place: (members[place], -place)) for some in near.values())
+    return tuple(node * size + place for node in nodes for place in places)
+
+
+def _messages(node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(near, far) int64[ranks] messages that every rank sends: of Ulysses, ring, gather, gather crossing once.
+
+    Args:
+        node: int64[ring, ulysses] of every rank.
+    """
+    ring, inner = node.shape
+    far_heads = (node[:, :, None] != node[:, None, :]).sum(axis=2)
+    far_next = (node != np.roll(node, -1, axis=0)).astype(np.int64)
+    far_keys = (node[:, None, :] != node[None, :, :]).sum(axis=1)
+    nodes = np.array([len(np.unique(column)) for column in node.T])
+    near_keys = ring - 1 - far_keys
+    pairs = [
+        (inner - 1 - far_heads, far_heads),
+        ((ring > 1) - far_next, far_next),
+        (near_keys, far_keys),
+        (near_keys, np.broadcast_to(nodes - 1, node.shape)),
+    ]
+    return [(near.ravel(), far.ravel()) for near, far in pairs]
+
+
+@lru_cache(maxsize=8192)
+def card_load(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None) -> CardLoad:
+    """Which network cards a group uses, and how much of what its busiest one carries. Arguments as `reach_of`."""
+    size, cards = len(card_of), max(card_of) + 1
+    where = np.asarray(ranks, dtype=np.int64)
+    node = where // size
+    card = node * cards + np.asarray(card_of)[where % size]
+    heads, ring, gather, _ = _messages(node.reshape(shape.ring, shape.ulysses))
+    last = int(node.max()) + 1
+    ulysses = np.bincount(card, weights=heads[1], minlength=last * cards)
+    keys = (gather if shape.method == Method.GATHER else ring)[1]
+    if route is None:
+        sharing = np.bincount(card, weights=keys, minlength=last * cards)
+    else:  # every proxy of a node carries the same
+        proxy = np.asarray(route.proxies, dtype=np.int64)
+        through = proxy // size * cards + np.asarray(card_of)[proxy % size]
+        sharing = np.zeros(max(last, int(proxy.max()) // size + 1) * cards)
+        ulysses = np.concatenate([ulysses, np.zeros(len(sharing) - len(ulysses))])
+        left = np.bincount(node, weights=keys, minlength=len(sharing) // cards)
+        np.add.at(sharing, through, left[proxy // size])
+    used = np.flatnonzero(ulysses + sharing)
+    parts = [values[used] / max(values.max(), 1.0) for values in (ulysses, sharing)]
+    return CardLoad(used // cards, used % cards, *parts)

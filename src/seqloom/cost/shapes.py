@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.values import CostTables, Shape
+from seqloom.plan import Method
 
 if TYPE_CHECKING:
     from seqloom.plan import GroupFamily
@@ -31,6 +32,24 @@ def candidate_shapes(family: GroupFamily, heads: int, kv_heads: int) -> tuple[Sh
         wanted.add(max(unreplicated))
         shapes += [Shape(size, degree // size) for size in sorted(wanted, reverse=True)]
     return tuple(shapes)
+
+
+def with_methods(shapes: Iterable[Shape], node_size: int, cards: int) -> tuple[Shape, ...]:
+    """The shapes in every way of sharing keys and values: ring and gather, and routed where they leave a node.
+
+    Args:
+        shapes: plain rings.
+        node_size: ranks of a node.
+        cards: NICs of a node that have a GPU near them; one alone gives a route nothing to spread over.
+    """
+    every = []
+    for plain in shapes:
+        every.append(plain)
+        if plain.ring > 1:
+            every.append(plain._replace(method=Method.GATHER))
+            if plain.degree > node_size and cards > 1:
+                every += [plain._replace(method=method, routed=True) for method in Method]
+    return tuple(every)
 
 
 def _fits(ulysses: int, degree: int, node_size: int) -> bool:
@@ -82,5 +101,6 @@ def _cover(times: np.ndarray) -> list[int]:
 
 
 def ordered(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-    """Each once, by degree ascending, then Ulysses descending."""
-    return tuple(sorted(set(shapes), key=lambda shape: (shape.degree, -shape.ulysses)))
+    """Each once, by degree ascending, then Ulysses descending, rings before gathers, direct before routed."""
+    gather = Method.GATHER
+    return tuple(sorted(set(shapes), key=lambda s: (s.degree, -s.ulysses, s.method == gather, s.routed)))

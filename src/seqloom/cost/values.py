@@ -26,6 +26,16 @@ class Shape(NamedTuple):
         """Ranks in a group of this shape."""
         return self.ulysses * self.ring
 
+    @property
+    def hides(self) -> bool:
+        """Whether keys and values travel behind attention: in a ring. A gather comes first."""
+        return self.ring > 1 and self.method == Method.RING
+
+    @property
+    def kernels(self) -> int:
+        """Kernel calls that a document takes on a rank: one per ring step; one per chunk of gathered keys."""
+        return self.ring if self.hides else min(self.ring, 2)
+
     def __str__(self) -> str:
         kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")
         return f"{self.ulysses}x{self.ring}{kind}"
@@ -44,8 +54,8 @@ class Variant(NamedTuple):
 # Which part counts in which lane. A group takes as long as its longest lane, so parts that run side by side
 # (a ring's messages behind its attention, parameter gathers behind everything) stand in different lanes.
 LANES: tuple[tuple[str, ...], ...] = (
-    ("linear", "head", "attention", "steps", "ulysses", "fixed"),
-    ("linear", "head", "ring", "ulysses", "fixed"),
+    ("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed"),
+    ("linear", "head", "ring", "ulysses", "remap", "fixed"),
     ("gather", "reduce", "network"),
 )
 
@@ -54,9 +64,8 @@ LANES: tuple[tuple[str, ...], ...] = (
 class Parts:
     """One group's forward and backward, split by cause. Integer nanoseconds.
 
-    ``network`` is the share of ``ulysses`` and ``ring`` traffic that leaves a node, seen as occupancy of
-    the NIC. ``kv_gather`` is what an all-gather of keys and values would cost in place of the ring; it is
-    in no lane.
+    A group shares keys and values by ``ring`` (with ``steps``) or by ``kv_gather``; the other is 0. ``network`` and
+    ``link`` are occupancies: how long the group's traffic takes the busiest NIC and NVLink port.
     """
 
     linear: int = 0  # matrix products and elementwise work of the layers, with recomputation
@@ -69,7 +78,9 @@ class Parts:
     reduce: int = 0  # gradient reduce-scatter of the round
     network: int = 0
     fixed: int = 0  # launches and whatever else a round costs without tokens
-    kv_gather: int = 0
+    kv_gather: int = 0  # keys and values sent to all ring indices at once, exposed
+    remap: int = 0  # tokens to the layout of the linear layers and back, exposed; of a round, not of a group
+    link: int = 0
 
     @property
     def lanes(self) -> tuple[int, int, int]:
@@ -81,15 +92,6 @@ class Parts:
     def total_ns(self) -> int:
         """Time of the group: its longest lane."""
         return max(self.lanes)
-
-    @property
-    def cheaper(self) -> str:
-        """``"ring"`` or ``"all-gather"``: which way of sharing keys and values is faster for this group.
-
-        The ring hides behind attention, the all-gather does not, but it is one call instead of many steps.
-        """
-        ring = max(self.attention + self.steps, self.ring)
-        return "all-gather" if self.attention + self.kv_gather < ring else "ring"
 
     def as_dict(self) -> dict[str, int]:
         """Name to nanoseconds, in the order of the fields."""

@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, Shape, Variant
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work, in_order
+from seqloom.plan import Checkpoint, Pipeline, Plan, Round, Span, Work, in_order
 from seqloom.planners.fill import NEVER, Tables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
@@ -132,11 +132,10 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
     built = []
     for seats in rounds:
         groups = tuple(
-            Group(
-                tuple(range(seat.start, seat.start + seat.shape.degree)),
-                seat.shape.ulysses,
-                seat.shape.ring,
-                tuple(Span(k, 0, lengths[k]) for k in sorted(seat.documents)),
+            cost.group(
+                seat.shape,
+                range(seat.start, seat.start + seat.shape.degree),
+                [Span(k, 0, lengths[k]) for k in sorted(seat.documents)],
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
         )

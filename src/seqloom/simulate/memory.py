@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from seqloom.cost import CostModel, Variant
+from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.plan import ActionKind, Pipeline, Plan
-from seqloom.simulate.transfer import tokens_on_ranks
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
@@ -35,7 +35,7 @@ def _host_peak(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np
         variants = [Variant(current.work[stage].checkpoint, plan.reduce) for current in pipeline.rounds]
         fixed += share * max((cost.fixed_bytes(variant) for variant in variants), default=0)
         for r, variant in enumerate(variants):
-            tokens = tokens_on_ranks(pipeline.rounds[r].work[stage], cost)
+            tokens = tokens_on_ranks(cost, pipeline.rounds[r].work[stage])
             added[stage, r] = share * cost.token_bytes(variant) * tokens
     for island in plan.limits.islands(plan.sharding, pipeline.hosts[host]):
         fixed[list(island)] *= max(1.0, cost.island_size / len(island))

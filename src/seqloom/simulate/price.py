@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-import numpy as np
-
 from seqloom.cost import CostModel, Variant
+from seqloom.cost.rounds import StageShare
 from seqloom.plan import Checkpoint, Plan, Work
-from seqloom.simulate.split import NAMES, computing_ns, forward_ns, table, total_ns, weights_ns
-from seqloom.simulate.window import GroupTimes, Islands, Window, window_of
+from seqloom.simulate.window import Islands, Window, window_of
 
 
 class Place(NamedTuple):
@@ -22,23 +20,13 @@ class Place(NamedTuple):
 
 
 def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
-    """Price every group once, and turn every `Work` into its window."""
+    """Price every `Work`, and turn it into its window."""
     islands = Islands.of(plan)
     windows = {}
     for checkpoint, works in _by_checkpoint(plan).items():
-        groups = [group for _, work in works for group in work.groups]
-        parts = table(cost.groups_parts(groups, Variant(checkpoint, plan.reduce)))
-        first = 0
+        variant = Variant(checkpoint, plan.reduce)
         for place, work in works:
-            own = _stage_share(parts[first : first + len(work.groups)], plan, place)
-            first += len(work.groups)
-            total = total_ns(own)
-            times = GroupTimes(
-                total=total,
-                comm=total - computing_ns(own),
-                forward=forward_ns(own, checkpoint),
-                weights=weights_ns(own, checkpoint),
-            )
+            times = cost.round_times(work, variant, _stage_share(plan, place))
             windows[place] = window_of(work, times, islands)
     return windows
 
@@ -59,17 +47,10 @@ def _by_checkpoint(plan: Plan) -> dict[Checkpoint, list[tuple[Place, Work]]]:
     return works
 
 
-def _stage_share(parts: np.ndarray, plan: Plan, place: Place) -> np.ndarray:
-    """Return the parts of a stage: by its layers; the vocabulary projection is the last stage's alone.
-
-    What a round costs without tokens is shared like the rest: a profile does not say which of it is per
-    layer.
-    """
+def _stage_share(plan: Plan, place: Place) -> StageShare | None:
+    """Return what a stage has of the model: its layers; the vocabulary projection is the last stage's alone."""
     stages = plan.pipelines[place.pipeline].stages
     if len(stages) == 1:
-        return parts
+        return None
     first, stop = stages[place.stage].layers
-    own = parts * (stop - first) // stages[-1].layers[1]
-    head = NAMES.index("head")
-    own[:, head] = parts[:, head] if place.stage == len(stages) - 1 else 0
-    return own
+    return StageShare(stop - first, stages[-1].layers[1], place.stage == len(stages) - 1)

@@ -1,4 +1,4 @@
-"""Which share of a group's time is forward, and which is the weight half of its backward.
+"""Which share of a rank's time is forward, and which is the weight half of its backward.
 
 The cost model prices forward and backward together. Shares by part, with ``full`` and ``selective``
 checkpointing counting what is recomputed as backward:
@@ -6,25 +6,22 @@ checkpointing counting what is recomputed as backward:
     linear, head   backward is twice forward, half of it for weights; recomputing adds another forward
     attention      backward is 2.5 times forward, nothing of it for weights
     ulysses        two exchanges in forward, two in backward, and those that are repeated
-    ring           K and V travel in both; dK and dV in backward, in float32
+    ring, gathered keys
+                   K and V travel in both; dK and dV in backward, in float32
+    remap          like ulysses
     gather         once for forward and once for backward; gradients are reduced in backward
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-
 import numpy as np
 
-from seqloom.cost import Parts
+from seqloom.cost.rounds import NAMES
 from seqloom.cost.values import LANES
 from seqloom.plan import Checkpoint
 
-NAMES = tuple(field.name for field in fields(Parts))
-"""The parts, in the order of the columns of every table of parts here."""
-COMPUTING = tuple(name for name in LANES[0] if name != "ulysses")
-"""Parts in which the GPU computes; whatever else a group's time holds is exposed communication."""
+COMPUTING = tuple(name for name in LANES[0] if name not in ("ulysses", "kv_gather", "remap"))
+"""Parts in which the GPU computes; whatever else a rank's time holds is exposed communication."""
 
 _WHOLE = 1260  # divisible by 2, 3, 4, 5, 7 and 9: shares are integers
 _PLAIN = {
@@ -34,17 +31,21 @@ _PLAIN = {
     "steps": _WHOLE // 2,
     "ulysses": _WHOLE // 2,
     "ring": _WHOLE // 4,
+    "kv_gather": _WHOLE // 4,
+    "remap": _WHOLE // 2,
     "gather": _WHOLE // 2,
     "network": _WHOLE // 3,
     "fixed": _WHOLE // 3,
 }
-_SELECTIVE = {"linear": _WHOLE // 4, "ulysses": _WHOLE * 2 // 5}
+_SELECTIVE = {"linear": _WHOLE // 4, "ulysses": _WHOLE * 2 // 5, "remap": _WHOLE * 2 // 5}
 _FULL = {
     "linear": _WHOLE // 4,
     "attention": _WHOLE * 2 // 9,
     "steps": _WHOLE // 3,
     "ulysses": _WHOLE // 3,
     "ring": _WHOLE // 5,
+    "kv_gather": _WHOLE // 5,
+    "remap": _WHOLE // 3,
 }
 FORWARD = {
     Checkpoint.NONE: _PLAIN,
@@ -54,24 +55,13 @@ FORWARD = {
 }
 
 
-def table(parts: Sequence[Parts]) -> np.ndarray:
-    """int64[groups, parts] ns, columns in the order of `NAMES`."""
-    rows = [[getattr(entry, name) for name in NAMES] for entry in parts]
-    return np.array(rows, dtype=np.int64).reshape(-1, len(NAMES))
-
-
-def total_ns(parts: np.ndarray) -> np.ndarray:
-    """int64[groups]: the longest lane of every group, as in `Parts.total_ns`."""
-    return _lanes(parts, parts[:, NAMES.index("ring")] > 0).max(axis=1)
-
-
 def computing_ns(parts: np.ndarray) -> np.ndarray:
-    """int64[groups]: ns in which the GPU computes."""
+    """int64[ranks]: ns in which the GPU computes."""
     return parts[:, [NAMES.index(name) for name in COMPUTING]].sum(axis=1)
 
 
-def forward_ns(parts: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
-    """int64[groups]: ns of the forward.
+def forward_ns(parts: np.ndarray, total: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
+    """int64[ranks]: ns of the forward of ranks that take `total` ns.
 
     Its longest lane, as far as the backward keeps room for its own computing: a gather that does not fit
     behind the forward is hidden by the backward.
@@ -80,18 +70,18 @@ def forward_ns(parts: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
     early = parts * share // _WHOLE
     late = computing_ns(parts) - computing_ns(early)
     lanes = _lanes(early, parts[:, NAMES.index("ring")] > 0)
-    return np.minimum(lanes.max(axis=1), total_ns(parts) - late)
+    return np.minimum(lanes.max(axis=1), total - late)
 
 
 def weights_ns(parts: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
-    """int64[groups]: ns of the weight half of the backward: as many products as the forward has."""
+    """int64[ranks]: ns of the weight half of the backward: as many products as the forward has."""
     share = FORWARD[checkpoint]
     columns = [parts[:, NAMES.index(name)] * share[name] // _WHOLE for name in ("linear", "head")]
     return columns[0] + columns[1]
 
 
 def _lanes(parts: np.ndarray, ring: np.ndarray) -> np.ndarray:
-    """int64[groups, 3] ns per lane; the ring's lane counts only where there is a ring."""
+    """int64[ranks, 3] ns per lane; the ring's lane counts only where there is a ring."""
     lanes = [parts[:, [NAMES.index(name) for name in lane]].sum(axis=1) for lane in LANES]
     lanes[1] = np.where(ring, lanes[1], 0)
     return np.stack(lanes, axis=1)

@@ -5,23 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import numpy as np
-
 from seqloom.cost import CostModel
 from seqloom.cost.profile import AnalyticProfile
-from seqloom.plan import Pipeline, Stage, Work
+from seqloom.cost.rounds import tokens_on_ranks
+from seqloom.plan import Pipeline, Stage
 
 ACTIVATION_BYTES = 2  # bf16, forward (hidden states) and backward (their gradients)
-
-
-def tokens_on_ranks(work: Work, cost: CostModel) -> np.ndarray:
-    """int64[ranks]: tokens that every rank holds, in whole granules and evenly over its groups."""
-    tokens = np.zeros(cost.ranks, dtype=np.int64)
-    for group in work.groups:
-        edges = np.array([(span.start, span.stop) for span in group.spans], dtype=np.int64).reshape(-1, 2)
-        held = int((cost.tokens(edges[:, 1]) - cost.tokens(edges[:, 0])).sum())
-        tokens[list(group.ranks)] += -(-held // group.degree)
-    return tokens
 
 
 def message_ns(cost: CostModel, pipeline: Pipeline, number: int, stage: int) -> int:
@@ -35,7 +24,7 @@ def message_ns(cost: CostModel, pipeline: Pipeline, number: int, stage: int) -> 
     if not isinstance(profile, AnalyticProfile):
         return 0
     work = pipeline.rounds[number].work
-    tokens = max(int(tokens_on_ranks(share, cost).max()) for share in work[stage : stage + 2])
+    tokens = max(int(tokens_on_ranks(cost, share).max()) for share in work[stage : stage + 2])
     size = tokens * cost.model.hidden * ACTIVATION_BYTES
     here, there = pipeline.stages[stage : stage + 2]
     nodes = Counter(rank // cost.node_size for rank in here.ranks)

@@ -166,6 +166,6 @@ def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipe
 
 def _components(work: Work, window: Window) -> dict[int, int]:
     """Return the component of every document of a round."""
-    starts = np.searchsorted(window.group, np.arange(len(work.groups)))
+    starts = np.unique(window.group, return_index=True)[1][-len(work.groups) :]  # -1, ranks without a group, is first
     of_group = window.component[starts].tolist()
     return {span.document: k for group, k in zip(work.groups, of_group, strict=True) for span in group.spans}

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from seqloom.cost.rounds import RoundTimes
 from seqloom.plan import ActionKind, Plan, Work
+from seqloom.simulate.split import computing_ns, forward_ns, weights_ns
 
 _BITS = 20  # shares are in units of 2**-20: products with times up to 2**43 ns (two hours) stay in int64
 
@@ -35,7 +37,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """Members are pairs of a group and one of its ranks, in the order of the groups. ns."""
+    """Members are pairs of a group and one of its ranks, as in `RoundTimes`. ns."""
 
     rank: np.ndarray  # int64[members]
     group: np.ndarray  # int64[members] index of the group in its `Work`
@@ -44,11 +46,13 @@ class Window:
     total: np.ndarray  # int64[members] forward and backward of the group
     comm: np.ndarray  # int64[members] exposed communication of the group
     component: np.ndarray  # int64[members]
-    length: np.ndarray  # int64[components] forward and backward of the longest rank
+    length: np.ndarray  # int64[components] forward and backward of the longest rank, card or link
     forward: np.ndarray  # int64[components] where forward ends, in units of 2**-20 of the length
     weights: np.ndarray  # int64[components] where the weight half begins
     islands: tuple[tuple[int, ...], ...]  # of every component
     held: np.ndarray  # int64[components] ranks, also those without tokens
+    nic: np.ndarray  # int64[nodes, nics] how long each card is taken
+    link: np.ndarray  # int64[ranks] how long each NVLink port is taken
 
     def phase(self, kind: ActionKind) -> Phase:
         """Return what F, B, I or W of this window takes.
@@ -76,16 +80,6 @@ def _between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return (time * high >> _BITS) - (time * low >> _BITS)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupTimes:
-    """Prices of the groups of one `Work`, int64[groups] ns."""
-
-    total: np.ndarray
-    comm: np.ndarray
-    forward: np.ndarray
-    weights: np.ndarray
-
-
 @dataclass(frozen=True, slots=True)
 class Islands:
     """The islands of a plan, numbered."""
@@ -100,41 +94,39 @@ class Islands:
         return cls({rank: i for i, island in enumerate(islands) for rank in island}, tuple(map(len, islands)))
 
 
-def window_of(work: Work, times: GroupTimes, islands: Islands) -> Window:
-    """Spread the groups over their ranks and find out who waits for whom.
+def window_of(work: Work, times: RoundTimes, islands: Islands) -> Window:
+    """Find out who waits for whom.
 
     Args:
         work: the stage's share of the round.
-        times: prices of its groups.
+        times: its price.
         islands: of the plan; all ranks of an island that the round touches take part in it.
     """
-    degrees = np.array([len(group.ranks) for group in work.groups])
-    group = np.repeat(np.arange(len(degrees)), degrees)
-    rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
+    rank, group = times.member_rank, times.member_group
     component, joined = _components(work, islands.of_rank)
-    member = component[group]
-    total = times.total[group]
-    before, load = _in_turn(rank, total)
-    length = np.zeros(len(joined), dtype=np.int64)
-    np.maximum.at(length, member, load[rank])
-    longest = np.flatnonzero(load[rank] == length[member])
-    _, first = np.unique(member[longest], return_index=True)
-    slowest = rank[longest[first]]  # one rank per component
-    forward = _share(_in_turn(rank, times.forward[group])[1][slowest], length)
-    weights = (1 << _BITS) - _share(_in_turn(rank, times.weights[group])[1][slowest], length)
+    member = component[rank]
+    total, load = times.member_ns, times.rank_ns
+    length = np.array([times.joined_ns(np.flatnonzero(component == k)) for k in range(len(joined))], dtype=np.int64)
+    slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
+    cut = work.checkpoint, times.parts[slowest]
+    forward = _share(forward_ns(cut[1], load[slowest], cut[0]), load[slowest])
+    weights = (1 << _BITS) - _share(weights_ns(cut[1], cut[0]), load[slowest])
+    degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
     return Window(
         rank=rank,
         group=group,
         degree=degrees[group],
-        before=before,
+        before=_earlier(rank, total),
         total=total,
-        comm=times.comm[group],
+        comm=_exposed(times),
         component=member,
         length=length,
         forward=forward,
         weights=np.maximum(weights, forward),
         islands=joined,
         held=np.array([sum(islands.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
+        nic=times.nic_ns,
+        link=times.link_ns,
     )
 
 
@@ -142,21 +134,29 @@ def _share(time: np.ndarray, length: np.ndarray) -> np.ndarray:
     return (time << _BITS) // np.maximum(length, 1)
 
 
-def _in_turn(rank: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int64[members] what the rank's earlier groups take, int64[ranks] what all of them take)."""
-    load = np.zeros(int(rank.max()) + 1, dtype=np.int64)
-    np.add.at(load, rank, time)
+def _exposed(times: RoundTimes) -> np.ndarray:
+    """int64[members] communication that nothing hides: a rank's time that is not computing, by its members' shares."""
+    waits = times.rank_ns - computing_ns(times.parts)
+    rank = times.member_rank
+    upto = _earlier(rank, times.member_ns) + times.member_ns
+    whole = np.maximum(times.rank_ns, 1)[rank].astype(np.float64)
+    cuts = [(waits[rank] * (edge / whole)).astype(np.int64) for edge in (upto - times.member_ns, upto)]
+    return cuts[1] - cuts[0]
+
+
+def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """int64[members]: what the rank's earlier members take."""
     order = np.argsort(rank, kind="stable")
     sums = np.cumsum(time[order]) - time[order]
     _, first = np.unique(rank[order], return_index=True)
     repeats = np.diff(np.append(first, len(rank)))
     before = np.empty_like(sums)
     before[order] = sums - np.repeat(sums[first], repeats)
-    return before, load
+    return before
 
 
 def _components(work: Work, island_of: dict[int, int]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """(int64[groups] component of every group, islands of every component)."""
+    """(int64[ranks] component of every rank at work, else -1; islands of every component)."""
     parent: dict[int, int] = {}
 
     def root(island: int) -> int:
@@ -165,16 +165,19 @@ def _components(work: Work, island_of: dict[int, int]) -> tuple[np.ndarray, tupl
             island = parent[island]
         return island
 
-    firsts = []
-    for group in work.groups:
-        touched = {island_of[rank] for rank in group.ranks}
+    parties = [group.party for group in work.groups]
+    if work.linear is not None:  # ranks that have tokens in linear layers only
+        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    for party in parties:
+        touched = {island_of[rank] for rank in party}
         first = min(touched)
-        firsts.append(first)
         for island in touched:
             parent[root(island)] = root(first)
     members: dict[int, list[int]] = {}
     for island in sorted(parent):
         members.setdefault(root(island), []).append(island)
     number = {key: k for k, key in enumerate(members)}
-    component = np.array([number[root(first)] for first in firsts], dtype=np.int64)
+    component = np.full(max(island_of) + 1, -1, dtype=np.int64)
+    for rank in {rank for party in parties for rank in party}:
+        component[rank] = number[root(island_of[rank])]
     return component, tuple(tuple(joined) for joined in members.values())

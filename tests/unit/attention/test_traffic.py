@@ -41,7 +41,7 @@ def priced(heads, kv_heads, dim):
 def priced_calls(links, shape):
     """(Ulysses exchanges, ring exchanges, gather exchanges) of a layer, from what the model adds up as latencies."""
     near, none = Reach(), Checkpoint.NONE
-    one = links._latency
+    one = links.latency
     return (
         round(links.ulysses_latency(shape, near, none) / one("all_to_all", False, (shape.ulysses - 1).bit_length())),
         round(links.ring_latency(shape, near, none) / one("p2p", False, 0)),

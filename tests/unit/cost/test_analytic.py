@@ -9,14 +9,15 @@ from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.communication import Communication
 from seqloom.cost.compute import LengthCurve, causal_area
 from seqloom.cost.profile import Curve, Profile
-from seqloom.cost.reach import Reach, aligned_reach, reach_of
+from seqloom.cost.reach import Reach, Traffic, aligned_reach, reach_of
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Reduce, Span
+from seqloom.plan import Checkpoint, Group, Method, Reduce, Span
 
 NONE = Variant(Checkpoint.NONE, Reduce.ROUND)
 FULL = Variant(Checkpoint.FULL, Reduce.ROUND)
 SELECTIVE = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
+EIGHT = tuple(range(8))  # a card near each of a node's eight GPUs
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +60,13 @@ def test_ulysses_traffic_by_hand():
     # 32 layers, both directions, 128 wide, bf16: 2 * 32 query and 2 * kv' heads, over the degree
     for u, kv in ((2, 8), (8, 8), (16, 16)):
         assert links.ulysses_bytes(Shape(u, 1), Checkpoint.NONE) == 32 * 2 * 128 * 2 * (2 * 32 + 2 * kv) / u
-    inside, network = links.ulysses(Shape(8, 1), Reach(), Checkpoint.NONE)
+    inside, network, link = links.ulysses(Shape(8, 1), aligned_reach(Shape(8, 1), EIGHT), Checkpoint.NONE)
     assert inside == pytest.approx(links.ulysses_bytes(Shape(8, 1), Checkpoint.NONE) * 7 / 8 / (450 * 0.73))
-    assert network == 0
+    assert network == 0 and link == inside
     shape = Shape(16, 1)
-    across, network = links.ulysses(shape, aligned_reach(shape, 8), Checkpoint.NONE)
+    across, network, _ = links.ulysses(shape, aligned_reach(shape, EIGHT), Checkpoint.NONE)
     assert across == network == pytest.approx(links.ulysses_bytes(shape, Checkpoint.NONE) / 2 / (50 * 0.76))
-    assert links.ulysses(Shape(1, 8), Reach(), Checkpoint.NONE) == (0, 0)
+    assert links.ulysses(Shape(1, 8), Reach(), Checkpoint.NONE) == (0, 0, 0)
 
 
 def test_ring_traffic_by_hand():
@@ -74,7 +75,7 @@ def test_ring_traffic_by_hand():
     assert links.ring_bytes(Shape(1, 4), Checkpoint.NONE) == 32 * keys * (2 * 3 / 4 * 2 + 4)
     assert links.ring_bytes(Shape(1, 4), Checkpoint.FULL) == 32 * keys * (3 * 3 / 4 * 2 + 4)
     assert links.ring_bytes(Shape(8, 4), Checkpoint.NONE) == links.ring_bytes(Shape(1, 4), Checkpoint.NONE) / 8
-    assert links.kv_gather(Shape(8, 1), Reach(), Checkpoint.NONE) == 0
+    assert links.kv_gather(Shape(8, 1), Reach(), Checkpoint.NONE) == (0, 0, 0)
 
 
 def test_shared_nics():
@@ -82,19 +83,25 @@ def test_shared_nics():
     two = Communication(profile, Cluster.parse("8x8xA100-40G"), model)  # 2 NICs for 8 GPUs
     eight = Communication(profile, Cluster.parse("8x8xA100-80G"), model)  # 8
     wide, ring = Shape(16, 1), Shape(1, 16)
-    slow, fast = (c.ulysses(wide, aligned_reach(wide, 8), Checkpoint.NONE)[0] for c in (two, eight))
+    slow, fast = (c.ulysses(wide, aligned_reach(wide, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight))
     assert slow == pytest.approx(4 * fast)
-    slow, fast = (c.ring(ring, aligned_reach(ring, 8), Checkpoint.NONE)[0] for c in (two, eight))
+    slow, fast = (c.ring(ring, aligned_reach(ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight))
     assert slow == fast  # one GPU of the node has a NIC to itself
 
 
 def test_reach():
-    assert aligned_reach(Shape(8, 1), 8) == Reach(1, 0, 8)
-    assert aligned_reach(Shape(16, 1), 8) == Reach(2, 0, 8)
-    assert aligned_reach(Shape(8, 2), 8) == Reach(1, 8, 8)
-    assert aligned_reach(Shape(2, 8), 8) == Reach(1, 2, 8)
-    assert reach_of((6, 7, 8, 9), Shape(4, 1), 8) == Reach(2, 0, 2)
-    assert reach_of((6, 7, 8, 9), Shape(2, 2), 8) == Reach(1, 2, 2)
+    paired = (0, 0, 1, 1, 2, 2, 3, 3)  # two GPUs per card
+    assert aligned_reach(Shape(8, 1), EIGHT).ulysses == Traffic(near=7)
+    assert aligned_reach(Shape(16, 1), EIGHT).ulysses == Traffic(near=7, sent=8, left=64, card=8)
+    assert aligned_reach(Shape(16, 1), paired).ulysses == Traffic(near=7, sent=8, left=64, card=16)
+    assert aligned_reach(Shape(8, 2), EIGHT).ring == Traffic(near=0, sent=1, left=8, card=1)
+    assert aligned_reach(Shape(2, 8), EIGHT).ring == Traffic(near=1, sent=1, left=2, card=1)
+    assert aligned_reach(Shape(2, 8), paired).ring == Traffic(near=1, sent=1, left=2, card=2)
+    assert aligned_reach(Shape(2, 8), EIGHT).gather == Traffic(near=3, sent=4, left=32, card=4)
+    assert aligned_reach(Shape(2, 8), EIGHT).once == Traffic(near=3, sent=1, left=8, card=1)
+    assert reach_of((6, 7, 8, 9), Shape(4, 1), EIGHT).ulysses == Traffic(near=1, sent=2, left=4, card=2)
+    assert reach_of((6, 7, 8, 9), Shape(2, 2), paired).ring == Traffic(near=0, sent=1, left=2, card=2)
+    assert reach_of((3,), Shape(1, 1), EIGHT) == Reach()
 
 
 def test_lanes_agree_with_parts(llama):
@@ -103,11 +110,11 @@ def test_lanes_agree_with_parts(llama):
         tables = llama.tables(lengths, variant)
         for s, shape in enumerate(tables.shapes):
             spans = tuple(Span(i, 0, int(length)) for i, length in enumerate(lengths))
-            group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, spans)
-            parts = llama.group_parts(group, variant)
+            parts = llama.group_parts(llama.group(shape, range(shape.degree), spans), variant)
             assert parts.lanes == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
             assert parts.total_ns == tables.group_ns(s, np.arange(3))
-            assert (parts.ring > 0) == (shape.ring > 1) and (parts.ulysses > 0) == (shape.ulysses > 1)
+            assert (parts.ring > 0) == shape.hides and (parts.ulysses > 0) == (shape.ulysses > 1)
+            assert (parts.kv_gather > 0) == (shape.ring > 1 and not shape.hides)
 
 
 def test_pieces_add_up(llama):
@@ -132,10 +139,14 @@ def test_astride_two_nodes_costs_more(llama):
 
 
 def test_all_gather_instead_of_a_ring(llama):
-    short = llama.group_parts(Group(tuple(range(8)), 1, 8, (Span(0, 0, 4096),)), NONE)
-    long = llama.group_parts(Group(tuple(range(8)), 1, 8, (Span(0, 0, 200000),)), NONE)
-    assert (short.cheaper, long.cheaper) == ("all-gather", "ring")
-    assert short.kv_gather > 0 and short.total_ns == max(short.lanes)
+    for length, cheaper in ((4096, Method.GATHER), (200000, Method.RING)):
+        ring, gather = (
+            llama.group_parts(llama.group(Shape(1, 8, method), range(8), [Span(0, 0, length)]), NONE)
+            for method in (Method.RING, Method.GATHER)
+        )
+        assert (max(gather.lanes[:2]) < max(ring.lanes[:2])) == (cheaper == Method.GATHER)
+        assert gather.kv_gather > 0 == gather.ring == gather.steps == ring.kv_gather
+        assert gather.lanes[0] > gather.kv_gather and gather.lanes[1] == 0
 
 
 def test_memory_of_a_token_by_hand(llama):

@@ -15,29 +15,45 @@ balanced too. A batch beyond the memory of all GPUs is cut in its order of arriv
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Work
+from seqloom.plan.balance import level_targets, rebalanced
 from seqloom.planners.rivals.partition import Machine, partition
 from seqloom.planners.rivals.tuned import Place, Rounds, arrival_packs, crosses, tuned_plan
 
 
-def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True) -> Plan:
+def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True, remapping: bool = True) -> Plan:
     """Plan a batch as Zeppelin does.
 
     Args:
         lengths: int64[n] tokens.
         cost: prices the batch.
         routing: spread messages between nodes over all network cards.
+        remapping: give every GPU the same number of tokens in linear modules.
     """
 
     def placement(tokens: np.ndarray, capacity: int) -> Rounds:
         machine = Machine(cost.ranks // cost.node_size, cost.node_size, capacity)
         packs = arrival_packs(tokens, cost.ranks * capacity)
-        return [[_routed(place) for place in partition(tokens, pack, machine)] for pack in packs]
+        return [[routed(place) for place in partition(tokens, pack, machine)] for pack in packs]
 
-    def _routed(place: Place) -> Place:
+    def routed(place: Place) -> Place:
         return place._replace(routed=routing and crosses(place.ranks, cost.node_size))
 
-    return tuned_plan(lengths, cost, "zeppelin", placement)
+    finished = (lambda work: even_tokens(work, cost)) if remapping else None
+    return tuned_plan(lengths, cost, "zeppelin", placement, finished=finished)
+
+
+def even_tokens(work: Work, cost: CostModel) -> Work:
+    """The same round with as many tokens on every GPU of an island in linear modules."""
+    layout = work.attention_layout()
+    held = np.bincount(layout.rank, weights=layout.sizes, minlength=cost.ranks).astype(np.int64)
+    islands = cost.limits().islands(cost.sharding, range(cost.ranks))
+    targets = level_targets(np.zeros_like(held), 1, held, islands)
+    if np.array_equal(targets, held):
+        return work
+    return replace(work, linear=rebalanced(layout, targets, cost.node_size, islands))

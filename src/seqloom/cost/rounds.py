@@ -1,0 +1,203 @@
+"""The time of a round, rank by rank, card by card: several groups per rank, local work behind rings, remapping.
+
+    exposed(g) = max(0, ring(g) - attention(g) - steps(g))         messages of a ring that its own work does not hide
+    filler     = attention of the rank's groups of one rank         which hides them instead
+    T(rank)    = fixed + sum of lane 0 over its groups + max(0, sum of exposed - filler),
+                 and not below parameter gather + reduction + sum of network
+
+``fixed``, gather and reduction count once, however many groups a rank has. For a rank in one group all this is
+`Parts.total_ns`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from seqloom.cost.reach import card_load
+from seqloom.cost.values import LANES, Parts, Variant
+from seqloom.plan import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from seqloom.cost.model import CostModel
+    from seqloom.cost.remapping import Remapping
+    from seqloom.plan import Work
+
+NAMES = tuple(field.name for field in fields(Parts))
+"""The parts, in the order of the columns of every table of parts."""
+ONCE = ("fixed", "gather", "reduce")
+"""Parts that a rank has once in a round."""
+BY_RANK = ("linear", "head", "remap")
+"""Parts that follow the linear layout where a round has one, not the groups."""
+
+
+class StageShare(NamedTuple):
+    """What a stage of a pipeline has of the whole model."""
+
+    layers: int
+    of: int
+    head: bool
+
+    def scale(self, table: np.ndarray) -> np.ndarray:
+        """Parts of the stage, in a table of columns `NAMES`: by its layers; the vocabulary projection all or nothing.
+
+        What a round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
+        """
+        own = table * self.layers // self.of
+        head = NAMES.index("head")
+        own[:, head] = table[:, head] if self.head else 0
+        return own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundTimes:
+    """One round (or one stage's share of it). ns, int64. Members are pairs of a group and one of its ranks.
+
+    Members come in the order of the groups; a rank that only has tokens in linear layers is a member with group -1.
+    """
+
+    parts: np.ndarray  # [ranks, len(NAMES)] summed over the rank's groups
+    rank_ns: np.ndarray  # [ranks] forward and backward; 0 for ranks without work
+    nic_ns: np.ndarray  # [nodes, nics] how long each card is taken, by all groups together
+    link_ns: np.ndarray  # [ranks] how long each NVLink port is taken
+    member_rank: np.ndarray  # [members]
+    member_group: np.ndarray  # [members] index in `Work.groups`
+    member_ns: np.ndarray  # [members] a rank's members add up to its `rank_ns`
+
+    def part(self, name: str) -> np.ndarray:
+        """int64[ranks] ns of one part, as named in `Parts`."""
+        return self.parts[:, NAMES.index(name)]
+
+    def joined_ns(self, ranks: Iterable[int]) -> int:
+        """Time of ranks in lock step: the longest of them, and no less than their nodes' cards and links are taken."""
+        chosen = np.fromiter(set(ranks), dtype=np.int64)
+        nodes = np.unique(chosen // (len(self.rank_ns) // len(self.nic_ns)))
+        taken = max(int(self.nic_ns[nodes].max()), int(self.link_ns[chosen].max()))
+        return max(int(self.rank_ns[chosen].max()), taken)
+
+
+def round_times(cost: CostModel, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+    """Price a round; see `CostModel.round_times`."""
+    groups = [[getattr(parts, name) for name in NAMES] for parts in cost.groups_parts(work.groups, variant)]
+    table = np.array(groups, dtype=np.int64).reshape(-1, len(NAMES))
+    degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
+    group = np.repeat(np.arange(len(degrees)), degrees)
+    rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
+    cards = _card_ns(cost, work, variant, table[:, NAMES.index("network")])
+    links = np.zeros(cost.ranks, dtype=np.int64)
+    by_rank = None
+    if work.linear is not None:
+        by_rank, remap = _by_rank(cost, work, variant)
+        cards, links = cards + remap.card, links + remap.link
+        idle = np.setdiff1d(np.flatnonzero(by_rank.any(axis=1)), rank)
+        alone = cost.group_parts(Group((0,), 1, 1, ()), variant)
+        lone = np.array([getattr(alone, name) for name in NAMES], dtype=np.int64)
+        table = np.concatenate([table, lone[None, :]])  # the last row: a group of nothing
+        table[:, _columns(BY_RANK)] = 0
+        group = np.concatenate([group, np.full(len(idle), len(table) - 1)])
+        rank = np.concatenate([rank, idle])
+        degrees = np.append(degrees, 0)
+    if stage is not None:
+        table = stage.scale(table)
+        cards, links = (taken * stage.layers // stage.of for taken in (cards, links))
+        by_rank = None if by_rank is None else stage.scale(by_rank)
+    parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
+    np.add.at(parts, rank, table[group])
+    once = _columns(ONCE)
+    parts[:, once] = 0
+    np.maximum.at(parts, (rank[:, None], np.array(once)[None, :]), table[group][:, once])
+    if by_rank is not None:
+        parts += by_rank
+    rank_ns, member_ns = _compose(parts, table, rank, group, degrees == 1)
+    links = links + parts[:, NAMES.index("link")]
+    group = np.where(degrees[group] > 0, group, -1)
+    return RoundTimes(parts, rank_ns, cards, links, rank, group, member_ns)
+
+
+def _columns(names: Iterable[str]) -> list[int]:
+    return [NAMES.index(name) for name in names]
+
+
+def _compose(
+    parts: np.ndarray, table: np.ndarray, rank: np.ndarray, group: np.ndarray, local: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[ranks], int64[members]) ns by the formula above.
+
+    What a rank has once is its first member's, what no filler hides that of the ring it belongs to (fillers hide the
+    first rings first), and waiting for the network that of the last member.
+    """
+    column = {name: table[:, NAMES.index(name)] for name in NAMES}
+    serial = table[:, _columns(name for name in LANES[0] if name not in ONCE)].sum(axis=1)
+    exposed = np.maximum(column["ring"] - column["attention"] - column["steps"], 0)
+    filler = np.zeros(len(parts), dtype=np.int64)
+    np.add.at(filler, rank, np.where(local, column["attention"], 0)[group])
+    order = np.argsort(rank, kind="stable")
+    first = np.append(True, rank[order][1:] != rank[order][:-1]) if len(order) else np.zeros(0, dtype=bool)
+    before, upto = _running(exposed[group][order], first)
+    hidden = filler[rank[order]]
+    member = serial[group][order] + np.maximum(upto - hidden, 0) - np.maximum(before - hidden, 0)
+    own = parts[:, _columns(("fixed", *BY_RANK))].sum(axis=1)
+    of_groups = np.zeros(len(parts), dtype=np.int64)
+    np.add.at(of_groups, rank, table[:, _columns(BY_RANK)].sum(axis=1)[group])
+    member[first] += (own - of_groups)[rank[order][first]]
+    total = np.zeros(len(parts), dtype=np.int64)
+    np.add.at(total, rank[order], member)
+    floor = parts[:, _columns(LANES[2])].sum(axis=1)
+    last = np.append(first[1:], True) if len(first) else first
+    member[last] += np.maximum(floor - total, 0)[rank[order][last]]
+    member_ns = np.empty_like(member)
+    member_ns[order] = member
+    return np.where(np.isin(np.arange(len(parts)), rank), np.maximum(total, floor), 0), member_ns
+
+
+def _running(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums within every run that begins at `first`: before each entry, and with it."""
+    upto = np.cumsum(values)
+    start = np.flatnonzero(first)
+    base = np.repeat((upto - values)[start], np.diff(np.append(start, len(values))))
+    return upto - values - base, upto - base
+
+
+def _by_rank(cost: CostModel, work: Work, variant: Variant) -> tuple[np.ndarray, Remapping]:
+    """(int64[ranks, len(NAMES)] linear, head and remap of a round with a linear layout, its remapping)."""
+    layouts = (work.linear_layout(), work.attention_layout())
+    held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in layouts])
+    parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
+    for name, rates in cost.engine.layout_rates(variant, work.remap).items():
+        parts[:, NAMES.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
+    remap = cost.engine.remapping(work)
+    parts[:, NAMES.index("remap")] = np.where(held.any(axis=0), remap.time, 0)
+    return parts, remap
+
+
+def _card_ns(cost: CostModel, work: Work, variant: Variant, network: np.ndarray) -> np.ndarray:
+    """int64[nodes, nics]: how long the groups of a round take each card. Direct traffic is the sender's own card's."""
+    cluster = cost.cluster
+    taken = np.zeros((cluster.nodes, cluster.nics_per_node), dtype=np.int64)
+    for k in np.flatnonzero(network):
+        group = work.groups[k]
+        shape, reach = cost.place(group)
+        heads, keys = (flow.network for flow in cost.engine.flows(shape, variant, reach))
+        load = card_load(group.ranks, shape, cluster.nic_of_gpu, group.route if shape.routed else None)
+        share = (heads * load.ulysses + keys * load.sharing) / (heads + keys)
+        taken[load.node, load.card] += (int(network[k]) * share).astype(np.int64)
+    return taken
+
+
+def tokens_on_ranks(cost: CostModel, work: Work) -> np.ndarray:
+    """int64[ranks]: tokens that every rank holds, in whole granules and evenly over its groups.
+
+    Several groups add up; where linear layers have a layout of their own, the larger of both counts.
+    """
+    tokens = np.zeros(cost.ranks, dtype=np.int64)
+    for group in work.groups:
+        edges = np.array([(span.start, span.stop) for span in group.spans], dtype=np.int64).reshape(-1, 2)
+        held = int((cost.tokens(edges[:, 1]) - cost.tokens(edges[:, 0])).sum())
+        tokens[list(group.ranks)] += -(-held // group.degree)
+    if work.linear is None:
+        return tokens
+    return np.maximum(tokens, np.bincount(work.linear.rank, work.linear.sizes, cost.ranks).astype(np.int64))
