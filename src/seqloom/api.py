@@ -73,8 +73,8 @@ def plan(
 
     Args:
         lengths: tokens of every sequence of the batch; a sequence's id in the plan is its index here.
-        planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``exact``
-            or ``auto``, the best of all.
+        planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
+            ``exact`` or ``auto``, the best of all.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 

@@ -46,7 +46,7 @@ def compare(
     model: ModelName,
     profile: ProfileName = None,
     sharding: ShardingName = "full",
-    planners: Planners = "static,adaptive,flex,auto",
+    planners: Planners = "static,adaptive,flex,zones,auto",
     batch_size: BatchSize = 512,
     batches: Batches = 1,
     skip: Skip = 0,

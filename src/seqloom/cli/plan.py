@@ -35,14 +35,16 @@ if TYPE_CHECKING:
     from seqloom.cli.outcome import Outcome
     from seqloom.cli.workload import Source, Workload
     from seqloom.cost import CostModel
+    from seqloom.planners.explain import Explanation
 
 DEFAULT_SIZE = 512
 
 Planner = Annotated[
     str,
-    typer.Option("--planner", help="static (static:64 fixes the degree), adaptive, flexsp, flex, exact, auto."),
+    typer.Option("--planner", help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, exact, auto."),
 ]
 Size = Annotated[int | None, typer.Option("--batch-size", help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]
+Explain = Annotated[bool, typer.Option("--explain", help="Say for each class of documents why it is placed so.")]
 Tokens = Annotated[
     int | None,
     typer.Option("--tokens-per-batch", help="Instead: as many whole sequences as fit in this many tokens."),
@@ -68,6 +70,7 @@ def plan(
     seed: Seed = 0,
     json: AsJson = False,
     view: Draw = False,
+    explain: Explain = False,
 ) -> None:
     """Plan one batch, price the plan and say how far it is from the bound.
 
@@ -96,9 +99,12 @@ def plan(
             "made_by": outcome.plan.planner,
             "out": None if out is None else str(out),
         }
-        print_json(setting(cost) | workload.described() | outcome.described() | asked)
+        reasons = {"explanation": explained(cost, outcome).as_dict()} if explain else {}
+        print_json(setting(cost) | workload.described() | outcome.described() | asked | reasons)
     else:
         _print_plan(cost, workload, outcome, view)
+        if explain:
+            _print_reasons(cost, outcome)
         _print_end(planner, outcome, out)
     if picture is not None:
         from seqloom.view import save_picture
@@ -118,6 +124,25 @@ def one_batch(source: Source, size: int | None, tokens: int | None, skip: int) -
             "a batch ends at one of them, leave the other out"
         )
     return Workload.by_tokens(source, tokens, skip=skip)
+
+
+def explained(cost: CostModel, outcome: Outcome) -> Explanation:
+    """Why the plan places documents as it does."""
+    from seqloom.planners.explain import explain
+
+    return explain(outcome.plan, cost)
+
+
+def _print_reasons(cost: CostModel, outcome: Outcome) -> None:
+    from rich.console import Console
+
+    from seqloom.view import bounds_lines, explanation_table
+
+    reasons = explained(cost, outcome)
+    console = Console(highlight=False)
+    console.print(explanation_table(reasons))
+    for line in bounds_lines(reasons):
+        console.print(line)
 
 
 def _print_plan(cost: CostModel, workload: Workload, outcome: Outcome, view: bool) -> None:

@@ -147,22 +147,25 @@ class CostModel:
         exact = np.asarray(lengths, dtype=np.int64)
         return -(-exact // self.granule) * self.granule
 
-    def tables(self, lengths: Sequence[int] | np.ndarray, variant: Variant) -> CostTables:
-        """Everything planners compare, for documents of these lengths."""
+    def tables(
+        self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[Shape] | None = None
+    ) -> CostTables:
+        """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
         self._check(variant)
         tokens = self.tokens(np.asarray(lengths))
-        places = [(shape, self._aligned(shape)) for shape in self.shapes]
+        shapes = self.shapes if shapes is None else tuple(shapes)
+        places = [(shape, self._aligned(shape)) for shape in shapes]
         cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
         for name, values in self._documents(tokens, places, variant).items():
             for lane, members in enumerate(LANES):
                 if name in members:
                     cost[lane] += values
-        whole = [not shape.hides for shape in self.shapes]
+        whole = [not shape.hides for shape in shapes]
         cost[1, whole] = 0  # without a ring that lane is never the longest
         fixed = [Parts(**self._fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
         return CostTables(
-            shapes=self.shapes,
-            degree=np.array([shape.degree for shape in self.shapes], dtype=np.int64),
+            shapes=shapes,
+            degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
             cost=cost,
             fixed=np.array(fixed, dtype=np.int64).T.copy(),
             tokens=tokens,

@@ -14,7 +14,7 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Plan
 
-PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "exact", "auto")
+PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "exact", "auto")
 
 RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
 """Published planners to compare with; ``auto`` does not ask them."""
@@ -47,6 +47,10 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.flex import plan_flex
 
         return plan_flex
+    if name == "zones":
+        from seqloom.planners.zones import plan_zones
+
+        return plan_zones
     if name == "exact":
         from seqloom.planners.exact import plan_exact
 

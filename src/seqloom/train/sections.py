@@ -125,7 +125,7 @@ class Planning:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     planner: str = "auto"
-    """static (static:4 fixes the degree), adaptive, flexsp, flex, exact or auto."""
+    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact or auto."""
     cluster: str = "auto"
     """A preset, a spelling such as 2x8xH200, or a file; auto: what the processes run on."""
     profile: str | None = None

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from seqloom.view.explanation import bounds_lines, explanation_table
 from seqloom.view.picture import save_picture
 from seqloom.view.terminal import comparison_table, gantt, length_histogram, plan_table
 
-__all__ = ["comparison_table", "gantt", "length_histogram", "plan_table", "save_picture"]
+__all__ = [
+    "bounds_lines",
+    "comparison_table",
+    "explanation_table",
+    "gantt",
+    "length_histogram",
+    "plan_table",
+    "save_picture",
+]
