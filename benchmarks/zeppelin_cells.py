@@ -15,15 +15,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from seqloom.api import cost_model, lower_bound
 from seqloom.cost import CostModel, Shape
+from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.describe import sample
 from seqloom.plan import Plan
-from seqloom.planners import PLANNERS, RIVALS, make_plan, plan_batches
+from seqloom.planners import RIVALS, make_plan, plan_batches
 from seqloom.planners.rivals import plan_te_cp, plan_zeppelin
 from seqloom.simulate import simulate
 
@@ -33,7 +34,7 @@ DATA = {"ArXiv": "arxiv", "GitHub": "github", "ProLong": "prolong-64k"}
 GPUS = (16, 32, 64, 128)
 TOKENS = 4096
 """Of a step, per GPU."""
-OURS = tuple(name for name in ("flex", "zones", "auto") if name in PLANNERS)
+OURS = ("flex", "zones", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,9 @@ def own_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
 
 
 def with_shapes(cost: CostModel, keep: Callable[[Shape], bool]) -> CostModel:
-    """The same cost model with fewer shapes for planners to choose from."""
+    """The same cost model with fewer shapes for planners to choose from, chosen among those as usual."""
     fewer = copy.copy(cost)
-    fewer.shapes = tuple(shape for shape in cost.shapes if keep(shape))
+    fewer.shapes = tuple(shape for shape in cost.engine.shapes if keep(shape))
+    useful = [useful_shapes(partial(fewer.tables, variant=variant)) for variant in cost.variants]
+    fewer.shapes = ordered(shape for shapes in useful for shape in shapes)
     return fewer
