@@ -1,9 +1,9 @@
 """Zeppelin's evaluation, simulated: its three clusters, four LLaMA models, three kinds of data, 16 to 128 GPUs.
 
 All figures are simulated step times under our profiles; none is measured. First the rival is put to the test: Zeppelin
-as published (our implementation, `planners/rivals/zeppelin.py`) against ring context parallelism over everything, beside
-its published average and ablation. Where these are missed by more than 20 % the verdict is "not validated". Then our
-planners against the fastest rival and the proven lower bound, cell by cell. `zeppelin_cells.py` says what a cell is.
+as published (our implementation, `planners/rivals/zeppelin.py`) against ring context parallelism over everything,
+beside its published average and ablation. Where these are missed by more than 20 % the verdict is "not validated". Then
+our planners against the fastest rival and the proven lower bound, cell by cell: see `zeppelin_cells.py`.
 """
 
 from __future__ import annotations

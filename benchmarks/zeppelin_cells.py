@@ -2,11 +2,11 @@
 
 Fixed before any run, from what is known of the published set-up (64K tokens on 16 GPUs in its timelines):
 
-- a step has 4,096 tokens per GPU, so 64K on 16 GPUs and 512K on 128; documents in the order in which they are drawn, the
-  last one cut where the step is full; one longer than the whole step is left out
-- memory 0.9 of the device's; parameters and optimiser sharded over all GPUs, where the authors split the 13B and the 30B
-  by tensor parallelism
-- LLaMA 7B, 13B and 30B as published in 2023, 3B as OpenLLaMA has it (26 layers, width 3,200); all without grouped heads
+- a step has 4,096 tokens per GPU, so 64K on 16 GPUs and 512K on 128; documents in the order in which they are drawn,
+  the last one cut where the step is full; one longer than the whole step is left out
+- memory is 0.9 of the device's; parameters and optimiser are sharded over all GPUs, where the authors split the 13B and
+  the 30B by tensor parallelism
+- LLaMA 7B, 13B and 30B as published in 2023, 3B as OpenLLaMA has it (26 layers, width 3,200): no grouped heads
 - ArXiv and GitHub lengths are stand-ins; ProLong is the 64K workload of the DistCA release
 """
 
@@ -57,7 +57,7 @@ class Cell:
         drawn = sample(DATA[self.data], count * room // 512, seed=seed, max_length=room)
         full = room * np.arange(1, count + 1)
         ends = np.union1d(np.cumsum(drawn), full)
-        return [piece[piece > 0] for piece in np.split(np.diff(ends, prepend=0), np.searchsorted(ends, full) + 1)[:count]]
+        return np.split(np.diff(ends, prepend=0), np.searchsorted(ends, full) + 1)[:count]
 
 
 @cache
