@@ -86,6 +86,11 @@ def test_cells_cross_once_between_proxies_and_loads_are_even(case: tuple[Move, R
             assert max(shares) - min(shares) <= 1
     assert set(crossed) == needed
     assert set(crossed.values()) <= {1}
+    for target in {node for _, node in carried}:
+        senders = {rank // node_size for rank, node in carried if node == target}
+        places = {rank % node_size for rank in route.proxies}
+        loads = [sum(carried[node * node_size + place, target] for node in senders) for place in places]
+        assert max(loads) - min(loads) <= len(senders)
     for source in {rank // node_size for rank, _ in carried}:
         proxies = [rank for rank in route.proxies if rank // node_size == source]
         totals = [sent[rank] for rank in proxies]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from seqloom.cost.remapping import Remapping
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import GroupFamily, Remap, Route, Work
+    from seqloom.plan import GroupFamily, Layout, Remap, Route, Work
 
 MIB = 1024 * 1024
 GI = 1024 * MIB
@@ -113,7 +113,7 @@ class AdditiveEngine:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
         raise self._no_layouts()
 
-    def remapping(self, work: Work) -> Remapping:
+    def remapping(self, work: Work, attention: Layout, linear: Layout) -> Remapping:
         """Price the change between the two layouts of a round."""
         raise self._no_layouts()
 

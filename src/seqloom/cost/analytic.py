@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
     from seqloom.cost.reach import Reach
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import GroupFamily, Work
+    from seqloom.plan import GroupFamily, Layout, Work
 
 GIB = 1024**3
 DEFAULT_CONTEXT = 384 * 1024  # sizes a learned position table when no longest sequence is given
@@ -118,9 +118,9 @@ class AnalyticEngine:
         moved = self.compute.feed_forward(variant.checkpoint)
         return {"linear": (moved, linear - moved), "head": (0.0, head)}
 
-    def remapping(self, work: Work) -> Remapping:
+    def remapping(self, work: Work, attention: Layout, linear: Layout) -> Remapping:
         """Price the change between the two layouts of a round."""
-        return Remapping.of(work, self.links)
+        return Remapping.of(work, attention, linear, self.links)
 
     def route(self, shape: Shape, ranks: Sequence[int], tokens: int) -> Route | None:
         """How the keys and values of a routed shape cross nodes; None where there is nothing to spread.

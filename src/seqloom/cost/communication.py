@@ -186,9 +186,7 @@ class Communication:
         return self.cluster.intra.gb_s * getattr(self.profile.intra, kind).efficiency
 
     def _card_gb_s(self, kind: str) -> float:
-        """Bandwidth of the NIC near a GPU; of several, where there are more of them than GPUs."""
-        share = max(1.0, self.cluster.nics_per_node / self.cluster.gpus_per_node)
-        return self.cluster.nic.gb_s * getattr(self.profile.network, kind).efficiency * share
+        return self.cluster.nic.gb_s * getattr(self.profile.network, kind).efficiency
 
     def _node_gb_s(self) -> float:
         """Network bandwidth of a whole node in collectives."""

@@ -14,7 +14,7 @@ from seqloom.plan import Checkpoint, Remap, move_between
 if TYPE_CHECKING:
     from seqloom.cost.communication import Communication
     from seqloom.describe import ModelSpec
-    from seqloom.plan import Work
+    from seqloom.plan import Layout, Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class Remapping:
     link: np.ndarray  # int64[ranks] how long each NVLink port is taken
 
     @classmethod
-    def of(cls, work: Work, links: Communication) -> Remapping:
+    def of(cls, work: Work, attention: Layout, linear: Layout, links: Communication) -> Remapping:
         """Price the move from the attention layout of a round to its linear layout, and back, in every layer.
 
         Half of the bytes go each way, so that a card is taken for the mean of what it sends and receives, and an
@@ -34,7 +34,7 @@ class Remapping:
         """
         cluster = links.cluster
         ranks, size = cluster.ranks, cluster.gpus_per_node
-        move = move_between(work.attention_layout(), work.linear_layout(), node_size=size)
+        move = move_between(attention, linear, node_size=size)
         ends, tokens = np.stack([move.sender, move.receiver]), move.sizes
         inside = move.remote & (move.sender // size == move.receiver // size)
         across = move.remote & ~inside

@@ -164,12 +164,12 @@ def _running(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _by_rank(cost: CostModel, work: Work, variant: Variant) -> tuple[np.ndarray, Remapping]:
     """(int64[ranks, len(NAMES)] linear, head and remap of a round with a linear layout, its remapping)."""
-    layouts = (work.linear_layout(), work.attention_layout())
-    held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in layouts])
+    linear, attention = work.linear_layout(), work.attention_layout()
+    held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in (linear, attention)])
     parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
     for name, rates in cost.engine.layout_rates(variant, work.remap).items():
         parts[:, NAMES.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
-    remap = cost.engine.remapping(work)
+    remap = cost.engine.remapping(work, attention, linear)
     parts[:, NAMES.index("remap")] = np.where(held.any(axis=0), remap.time, 0)
     return parts, remap
 

@@ -95,8 +95,9 @@ def rebalanced(
         return layout
     surplus, deficit = np.maximum(held - wanted, 0), np.maximum(wanted - held, 0)
     node = np.arange(ranks) // node_size
-    leaves, enters = _spread(surplus, deficit, home, node), _spread(deficit, surplus, home, node)
-    order = np.lexsort((node, home))
+    group = np.unique(home * ranks + node, return_inverse=True)[1]  # ranks of one island and node
+    leaves, enters = _spread(surplus, deficit, group), _spread(deficit, surplus, group)
+    order = np.argsort(group, kind="stable")
     flows = [_matched(surplus - leaves, deficit - enters, order), _matched(leaves, enters, order)]
     kept = np.minimum(held, wanted)
     sender, receiver, count = (
@@ -122,11 +123,6 @@ def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
     if len(wanted) and wanted.min() < 0:
         rank = int(wanted.argmin())
         raise PlanError(f"rank {rank} shall have {wanted[rank]} tokens; a target is 0 or more")
-    numbers, code = np.unique(home, return_inverse=True)
-    sums = np.zeros((2, len(numbers)), dtype=np.int64)
-    np.add.at(sums[0], code, held)
-    np.add.at(sums[1], code, wanted)
-    wrong = np.flatnonzero(sums[0] != sums[1])
     strays = np.flatnonzero((home < 0) & (held != wanted))
     if len(strays):
         rank = strays[0]
@@ -134,36 +130,40 @@ def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
             f"rank {rank} shall have {wanted[rank]} of its {held[rank]} tokens but is in no island; "
             f"tokens move inside islands only, use {held[rank]}"
         )
+    has, shall = (_sums(tokens, home + 1) for tokens in (held, wanted))
+    wrong = np.flatnonzero(has != shall)
     if len(wrong):
-        has, shall = sums[:, wrong[0]]
         raise PlanError(
-            f"targets of island {numbers[wrong[0]]} sum up to {shall}, its ranks hold {has} tokens; "
+            f"targets of island {wrong[0] - 1} sum up to {shall[wrong[0]]}, its ranks hold {has[wrong[0]]} tokens; "
             "nothing comes from other islands, so both must be equal"
         )
 
 
-def _spread(give: Column, take: Column, home: Column, node: Column) -> Column:
-    """How much of `give` its own node cannot take, int64[ranks], spread evenly over the node's ranks that give."""
-    over = np.zeros_like(give)
-    group = np.unique(home * (int(node.max()) + 1) + node, return_inverse=True)[1]
-    order = np.argsort(group, kind="stable")
-    for ranks in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
-        rest = int(give[ranks].sum() - take[ranks].sum())
-        if rest > 0:
-            over[ranks] = _even(give[ranks], rest)
-    return over
+def _spread(give: Column, take: Column, group: Column) -> Column:
+    """How much of `give` its own group cannot take, int64[ranks], spread evenly over the group's ranks that give.
+
+    A group's level is the lowest up to which its ranks must give; ranks that have less give all of it.
+    """
+    rest = np.maximum(_sums(give - take, group), 0)
+    low, level = np.full_like(rest, -1), np.full_like(rest, give.max())  # too low, high enough
+    while (level - low > 1).any():
+        middle = (low + level) // 2
+        enough = _sums(np.minimum(give, middle[group]), group) >= rest
+        low, level = np.where(enough, low, middle), np.where(enough, middle, level)
+    over = np.minimum(give, np.maximum(level - 1, 0)[group])
+    odd = rest - _sums(over, group)
+    more = (give > over) & (level > 0)[group]
+    before = np.zeros_like(give)
+    ranks = np.flatnonzero(more)[np.argsort(group[more], kind="stable")]
+    before[ranks] = np.arange(len(ranks)) - np.searchsorted(group[ranks], group[ranks])
+    return over + (more & (before < odd[group]))
 
 
-def _even(most: Column, total: int) -> Column:
-    """Numbers up to `most` that sum up to `total`, the greatest of them as small as can be."""
-    order = np.sort(most)
-    left = np.arange(len(most), 0, -1)
-    before = np.cumsum(order) - order
-    k = int(np.argmax(before + order * left >= total))
-    level, extra = divmod(total - int(before[k]), int(left[k]))
-    even = np.minimum(most, level)
-    even[np.flatnonzero(most > level)[:extra]] += 1
-    return even
+def _sums(values: Column, group: Column) -> Column:
+    """Sum the values of every group, int64[groups]."""
+    sums = np.zeros(int(group.max()) + 1, dtype=np.int64)
+    np.add.at(sums, group, values)
+    return sums
 
 
 def _matched(give: Column, take: Column, order: Column) -> tuple[Column, Column, Column]:

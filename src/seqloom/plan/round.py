@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from seqloom.plan.group import Group
 from seqloom.plan.layout import Layout, Span
 
@@ -62,7 +64,10 @@ class Work:
         return self.attention_layout() if self.linear is None else self.linear
 
     def _derived(self) -> Layout:
-        return Layout.union(group.token_layout() for group in self.groups)
+        if not self.groups:
+            return Layout.empty()
+        parts = [group.token_columns() for group in self.groups]
+        return Layout(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Placement(NamedTuple):
     remapped: str
     """Where tokens change to another layout for linear layers; empty if nowhere."""
     reason: str
-    """cheapest; memory, time: whole it would not fit, or end late; balance: a cheaper choice would level ranks less."""
+    """cheapest; memory, time: whole it would not fit, or end late; not cheapest: for balance, or by rule."""
 
 
 class Figures(NamedTuple):
@@ -57,7 +57,7 @@ class DocumentClass:
     whole_ns: int
     """The same on one rank, whether it holds it or not."""
     next_best: str
-    """For most of them, the cheapest other shape that fits and ends in time; empty if there is none."""
+    """For most of them, the cheapest other shape that fits and ends in time; empty if there is none for any."""
     next_ns: int | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,9 +131,9 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
 
 
 def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
-    """The class of these documents; of their next best choices the most frequent one counts."""
-    [(next_best, _)] = Counter(row.next_best for row in rows).most_common(1)
-    others = [row.next_ns for row in rows if row.next_best == next_best]
+    """The class of these documents; of their next best choices the most frequent one is named."""
+    [(next_best, _)] = Counter(row.next_best for row in rows if row.next_best).most_common(1) or [("", 0)]
+    others = [row.next_ns for row in rows if row.next_best]
     return DocumentClass(
         placement=placement,
         documents=len(rows),
@@ -142,13 +142,11 @@ def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
         cost_ns=sum(row.cost_ns for row in rows) // len(rows),
         whole_ns=sum(row.whole_ns for row in rows) // len(rows),
         next_best=next_best,
-        next_ns=sum(others) // len(others) if next_best else None,
+        next_ns=sum(others) // len(others) if others else None,
     )
 
 
-def _placed(
-    work: Work, variant: Variant, round_ns: int, cost: CostModel
-) -> Iterator[tuple[Placement, Figures]]:
+def _placed(work: Work, variant: Variant, round_ns: int, cost: CostModel) -> Iterator[tuple[Placement, Figures]]:
     """Every span of a round: its placement, and what it costs there and elsewhere."""
     spans = [(span.tokens, shape_of(group), group) for group in work.groups for span in group.spans]
     used = {shape for _, shape, _ in spans}
@@ -181,4 +179,4 @@ def _reason(whole_fits: bool, whole_ends: bool, cheapest: bool) -> str:
         return "memory"
     if not whole_ends:
         return "time"
-    return "cheapest" if cheapest else "balance"
+    return "cheapest" if cheapest else "not cheapest"

@@ -118,7 +118,7 @@ def plan_batches(
 
         options["static"] = {"degree": fastest_static_degree(batches, cost)}
     for name in names:  # load, and compile where that is installed, before the clock runs
-        if parse_name(name)[0] in ("static", "adaptive", "flex", "auto") and len(batches):
+        if parse_name(name)[0] in ("static", "adaptive", "flex", "zones", "auto") and len(batches):
             make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
     results: list[dict[str, Planned]] = []
     for index, batch in enumerate(batches):

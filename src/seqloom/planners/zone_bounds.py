@@ -1,8 +1,8 @@
 """From which length on a document may be cut inside a node, and across nodes: from prices, never from constants.
 
 A cut costs rank-time: exchanges, shorter kernels, more launches. It *pays* where that is no more than the break-even,
-the share of rank-time that would otherwise be lost; it is *forced* where one rank (or one node) has not enough memory, or
-would still be at work when the round ends. The tables contain routed shapes, so a faster network lowers the bounds.
+the share of rank-time that would otherwise be lost; it is *forced* where one rank (or one node) has not enough memory,
+or would still be at work when the round ends. Routed shapes are in the tables: a faster network lowers the bounds.
 """
 
 from __future__ import annotations

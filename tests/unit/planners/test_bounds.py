@@ -9,7 +9,8 @@ from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.bounds.lock_step import lock_step_bound, rounds_needed
-from seqloom.planners.bounds.options import Options, first_feasible, longest_bound
+from seqloom.planners.bounds.options import Options, first_feasible
+from seqloom.planners.bounds.prices import price_all
 from seqloom.planners.bounds.throughput import throughput_bound
 from seqloom.planners.bounds.timeline import timeline_bound
 from seqloom.testing.brute_force import shortest_step
@@ -65,8 +66,8 @@ def test_memory_filled_to_the_brim_is_packed():
 def test_every_part_of_the_bound_is_one(seed):
     lengths, cost = case(seed)
     optimum = shortest_step(lengths, cost, cost.variants[0])
-    options = Options.of(lengths, cost, cost.variants, 0)
-    longest = longest_bound(options)
+    options = Options.of(price_all(lengths, cost, cost.variants), cost.ranks, 0)
+    longest = options.longest
     parts = [throughput_bound(options, longest), timeline_bound(options, longest), lock_step_bound([options])]
     assert longest > 0 and all(longest <= part * (1 + 1e-9) and part <= optimum * (1 + 1e-9) for part in parts)
     plan = make_plan("flex", lengths, cost)

@@ -71,3 +71,18 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
     plan = to_plan(problem, [[Seat(shape, 0, [k])] for k in range(3)], "test")
     plan.validate()
     assert [current.work[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])
+
+
+def test_groups_stand_slow_links_first():
+    cost = roomy_cost_model("3x2xH100", "qwen3-0.6b", None, "full", 0)
+    problem = Problem.of([100] * 4, cost, cost.variants[0])
+    by_degree = {shape.degree: shape for shape in problem.tables.shapes}
+    seats = [
+        Seat(by_degree[1], 0, [0]),
+        Seat(by_degree[2], 0, [1]),
+        Seat(by_degree[4], 0, [2]),
+        Seat(by_degree[1], 5, [3]),
+    ]
+    plan = to_plan(problem, [seats], "test")
+    plan.validate()
+    assert [group.ranks for group in plan.pipelines[0].rounds[0].groups] == [(0, 1, 2, 3), (0, 1), (0,), (5,)]

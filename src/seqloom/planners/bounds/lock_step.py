@@ -7,19 +7,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from seqloom.planners.bounds.options import Options, densest_work, longest_bound, needs_all_ranks, whole_rounds
-from seqloom.planners.bounds.roundings import PRECISION, ROUNDINGS
-from seqloom.planners.bounds.timeline import tuned_share
+from seqloom.planners.bounds.options import Block, Options, densest_work
+from seqloom.planners.bounds.roundings import PRECISION, ROUNDINGS, Rounding
+from seqloom.planners.bounds.timeline import IDENTITY, places, tuned_rounding
 from seqloom.planners.fill import NEVER
 
 
 def rounds_needed(options: Options) -> int:
     """Rounds that the whole cluster needs at least, by memory."""
-    least = options.tokens.sum() / (options.ranks * options.capacity)
-    fits = options.alone < float(NEVER)
+    least = float(options.tokens.sum()) / (options.ranks * options.capacity)
     for rounding in ROUNDINGS:
-        filled = np.where(fits, options.degree * np.minimum(rounding(options.share), 1.0), np.inf).min(axis=0)
-        least = max(least, filled.sum() / options.ranks)
+
+        def filled(block: Block) -> np.ndarray:
+            return np.where(block.alone < float(NEVER), places(block, rounding), np.inf)  # noqa: B023
+
+        least = max(least, float(options.least(filled).sum()) / options.ranks)
     return max(1, int(np.ceil(least * (1 - PRECISION))))
 
 
@@ -29,13 +31,13 @@ def lock_step_bound(lanes: Sequence[Options]) -> float:
     Lanes are looked at together, since they share the number of rounds: few rounds crowd the memory, which costs
     recomputation or wider groups in one lane; many rounds gather parameters more often in another.
     """
-    shares = [tuned_share(lane, float(NEVER)) for lane in lanes]
-    freely = [_best_compromise(lane, share, None) for lane, share in zip(lanes, shares, strict=True)]
-    bases = [float(lane.fixed.min()) for lane in lanes]
+    roundings = [tuned_rounding(lane, float(NEVER)) for lane in lanes]
+    freely = [_best_compromise(lane, IDENTITY, None) for lane in lanes]
+    bases = [lane.once for lane in lanes]
     best = np.inf
     rounds = max(rounds_needed(lane) for lane in lanes)
     while max(rounds * base + net for base, net in zip(bases, freely, strict=True)) < best:
-        crowded = [_best_compromise(lane, share, rounds) for lane, share in zip(lanes, shares, strict=True)]
+        crowded = [_best_compromise(lane, rounding, rounds) for lane, rounding in zip(lanes, roundings, strict=True)]
         best = min(best, max(rounds * base + net for base, net in zip(bases, crowded, strict=True)))
         rounds += 1
         if rounds * max(bases) == 0:
@@ -43,21 +45,20 @@ def lock_step_bound(lanes: Sequence[Options]) -> float:
     return best
 
 
-def _best_compromise(options: Options, share: np.ndarray, rounds: int | None) -> float:
+def _best_compromise(options: Options, rounding: Rounding, rounds: int | None) -> float:
     """Least net time of all rounds over every length of the longest one.
 
     Branch and bound over the times at which a document gains a degree: between two of them nothing changes.
     """
-    base, least = float(options.fixed.min()), longest_bound(options)
-    times = np.unique(options.alone[(options.alone >= least) & (options.alone < float(NEVER))])
+    times = np.unique(np.concatenate([block.alone.ravel() for block in options.blocks]))
+    times = times[(times >= options.longest) & (times < float(NEVER))]
     ranges = [(0, len(times))]  # the longest round ends at one of times[first:last]
     queue: list[tuple[float, int, int]] = []
     while True:
         for first, last in ranges:
-            open_to = options.alone <= times[last - 1]
-            bound = _long_round(options, open_to, times[first] - base)
+            bound = _long_round(options, times[last - 1], times[first] - options.once)
             if rounds is not None:
-                bound = max(bound, _crowded_rounds(options, open_to, share, rounds))
+                bound = max(bound, _crowded_rounds(options, times[last - 1], rounding, rounds))
             heapq.heappush(queue, (bound, first, last))
         bound, first, last = heapq.heappop(queue)
         if last - first == 1:
@@ -66,34 +67,30 @@ def _best_compromise(options: Options, share: np.ndarray, rounds: int | None) ->
         ranges = [(first, middle), (middle, last)]
 
 
-def _long_round(options: Options, open_to: np.ndarray, longest: float) -> float:
-    """Net time of all rounds if the longest takes ``longest`` or more and documents may run as ``open_to`` says.
+def _long_round(options: Options, until: float, longest: float) -> float:
+    """Net time of all rounds if the longest takes ``longest`` or more and documents run in ways that take ``until``.
 
     That round does at most ``ranks x longest`` of the work, and at most the densest work that fits into one round's
     memory; the other rounds do the rest.
     """
-    work = np.where(open_to, options.degree * options.cost, np.inf).min(axis=0)
+    work = options.least_work(until)
     densest = densest_work(work, options.tokens, options.ranks * options.capacity)
     rest = work.sum() - min(options.ranks * longest, densest)
     return longest + max(0.0, float(rest)) / options.ranks
 
 
-def _crowded_rounds(options: Options, open_to: np.ndarray, share: np.ndarray, rounds: int) -> float:
-    """Net time of this many rounds, each of which has only ``ranks`` places for groups.
+def _crowded_rounds(options: Options, until: float, rounding: Rounding, rounds: int) -> float:
+    """Net time of this many rounds, each of which has only the memory of ``ranks`` ranks.
 
-    A document at degree ``d`` fills its share of ``d`` places. Documents that need the whole cluster take whole rounds;
-    others may join those, but then at that degree and its price. Lagrangian relaxation: at any price per place, work
-    plus places filled, less the places there are, is a bound on the work.
+    Lagrangian relaxation: at any price per rank's memory, work plus memory filled, less the memory there is, is a
+    bound on the work.
     """
-    taken = whole_rounds(options, needs_all_ranks(options, open_to))
-    filled = options.degree * share
-    if taken:
-        filled[options.degree[:, 0] == options.ranks] = 0.0
-    work = np.where(open_to, options.degree * options.cost, np.inf)
-    mean = float(work.min(axis=0).sum()) / (options.ranks * rounds)
-    prices = np.concatenate([float(options.fixed.min()) * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
+    mean = float(options.least_work(until).sum()) / (options.ranks * rounds)
+    prices = np.concatenate([options.once * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
+    work = [np.where(block.open_until(until), block.work, np.inf) for block in options.blocks]
+    filled = [places(block, rounding) for block in options.blocks]
     bound = 0.0
     for price in prices:
-        priced = float((work + price * filled).min(axis=0).sum())
-        bound = max(bound, priced - price * options.ranks * (rounds - taken))
+        priced = sum(float((w + price * f).min(axis=0).sum()) for w, f in zip(work, filled, strict=True))
+        bound = max(bound, priced - price * options.ranks * rounds)
     return bound / options.ranks

@@ -12,31 +12,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.planners.bounds.prices import Prices
 
 MOST_ROUNDS = 12
 """Plans of more rounds are left to the other parts of the bound."""
 
 
-def mixture_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> float:
+def mixture_bound(prices: Sequence[Prices], ranks: int) -> float:
     """ns that no plan beats whose rounds, all over the whole cluster, each use one of these variants."""
-    tables = [cost.tables(lengths, variant) for variant in variants]
-    tokens = float(tables[0].tokens.sum())
-    held = np.array([float(t.capacity * cost.ranks) for t in tables])  # tokens of one round
-    fixed = np.array([[float(t.fixed[lane].min()) for t in tables] for lane in range(3)])
-    work = np.stack([(t.cost * t.degree[:, None]).min(axis=1) for t in tables]).astype(float)  # [V, L, n]
+    tokens = float(prices[0].tokens.sum())
+    held = np.array([p.capacity * ranks for p in prices])  # tokens of one round
+    fixed = np.stack([p.once for p in prices], axis=1)  # [L, V]
+    work = np.stack([(p.cost * p.degree[:, None]).min(axis=1) for p in prices])  # [V, L, n]
     slowest = work.max(axis=0)
-    saved = ((slowest - work) / tables[0].tokens).max(axis=2).T  # [L, V] ns per token in a round of that variant
+    saved = ((slowest - work) / prices[0].tokens).max(axis=2).T  # [L, V] ns per token in a round of that variant
     best = np.inf
     for rounds in range(1, MOST_ROUNDS + 1):
         if rounds * fixed.min(axis=1).max() >= best:
             return best
-        for choice in itertools.combinations_with_replacement(range(len(tables)), rounds):
-            count = np.bincount(choice, minlength=len(tables))
+        for choice in itertools.combinations_with_replacement(range(len(prices)), rounds):
+            count = np.bincount(choice, minlength=len(prices))
             if count @ held < tokens:
                 continue  # these rounds do not hold the batch
             kept = _most_saved(saved, count * held, tokens)
-            best = min(best, float((fixed @ count + (slowest.sum(axis=1) - kept) / cost.ranks).max()))
+            best = min(best, float((fixed @ count + (slowest.sum(axis=1) - kept) / ranks).max()))
     return min(best, float((MOST_ROUNDS + 1) * fixed.min(axis=1).max()))
 
 

@@ -4,81 +4,126 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
-from seqloom.planners.bounds.roundings import PRECISION, ROUNDINGS
+from seqloom.planners.bounds.prices import Prices
+from seqloom.planners.bounds.roundings import NEGLIGIBLE, PRECISION
 from seqloom.planners.fill import NEVER
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
-    """Every way to run a document, under all variants a plan may mix: ``O`` ways, ``n`` documents, one lane. ns."""
+class Block:
+    """Documents with the same ways to run: ``O`` ways, ``m`` documents, one lane. ns."""
 
     degree: np.ndarray
     """float64[O, 1]"""
+    once: np.ndarray
+    """float64[O, 1]: what a round costs a rank."""
+    extra: np.ndarray
+    """float64[O, 1]: what the group costs each of its ranks before any document."""
     cost: np.ndarray
-    """float64[O, n]: what the document adds to its group."""
-    fixed: np.ndarray
-    """float64[O, 1]: what the group costs before it."""
+    """float64[O, m]: what the document adds to each of its ranks."""
+    pool: np.ndarray
+    """float64[O, m]: of that, what other ranks may take over."""
     alone: np.ndarray
-    """float64[O, n]: time of a group with this document only, over all lanes; NEVER where memory does not hold it."""
+    """float64[O, m]: least time of a round with this document; NEVER where memory does not hold it."""
     share: np.ndarray
-    """float64[O, n]: part of the group's memory that the document fills."""
+    """float64[O, m]: part of a rank's memory that the document fills, on each of its ranks."""
     tokens: np.ndarray
-    """float64[n]"""
-    capacity: float
-    """Tokens a rank holds in one round, in the variant that holds most."""
-    ranks: int
-    island: int
+    """float64[m]"""
 
-    @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant], lane: int) -> Options:
-        """Price the documents in every shape under each of the variants."""
-        tables = [cost.tables(lengths, variant) for variant in variants]
-        degrees = np.unique(tables[0].degree)
-        degree = np.tile(degrees, len(tables)).astype(float)[:, None]
-        room = degree * np.repeat([float(t.capacity) for t in tables], len(degrees))[:, None]
-        tokens = tables[0].tokens.astype(float)
+    @cached_property
+    def work(self) -> np.ndarray:
+        """float64[O, m]: what the document costs all its ranks together."""
+        return self.degree * self.cost
 
-        def cheapest(values: list[np.ndarray]) -> np.ndarray:
-            """The best shape of every degree, variant by variant: one row for what was one per shape."""
-            return np.concatenate(
-                [[v[t.degree == d].min(axis=0) for d in degrees] for v, t in zip(values, tables, strict=True)]
-            ).astype(float)
+    def open_until(self, step: float) -> np.ndarray:
+        """bool[O, m]: ways that finish in a step of this length."""
+        return self.alone <= step * (1 + PRECISION)
 
-        alone = cheapest([(t.cost + t.fixed[:, :, None]).max(axis=0) for t in tables])
-        return cls(
-            degree=degree,
-            cost=cheapest([t.cost[lane] for t in tables]),
-            fixed=cheapest([t.fixed[lane][:, None] for t in tables]),
-            alone=np.where(tokens <= room, alone, float(NEVER)),
-            share=tokens / room,
-            tokens=tokens,
-            capacity=float(max(t.capacity for t in tables)),
-            ranks=cost.ranks,
-            island=cost.island_size,
+    def part(self, ways: np.ndarray, documents: np.ndarray) -> Block:
+        """Some ways of some documents."""
+        rows = (self.degree, self.once, self.extra)
+        both = (self.cost, self.pool, self.alone, self.share)
+        return Block(
+            *(value[ways] for value in rows), *(value[ways][:, documents] for value in both), self.tokens[documents]
         )
 
 
-def longest_bound(options: Options) -> float:
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Every way to run the documents of a batch, under all variants a plan may mix, in one lane. ns."""
+
+    blocks: tuple[Block, ...]
+    once: float
+    """Least that a round costs a rank."""
+    density: float
+    """Least that a token costs the rank that computes its linear part."""
+    capacity: float
+    """Tokens a rank holds in one round, in the variant that holds most."""
+    ranks: int
+    longest: float
     """No step is shorter than its most demanding document, run as fast as it can be."""
-    return float(options.alone.min(axis=0).max())
+
+    @classmethod
+    def of(cls, prices: Sequence[Prices], ranks: int, lane: int) -> Options:
+        """One lane of the priced variants; documents that are best off on one rank in any case have no other way."""
+        tokens = prices[0].tokens
+        alone = np.concatenate([p.alone for p in prices])
+        every = Block(
+            degree=np.concatenate([p.degree for p in prices])[:, None],
+            once=np.concatenate([np.full(len(p.degree), p.once[lane]) for p in prices])[:, None],
+            extra=np.concatenate([p.extra[lane] for p in prices])[:, None],
+            cost=np.concatenate([p.cost[lane] for p in prices]),
+            pool=np.concatenate([p.pool if lane < 2 else np.zeros_like(p.pool) for p in prices]),
+            alone=alone,
+            share=np.concatenate([tokens / (p.degree[:, None] * p.capacity) for p in prices]),
+            tokens=tokens,
+        )
+        longest = float(alone.min(axis=0).max())
+        density = (every.work / tokens)[alone < float(NEVER)].min()
+        if every.pool.any():
+            density = min(density, *(p.linear for p in prices))
+        level = np.where(alone < float(NEVER), every.work, np.inf).min(axis=0).sum() / ranks
+        whole, settled = every.degree[:, 0] == 1, _settled(every, len(prices), longest, max(longest, float(level)))
+        blocks = every.part(whole, settled), every.part(np.ones_like(whole), ~settled)
+        return cls(
+            blocks=tuple(block for block in blocks if len(block.tokens)),
+            once=float(every.once.min()),
+            density=float(density),
+            capacity=max(p.capacity for p in prices),
+            ranks=ranks,
+            longest=longest,
+        )
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """float64[n], block after block."""
+        return np.concatenate([block.tokens for block in self.blocks])
+
+    def least(self, value: Callable[[Block], np.ndarray]) -> np.ndarray:
+        """float64[n]: every document's least value over its ways, block after block."""
+        return np.concatenate([value(block).min(axis=0) for block in self.blocks])
+
+    def least_work(self, step: float) -> np.ndarray:
+        """float64[n]: work of every document in the cheapest way that finishes in a step of this length."""
+        return self.least(lambda block: np.where(block.open_until(step), block.work, np.inf))
 
 
-def needs_all_ranks(options: Options, open_to: np.ndarray) -> np.ndarray:
-    """bool[n]: documents whose only open degree is the whole cluster."""
-    return ~open_to[options.degree[:, 0] != options.ranks].any(axis=0)
+def _settled(every: Block, variants: int, longest: float, step: float) -> np.ndarray:
+    """bool[n]: documents for which one rank is the best choice in every argument and under every variant.
 
-
-def whole_rounds(options: Options, whole: np.ndarray) -> int:
-    """Rounds that documents on the whole cluster need at least, by memory."""
-    share = options.share[options.degree[:, 0] == options.ranks]
-    if not whole.any() or not len(share):
-        return 0
-    needed = max(float(np.minimum(rounding(share), 1.0).min(axis=0)[whole].sum()) for rounding in ROUNDINGS)
-    return int(np.ceil(needed * (1 - PRECISION)))
+    It is open in any step, does the least work, and is too small for any rounding to see in a step of this length.
+    """
+    settled = np.ones(len(every.tokens), bool)
+    for rows in np.split(np.arange(len(every.degree)), variants):
+        first = rows[0]  # degree 1
+        small = every.cost[first] + every.once[first] * every.share[first] < NEGLIGIBLE * step
+        settled &= small & (every.share[first] < NEGLIGIBLE) & (every.alone[first] <= longest)
+        settled &= every.work[first] <= every.work[rows].min(axis=0)
+    return settled
 
 
 def densest_work(work: np.ndarray, tokens: np.ndarray, room: float) -> float:

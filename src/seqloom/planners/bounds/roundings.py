@@ -1,19 +1,36 @@
 """Dual feasible functions: parts that sum to at most one still do so after rounding.
 
 They round up what a document keeps others from using. Two documents that each fill more than half of a group cannot
-share it, so each may be counted as a whole group.
+share it, so each may be counted as a whole group. All of them are superadditive: parts that sum to at most ``z`` sum to
+at most ``rounding(z)`` after rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-Rounding = Callable[[np.ndarray], np.ndarray]
-
 PRECISION = 1e-7
 """Relative slack against rounding in floating point; the bound stays below the truth."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A dual feasible function."""
+
+    function: Callable[[np.ndarray], np.ndarray]
+    whole: float
+    """Parts above this count as one; the function is nowhere above ``part / whole``."""
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Parts after rounding."""
+        return self.function(share)
+
+    def most(self, mean: float) -> float:
+        """The most that ``rounding(z)`` is on average, if ``z`` is at most ``mean`` on average."""
+        return min(1.0, max(0.0, mean) / self.whole)
 
 
 def identity(share: np.ndarray) -> np.ndarray:
@@ -29,7 +46,7 @@ def steps(count: int) -> Rounding:
         whole = np.abs(scaled - np.rint(scaled)) < 1e-12  # a part just below must not count as if it reached
         return np.where(whole, share, np.floor(scaled) / count)
 
-    return rounding
+    return Rounding(rounding, count / (count + 1))
 
 
 def without_small(least: float) -> Rounding:
@@ -39,11 +56,11 @@ def without_small(least: float) -> Rounding:
         kept = np.where(share < least + PRECISION, 0.0, share)
         return np.where(share > 1 - least + PRECISION, 1.0, kept)
 
-    return rounding
+    return Rounding(rounding, 1 - least)
 
 
 ROUNDINGS: tuple[Rounding, ...] = (
-    identity,
+    Rounding(identity, 1.0),
     steps(1),
     steps(2),
     steps(3),
@@ -52,3 +69,6 @@ ROUNDINGS: tuple[Rounding, ...] = (
     without_small(0.35),
     without_small(0.45),
 )
+
+NEGLIGIBLE = 0.15
+"""Parts below this count as nothing in every rounding but the identity."""
