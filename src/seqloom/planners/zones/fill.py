@@ -44,8 +44,8 @@ def fill(prices: Prices, documents: Sequence[int], begin: list[int], aim: Aim) -
     tokens, whole = prices.listed
     first = 0
     for k in documents:
-        if whole[k] <= aim.limit and tokens[k] <= prices.capacity:
-            break
+        if k not in prices.column or (whole[k] <= aim.limit and tokens[k] <= prices.capacity):
+            break  # short ones are never cut, whatever the limit
         first += 1
     _cut_all(prices, documents[:first], seating, aim)
     _seat_rest(prices, documents[first:], seating, aim)
