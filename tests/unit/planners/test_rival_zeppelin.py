@@ -66,13 +66,39 @@ def test_capacity_holds_and_every_document_is_placed_once(lengths, nodes, node_s
             assert len(place.ranks) == len(touched) * node_size
 
 
+COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
+LENGTHS = np.array([17_000, 3_000, 100, 200])
+
+
+def works_of(plan):
+    return [current.work[0] for current in plan.pipelines[0].rounds]
+
+
 def test_rings_between_nodes_run_first_and_only_they_are_routed():
-    cost = cost_model("2x8xA800", "llama-7b", capacity=2_000)
-    plan = make_plan("zeppelin", np.array([17_000, 3_000, 100, 200]), cost)
-    groups = [group for current in plan.pipelines[0].rounds for group in current.groups]
-    spread = [len({rank // 8 for rank in group.ranks}) for group in groups]
-    assert spread == sorted(spread, reverse=True) and spread[0] == 2
-    assert all(group.ulysses == 1 for group in groups)
+    [work] = works_of(make_plan("zeppelin", LENGTHS, COST))
+    crossing = [len({rank // 8 for rank in group.ranks}) > 1 for group in work.groups]
+    assert crossing == sorted(crossing, reverse=True) and crossing[0]
+    assert [group.route is not None for group in work.groups] == crossing
+    assert work.groups[0].route.proxies == (0, 2, 4, 6, 8, 10, 12, 14)  # one near each of the four cards of a node
+    assert all(group.ulysses == 1 for group in work.groups)
+    [plain] = works_of(make_plan("zeppelin", LENGTHS, COST, routing=False))
+    assert all(group.route is None for group in plain.groups)
+
+
+def test_linear_modules_see_as_many_tokens_on_every_gpu():
+    [work] = works_of(make_plan("zeppelin", LENGTHS, COST))
+    held = np.bincount(work.linear_layout().rank, weights=work.linear_layout().sizes, minlength=16)
+    assert held.sum() == LENGTHS.sum() and held.max() - held.min() <= 1
+    [plain] = works_of(make_plan("zeppelin", LENGTHS, COST, remapping=False))
+    assert plain.linear is None
+
+
+def test_ring_over_everything_can_be_routed_too():
+    [work] = works_of(make_plan("te-cp", LENGTHS, COST, routed=True))
+    assert work.groups[0].route is not None
+    assert COST.plan_ns(make_plan("te-cp", LENGTHS, COST, routed=True)) < COST.plan_ns(
+        make_plan("te-cp", LENGTHS, COST)
+    )
 
 
 @pytest.mark.parametrize("length", [1, 31_999])
