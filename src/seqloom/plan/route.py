@@ -67,7 +67,8 @@ def staged(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     Boxes inside a node go in the first stage as they are. What several receivers of one node want crosses once and is
     sent on to each of them. Between two nodes every proxy carries the same number of elements, in every slice, within
     one; so it does over all nodes it sends to. In a stage every sender holds what it sends: its own, what a stage
-    before brought for passing on, or what it received there for itself.
+    before brought for passing on, or what it received there for itself. Boxes that touch are joined, so one may bring a
+    rank both what it wants and what it passes on; no element reaches a rank twice.
 
     Args:
         move: one axis; an item belongs to one message, so (item, element) means the same everywhere.
