@@ -52,7 +52,8 @@ class Outcome:
     def described(self) -> dict[str, Any]:
         """One plan for a report in JSON."""
         size = {"sequences": len(self.plan.documents), "tokens": self.plan.tokens}
-        return {"planner": self.plan.planner, **size, **self.figures(), "gap": self.gap}
+        cards = dict(zip(("busiest", "mean"), self.simulation.nic_shares, strict=True))
+        return {"planner": self.plan.planner, **size, **self.figures(), "gap": self.gap, "nic_share": cards}
 
     def summary(self) -> str:
         """The step and its gap in one line of text."""
@@ -61,6 +62,9 @@ class Outcome:
         line = f"step {duration(self.simulation.step_ns)}"
         if self.bound_ns is not None and self.gap is not None:
             line += f", {100 * self.gap:.1f} % above the bound of {duration(self.bound_ns)} that no plan can beat"
+        if len(self.simulation.nic_busy_ns) > 1:
+            busiest, mean = (f"{100 * share:.0f} %" for share in self.simulation.nic_shares)
+            line += f"; network cards in use {mean} of the time, the busiest {busiest}"
         peak = float(self.simulation.peak_memory.max()) / GIB
         return f"{line}; at most {peak:.1f} GiB per GPU; hash {self.plan.hash[:12]}"
 

@@ -9,6 +9,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
+from seqloom.simulate.cards import CardTable, busy_ns, record_cards
 from seqloom.simulate.events import EventTable, record
 from seqloom.simulate.memory import peak_memory
 from seqloom.simulate.price import Place, overhead_ns, price
@@ -64,6 +65,10 @@ class Simulation:
             messages between stages during which the rank does nothing else.
         idle_ns: int64[ranks] neither computing nor communicating.
         peak_memory: int64[ranks] bytes.
+        nic_busy_ns: int64[nodes, nics] time in which every network card is taken by exchanges of groups and remapping
+            (parameters and gradients not counted).
+        link_busy_ns: int64[ranks] the same of every rank's NVLink port.
+        cards: when the cards of every node are in use.
     """
 
     step_ns: int
@@ -75,6 +80,9 @@ class Simulation:
     comm_ns: np.ndarray
     idle_ns: np.ndarray
     peak_memory: np.ndarray
+    nic_busy_ns: np.ndarray
+    link_busy_ns: np.ndarray
+    cards: CardTable
 
     @property
     def ranks(self) -> int:
@@ -90,6 +98,12 @@ class Simulation:
     def comm_share(self) -> float:
         """Share of all rank-time (ranks x step) that is exposed communication."""
         return float(self.comm_ns.sum() / max(self.ranks * self.step_ns, 1))
+
+    @property
+    def nic_shares(self) -> tuple[float, float]:
+        """Share of the step in which a network card is taken: of the busiest one, and the mean of all."""
+        shares = self.nic_busy_ns / max(self.step_ns, 1)
+        return float(shares.max()), float(shares.mean())
 
     def __repr__(self) -> str:
         """Summarise in one line."""
@@ -115,6 +129,8 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     step = int(stops.max(initial=0)) + end
     events = record(program, windows, starts, cost.ranks, (end, end_comm))
     comm, idle = _accounts(events, cost.ranks, step)
+    cluster = cost.cluster
+    nic, link = busy_ns(windows.values(), cluster.nodes, cluster.nics_per_node, cost.ranks)
     return Simulation(
         step_ns=step,
         end_ns=end,
@@ -125,6 +141,9 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
         comm_ns=comm,
         idle_ns=idle,
         peak_memory=peak_memory(plan, cost),
+        nic_busy_ns=nic,
+        link_busy_ns=link,
+        cards=record_cards(program, windows, starts, cost.node_size),
     )
 
 

@@ -12,13 +12,17 @@ from rich.text import Text
 
 from seqloom.simulate import Simulation
 from seqloom.view.numbers import duration
-from seqloom.view.occupancy import Occupancy, occupancy, row_labels
+from seqloom.view.occupancy import Occupancy, card_use, occupancy, row_labels
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
 COLOURS = ("bright_blue", "cyan", "green", "yellow", "bright_red", "magenta", "red", "blue", "white")
 BETWEEN = ("bright_blue", "bright_cyan", "bright_green", "bright_yellow", "bright_magenta", "bright_white")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 END_MARK = "="
+CARDS = "grey70"
+CARD_MARKS = "-#"
+LEAST_USE = 0.05
+"""Network cards in use for less than this share of a cell look idle; from a half on they get the second mark."""
 LEAST_COLUMNS = 10
 
 
@@ -39,19 +43,17 @@ class Gantt:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a line per row, the time axis and the legend."""
         width = min(self.width or options.max_width, options.max_width)
-        margin = max(map(len, row_labels(self.simulation, self.rows))) + 1
+        labels = row_labels(self.simulation, self.rows) + card_use(self.simulation, self.rows, 1)[0]
+        margin = max(map(len, labels)) + 1
         columns = max(width - margin - 2, LEAST_COLUMNS)
         grid = occupancy(self.simulation, self.rows, columns)
+        names, use = card_use(self.simulation, self.rows, columns)
         coloured = console.color_system is not None and not console.no_color
         pen = _Pen.of(grid, coloured and not options.ascii_only, options.ascii_only)
         for row, label in enumerate(grid.labels):
-            line = Text(label.rjust(margin - 1) + " ", no_wrap=True, overflow="crop")
-            line.append(pen.side, "dim")
-            cells = [pen.cell(grid, row, column) for column in range(columns)]
-            for style, run in groupby(cells, key=itemgetter(1)):
-                line.append("".join(mark for mark, _ in run), style)
-            line.append(pen.side, "dim")
-            yield line
+            yield pen.line(label.rjust(margin - 1), [pen.cell(grid, row, column) for column in range(columns)])
+        for label, shares in zip(names, use.tolist(), strict=True):
+            yield pen.line(label.rjust(margin - 1), [pen.card(share) for share in shares])
         yield _axis(self.simulation.step_ns, margin, columns)
         yield Constrain(pen.legend(grid), width)
 
@@ -107,6 +109,22 @@ class _Pen:
             height = round(busy * len(HEIGHTS))
             return (HEIGHTS[height - 1], self.styles[most]) if height > 0 else (self.idle, "dim")
         return (self.marks[most], "") if busy >= 0.5 else (self.idle, "dim")
+
+    def card(self, share: float) -> tuple[str, str]:
+        """(character, style) of one cell of a row of network cards."""
+        if self.coloured:
+            height = round(share * len(HEIGHTS))
+            return (HEIGHTS[min(height, len(HEIGHTS)) - 1], CARDS) if height > 0 else (self.idle, "dim")
+        return (CARD_MARKS[int(share >= 0.5)], "") if share >= LEAST_USE else (self.idle, "dim")
+
+    def line(self, label: str, cells: list[tuple[str, str]]) -> Text:
+        """Return a row of cells between its sides."""
+        line = Text(f"{label} ", no_wrap=True, overflow="crop")
+        line.append(self.side, "dim")
+        for style, run in groupby(cells, key=itemgetter(1)):
+            line.append("".join(mark for mark, _ in run), style)
+        line.append(self.side, "dim")
+        return line
 
     def legend(self, grid: Occupancy) -> Text:
         """Return what the colours or marks mean."""

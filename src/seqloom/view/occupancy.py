@@ -43,6 +43,25 @@ def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
     return Occupancy(labels, tuple(degrees.tolist()), share)
 
 
+def card_use(simulation: Simulation, rows: int, columns: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """(labels, float64[rows, columns]): share of every cell in which network cards are in use.
+
+    Rows are nodes, or runs of them if there are more than ``rows``; none where nothing leaves a node.
+    """
+    nodes, table = len(simulation.nic_busy_ns), simulation.cards
+    if nodes == 1 or not len(table):
+        return (), np.zeros((0, columns))
+    size = -(-nodes // max(rows, 1))
+    edges = np.arange(columns + 1) * max(simulation.step_ns, 1) / columns
+    low, high = np.maximum(table.start[:, None], edges[:-1]), np.minimum(table.stop[:, None], edges[1:])
+    part = np.maximum(high - low, 0.0) / (table.stop - table.start)[:, None]
+    use = np.zeros((-(-nodes // size), columns))
+    np.add.at(use, table.node // size, part * table.busy[:, None])
+    counts = np.minimum(size, nodes - size * np.arange(len(use)))
+    labels = tuple(_label("NICs", first, min(first + size, nodes)) for first in range(0, nodes, size))
+    return labels, use / (counts[:, None] * np.diff(edges))
+
+
 def row_labels(simulation: Simulation, rows: int) -> tuple[str, ...]:
     """Return the names of the rows of `occupancy`."""
     return _rows(simulation, rows)[1]
@@ -68,4 +87,5 @@ def _rows(simulation: Simulation, rows: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _label(noun: str, first: int, stop: int) -> str:
-    return f"{noun} {first}" if stop == first + 1 else f"{noun}s {first}-{stop - 1}"
+    many = noun if noun.endswith("s") else f"{noun}s"
+    return f"{noun} {first}" if stop == first + 1 else f"{many} {first}-{stop - 1}"

@@ -48,7 +48,7 @@ def test_every_profile_is_believable(name):
 
 
 def test_profile_of_the_device():
-    picks = {"H200": "h200", "H100": "h100", "H800": "h100", "A100-40G": "a100", "A800": "a800", "CPU": "cpu"}
+    picks = {"H200": "h200", "H100": "h100", "H800": "h800", "A100-40G": "a100", "A800": "a800", "CPU": "cpu"}
     assert {device: Profile.for_device(device).name for device in picks} == picks
     with pytest.raises(SeqloomError, match="no profile knows"):
         Profile.for_device("TPU")

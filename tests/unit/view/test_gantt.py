@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from seqloom.simulate import EventKind, EventTable, Simulation
+from seqloom.simulate import CardTable, EventKind, EventTable, Simulation
 from seqloom.view import gantt
 from seqloom.view.occupancy import occupancy
 
@@ -28,13 +28,17 @@ def text_of(renderable, width=80, file=StringIO, colours=None, **options):
     return console.file.getvalue()
 
 
-def simulation_of(rows, ranks, step, node_size=8):
-    """``rows``: (rank, start, stop, degree, kind)."""
+def simulation_of(rows, ranks, step, node_size=8, cards=()):
+    """``rows``: (rank, start, stop, degree, kind); ``cards``: (node, start, stop, busy)."""
     rank, start, stop, degree, kind = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5).T
     none = np.zeros_like(rank)
     events = EventTable(rank, start, stop, kind, none, none, none, degree, none, none)
     zeros = np.zeros(ranks, dtype=np.int64)
-    return Simulation(step, 0, node_size, events, (), zeros, zeros, zeros, zeros)
+    nodes = -(-ranks // node_size)
+    cards = CardTable(*np.array(cards, dtype=np.int64).reshape(-1, 4).T)
+    return Simulation(
+        step, 0, node_size, events, (), zeros, zeros, zeros, zeros, np.zeros((nodes, 2), np.int64), zeros, cards
+    )
 
 
 def four_ranks():
@@ -43,6 +47,21 @@ def four_ranks():
     rows += [(2, 500, 800, 16, EventKind.F), (2, 0, 1000, 0, EventKind.SEND_F)]
     rows += [(3, 900, 1000, 0, EventKind.STEP)]
     return simulation_of(rows, 4, 1000, 4)
+
+
+def test_network_cards_of_several_nodes():
+    rows = [(rank, 0, 1000, 4, EventKind.F) for rank in range(4)]
+    cards = [(0, 0, 500, 500), (0, 500, 1000, 100), (1, 0, 500, 10)]
+    lines = text_of(gantt(simulation_of(rows, 4, 1000, 2, cards), width=29)).splitlines()
+    assert lines[3:6] == [
+        "rank 3 │44444444444444444444│",
+        "NICs 0 │##########----------│",
+        "NICs 1 │····················│",
+    ]
+    joined = text_of(gantt(simulation_of(rows, 4, 1000, 2, cards), width=29, rows=1)).splitlines()
+    assert joined[1] == " NICs 0-1 │########---------│"
+    alone = text_of(gantt(simulation_of(rows, 4, 1000, 4, cards), width=29))
+    assert "NICs" not in alone  # one node: nothing leaves it
 
 
 def test_without_colours():

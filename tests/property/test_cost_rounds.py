@@ -1,0 +1,188 @@
+"""Rounds in which ranks are in several groups: rank composition, network cards and links, routes, remapping."""
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.communication import Communication
+from seqloom.cost.reach import reach_of
+from seqloom.cost.remapping import exchanges
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import Checkpoint, Layout, Method, Reduce, Remap, Span, Work
+
+FULL = Variant(Checkpoint.FULL, Reduce.STEP)
+
+
+@cache
+def cost_of(spelling, model="llama3-8b"):
+    return CostModel(Cluster.parse(spelling), ModelSpec.load(model), sharding="full", budget_gib=1000)
+
+
+@st.composite
+def rounds(draw):
+    """Draw a cost model and a round: groups of any shape anywhere, sharing ranks, some routed."""
+    cost = cost_of(draw(st.sampled_from(["2x4xH200", "3x2xA800", "2x8xA800", "2x1xH200"])))
+    groups, documents = [], 0
+    for _ in range(draw(st.integers(1, 6))):
+        shape = draw(st.sampled_from(cost.engine.shapes))
+        first = draw(st.integers(0, cost.ranks - shape.degree))
+        lengths = draw(st.lists(st.integers(1, 60_000), min_size=1, max_size=3))
+        spans = [Span(documents + k, 0, length) for k, length in enumerate(lengths)]
+        documents += len(lengths)
+        groups.append(cost.group(shape, range(first, first + shape.degree), spans))
+    variant = draw(st.sampled_from(cost.variants))
+    return cost, Work(tuple(groups), variant.checkpoint), variant
+
+
+def composed(cost, work, variant):
+    """The formula, rank by rank, in plain Python."""
+    own = defaultdict(list)
+    for group, parts in zip(work.groups, cost.groups_parts(work.groups, variant), strict=True):
+        for rank in group.ranks:
+            own[rank].append((group, parts))
+    times = [0] * cost.ranks
+    for rank, entries in own.items():
+        lane0 = sum(p.linear + p.head + p.attention + p.steps + p.ulysses + p.kv_gather for _, p in entries)
+        exposed = sum(max(0, p.ring - p.attention - p.steps) for _, p in entries)
+        filler = sum(p.attention for group, p in entries if len(group.ranks) == 1)
+        once = max(p.fixed for _, p in entries)
+        network = sum(p.network for _, p in entries)
+        behind = max(p.gather for _, p in entries) + max(p.reduce for _, p in entries) + network
+        times[rank] = max(once + lane0 + max(0, exposed - filler), behind)
+    return times
+
+
+@given(rounds())
+def test_ranks_compose_their_groups(drawn):
+    cost, work, variant = drawn
+    times = cost.round_times(work, variant)
+    assert times.rank_ns.tolist() == composed(cost, work, variant)
+    sums = np.zeros(cost.ranks, dtype=np.int64)
+    np.add.at(sums, times.member_rank, times.member_ns)
+    assert (sums == times.rank_ns).all() and (times.member_ns >= 0).all()
+    alone = cost.round_times(replace(work, groups=work.groups[:1]), variant)
+    total = cost.group_parts(work.groups[0], variant).total_ns
+    assert (alone.rank_ns[list(work.groups[0].ranks)] == total).all()
+    assert alone.nic_ns.max() <= total and alone.link_ns.max() <= total  # occupancy never binds one group
+    assert alone.joined_ns(work.groups[0].ranks) == total
+
+
+@given(rounds())
+def test_cards_carry_all_bytes_that_leave(drawn):
+    """Occupancy x bandwidth over all cards = bytes counted message by message, within rounding."""
+    cost, work, variant = drawn
+    cluster, links = cost.cluster, cost.engine.links
+    expected = 0.0
+    for group in work.groups:
+        tokens = group.tokens
+        shape = Shape(group.ulysses, group.ring, group.method)
+        node = [rank // cluster.gpus_per_node for rank in group.ranks]
+        u, r = group.ulysses, group.ring
+        pairs = [(i, i - i % u + k) for i in range(u * r) for k in range(u)]
+        far = sum(node[i] != node[k] for i, k in pairs)
+        message = links.ulysses_bytes(shape, work.checkpoint) / u * tokens
+        expected += far * message / rate(cost, "all_to_all") if u > 1 else 0.0
+        expected += shared_ns(cost, group, node, shape, work.checkpoint)
+    found = int(cost.round_times(work, variant).nic_ns.sum())
+    rounding = sum(len(group.ranks) * (len(group.spans) + 1) for group in work.groups) * 8
+    assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
+
+
+def shared_ns(cost, group, node, shape, checkpoint):
+    """ns of keys and values on cards, all cards together."""
+    u, r, links = group.ulysses, group.ring, cost.engine.links
+    if r == 1:
+        return 0.0
+    if group.method == Method.RING:
+        far = sum(node[i] != node[(i + u) % (u * r)] for i in range(u * r))
+        return far * links.ring_bytes(shape, checkpoint) * group.tokens / rate(cost, "p2p")
+    held = links.model.layers * links._kv_values(shape) / r * group.tokens
+    peers = [[node[k] for k in range(i % u, u * r, u) if node[k] != node[i]] for i in range(u * r)]
+    passes = 3 if checkpoint == Checkpoint.FULL else 2
+    copies = sum(len(set(far) if group.route else far) for far in peers)
+    return (2 * passes * copies + 4 * sum(map(len, peers))) * held / rate(cost, "collective")
+
+
+def rate(cost, kind):
+    return cost.cluster.nic.gb_s * getattr(cost.profile.network, kind).efficiency
+
+
+@pytest.mark.parametrize("spelling", ["2x8xA800", "4x8xH800", "4x8xH200"])
+def test_a_route_pays_above_a_size_and_the_tables_say_so(spelling):
+    """Once a routed ring is faster it stays so; far below, its latencies make it slower."""
+    cost = cost_of(spelling, "gpt-7b")
+    lengths = [2**power for power in range(6, 20)]
+    plain = Shape(1, 16)
+    for method in Method:
+        pair = (plain._replace(method=method), plain._replace(method=method, routed=True))
+        tables = cost.tables(lengths, FULL, pair)
+        lanes = tables.fixed[:, :, None] + tables.cost
+        shown = lanes[1] if method == Method.RING else lanes[0]
+        faster = shown[1] < shown[0]
+        assert not faster[0] and faster[-1]
+        assert (np.diff(faster.astype(int)) >= 0).all()
+
+
+def test_the_break_even_is_that_of_the_alpha_beta_model():
+    """Without slices a route costs two hops on NVLink more, and a message on the network takes 1/x of the time."""
+    cost = cost_of("2x8xH200", "gpt-7b")
+    links: Communication = cost.engine.links
+    shape = Shape(1, 2, routed=True)
+    route = replace(cost.route(shape, (0, 8)), slices=1)
+    plain, routed = (reach_of((0, 8), shape, cost.cluster.nic_of_gpu, r) for r in (None, route))
+    x, nvlink, network, hop = 8, 450 * 0.8, 50 * 0.9, 10_000
+    flow = [links.ring(shape, reach, Checkpoint.NONE).time for reach in (plain, routed)]
+    late = [links.ring_latency(shape, reach, Checkpoint.NONE) for reach in (plain, routed)]
+    exchanges_of_a_step = links.model.layers * 4
+    message = links.ring_bytes(shape, Checkpoint.NONE) / exchanges_of_a_step  # mean bytes per token and exchange
+    expected = 2 * hop / ((1 - 1 / x) * (1 / network - 2 / nvlink))  # bytes
+    tokens = (late[1] - late[0]) / (flow[0] - flow[1])
+    assert tokens * message == pytest.approx(expected)
+
+
+@given(rounds(), st.data())
+def test_a_linear_layout_moves_linear_work(drawn, data):
+    cost, work, variant = drawn
+    home = work.attention_layout()
+    shift = data.draw(st.integers(0, cost.ranks - 1))
+    linear = Layout((home.rank + shift) % cost.ranks, home.item, home.start, home.stop)
+    plain = cost.round_times(work, variant)
+    for remap in Remap:
+        moved = cost.round_times(replace(work, linear=linear, remap=remap), variant)
+        held = np.bincount(linear.rank, linear.sizes, cost.ranks)
+        if remap == Remap.ATTENTION:
+            rate = cost.engine.compute.linear(variant.checkpoint)
+            assert moved.part("linear").tolist() == np.rint(held * rate).tolist()
+        assert moved.part("linear").sum() == pytest.approx(plain.part("linear").sum(), rel=1e-6, abs=1000)
+        assert (moved.part("attention") == plain.part("attention")).all()
+        assert (moved.part("remap").max() > 0) == (shift > 0)
+        sums = np.zeros(cost.ranks, dtype=np.int64)
+        np.add.at(sums, moved.member_rank, moved.member_ns)
+        assert (sums == moved.rank_ns).all() and ((moved.rank_ns > 0) >= (held > 0)).all()
+
+
+def test_remapping_by_hand():
+    """One rank of a node hands 1000 tokens to a neighbour, and another 600 to the other node."""
+    cost = cost_of("2x4xH200")
+    groups = tuple(cost.group(Shape(1, 1), [rank], [Span(rank, 0, 2000)]) for rank in (0, 1))
+    linear = Layout.of([(0, 0, 0, 1000), (3, 0, 1000, 2000), (1, 1, 0, 1400), (5, 1, 1400, 2000)])
+    model, layers = cost.model, cost.model.layers
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    values = {Remap.ATTENTION: 3 * (2 * query + 2 * kv), Remap.MLP: 5 * model.hidden}
+    for remap, calls in ((Remap.ATTENTION, 6), (Remap.MLP, 5)):
+        assert exchanges(model, remap, Checkpoint.FULL) == (values[remap], calls)
+        work = Work(groups, Checkpoint.FULL, linear=linear, remap=remap)
+        times = cost.round_times(work, FULL)
+        size = layers * 2 * values[remap]
+        slower = max(1000 * size / (450 * 0.73), 600 * size / (50 * 0.76))
+        latency = layers * calls * (20 + 10 + 2 * 5) * 1e3
+        assert times.part("remap")[[0, 1, 3, 5]].tolist() == [round(slower + latency)] * 4
+        assert times.part("remap")[[2, 4, 6, 7]].tolist() == [0] * 4
+        half = round(300 * size / (50 * 0.76))
+        assert times.nic_ns[0, 1] == times.nic_ns[1, 1] == half and times.nic_ns.sum() == 2 * half
