@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -23,7 +23,7 @@ from seqloom.api import cost_model, lower_bound
 from seqloom.cost import CostModel, Shape
 from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.describe import sample
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Round
 from seqloom.planners import RIVALS, make_plan, plan_batches
 from seqloom.planners.rivals import plan_te_cp, plan_zeppelin
 from seqloom.simulate import simulate
@@ -93,18 +93,29 @@ def published_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float
 
 
 def own_ablation(cell: Cell, batches: list[np.ndarray]) -> dict[str, float]:
-    """Seconds of ``auto`` with one of its means taken away at a time."""
+    """Seconds of ``auto`` with one of its means taken away at a time; without partitioning, one group of all GPUs."""
     cost = cell.cost
-    sides = {
-        "auto": (cost, "auto"),
-        "no partitioning": (cost, f"static:{cell.gpus}"),
-        "no routing": (with_shapes(cost, lambda shape: not shape.routed), "auto"),
-        "no Ulysses": (with_shapes(cost, lambda shape: shape.ulysses == 1), "auto"),
+    direct, rings = (
+        with_shapes(cost, keep) for keep in (lambda shape: not shape.routed, lambda shape: shape.ulysses == 1)
+    )
+    sides: dict[str, Callable[[np.ndarray], Plan]] = {
+        "auto": lambda batch: make_plan("auto", batch, cost),
+        "no partitioning": lambda batch: make_plan(f"static:{cell.gpus}", batch, cost),
+        "no routing": lambda batch: make_plan("auto", batch, direct),
+        "no remapping": lambda batch: in_one_layout(make_plan("auto", batch, cost)),
+        "no Ulysses": lambda batch: make_plan("auto", batch, rings),
     }
-    return {
-        name: mean_step(lambda batch, own=own, planner=planner: make_plan(planner, batch, own), batches, cost)
-        for name, (own, planner) in sides.items()
-    }
+    return {name: mean_step(plan, batches, cost) for name, plan in sides.items()}
+
+
+def in_one_layout(plan: Plan) -> Plan:
+    """The same plan with linear layers where attention is."""
+
+    def kept(current: Round) -> Round:
+        return Round(tuple(replace(work, linear=None) for work in current.work))
+
+    pipelines = (replace(one, rounds=tuple(map(kept, one.rounds))) for one in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def with_shapes(cost: CostModel, keep: Callable[[Shape], bool]) -> CostModel:
