@@ -1,13 +1,14 @@
 """From a rival's placement to the best plan it gives, over the settings that its user would tune.
 
 The published planners take a token capacity per rank as a setting and know nothing of checkpointing. Here each is asked
-once for every halving of what memory holds at most, down to the mean load of a rank, and its fastest plan counts; every
-round keeps as much of its activations as fits. That favours the rival: a user tunes once per run, not per batch.
+once for what memory holds under every choice of what is kept, and for every halving of the largest, down to the mean
+load of a rank; its fastest plan counts, and every round keeps as much of its activations as fits. That favours the
+rival: a user tunes once per run, not per batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ def tuned_plan(
     """
     tokens = fitting_problems(lengths, cost)[0].tables.tokens  # refuses what no rank can hold
     plans: list[Plan] = []
-    for capacity in capacities(tokens, cost) if halved else [largest_capacity(cost)]:
+    for capacity in capacities(tokens, cost, halved):
         rounds = placement(tokens, capacity)
         for reduce in dict.fromkeys(variant.reduce for variant in cost.variants):
             plan = _plan(lengths, tokens, cost, rounds, reduce, name, finished)
@@ -61,18 +62,17 @@ def tuned_plan(
     return min(plans, key=cost.plan_ns)
 
 
-def largest_capacity(cost: CostModel) -> int:
-    """Tokens a rank holds when it keeps the least of its activations."""
-    return max(cost.capacity(variant) for variant in cost.variants)
+def capacities(tokens: np.ndarray, cost: CostModel, halved: bool = True) -> list[int]:
+    """Settings to try, descending: what memory holds under every variant, and halves of the largest.
 
-
-def capacities(tokens: np.ndarray, cost: CostModel) -> Iterator[int]:
-    """What memory holds, half of it, and so on, as long as one round of all ranks holds the batch."""
-    capacity, granule = largest_capacity(cost), cost.granule
+    All ranks together hold the longest document under each, and the whole batch under the halves.
+    """
+    found = {cost.capacity(variant) for variant in cost.variants}
+    half, granule = max(found), cost.granule
     least = max(-(-int(tokens.sum()) // cost.ranks), granule)
-    yield capacity
-    while (capacity := capacity // 2 // granule * granule) >= least:
-        yield capacity
+    while halved and (half := half // 2 // granule * granule) >= least:
+        found.add(half)
+    return sorted((room for room in found if room * cost.ranks >= tokens.max()), reverse=True)
 
 
 def arrival_packs(tokens: np.ndarray, room: int) -> list[list[int]]:
