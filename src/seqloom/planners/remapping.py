@@ -16,7 +16,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.plan import Plan, Remap, Round, Work, level_targets, rebalanced
 
-WORTH = 400
+WORTH = 100
 """A round whose ranks wait less than one part in this many is left as it is."""
 QUARTERS = (4, 2)
 """How much of the way to level ranks is tried, in quarters: half of it moves half of the tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -11,6 +11,10 @@ import numpy as np
 from seqloom.planners.fill import NEVER
 from seqloom.planners.zones.prices import Prices
 from seqloom.planners.zones.seating import Ranks, Seating, best_ranks
+
+
+GROUPS_TRIED = 16
+"""Groups of a shape that a document may join; it may open another anywhere."""
 
 
 class Aim(NamedTuple):
@@ -24,6 +28,8 @@ class Aim(NamedTuple):
     """Per mille that a cut may cost above the whole document, where nothing but balance asks for it."""
     hidden: bool = False
     """Whether ring messages are taken to hide behind the rank's other work."""
+    widths: Mapping[int, int] = {}
+    """Document -> the least degree it gets; 1 leaves it whole if one rank holds it. Others follow from the rest."""
 
 
 class Cut(NamedTuple):
@@ -42,13 +48,15 @@ def fill(prices: Prices, documents: Sequence[int], begin: list[int], aim: Aim) -
     """
     seating = Seating.empty(begin, prices.capacity)
     tokens, whole = prices.listed
-    first = 0
-    for k in documents:
-        if k not in prices.column or (whole[k] <= aim.limit and tokens[k] <= prices.capacity):
-            break  # short ones are never cut, whatever the limit
-        first += 1
-    _cut_all(prices, documents[:first], seating, aim)
-    _seat_rest(prices, documents[first:], seating, aim)
+    cut, rest = [], []
+    for at, k in enumerate(documents):
+        if k not in prices.column:  # nor is any shorter one
+            rest += documents[at:]
+            break
+        width = aim.widths.get(k, 2 if whole[k] > aim.limit else 1)
+        (cut if width > 1 or tokens[k] > prices.capacity else rest).append(k)
+    _cut_all(prices, cut, seating, aim)
+    _seat_rest(prices, rest, seating, aim)
     return seating
 
 
@@ -56,11 +64,11 @@ def _cut_all(prices: Prices, documents: Sequence[int], seating: Seating, aim: Ai
     """Cut documents that no rank may have alone."""
     load, room = np.array(seating.load), np.array(seating.room)
     for k in documents:
-        cut = _cheapest_cut(prices, k, load, room, aim, int(NEVER), int(NEVER))
+        cut = _cheapest_cut(prices, k, seating, load, room, aim, int(NEVER), int(NEVER))
         if cut is None:
             seating.left.append(k)
             continue
-        seating.place(cut.ranks, cut.shape, k, int(prices.tokens[k]), cut.charge, _own(prices, cut.shape, aim))
+        seating.place(cut.ranks, cut.shape, k, int(prices.tokens[k]), cut.charge)
         at = list(cut.ranks)
         load[at] = [seating.load[rank] for rank in at]
         room[at] = [seating.room[rank] for rank in at]
@@ -92,12 +100,12 @@ def _seat_rest(prices: Prices, documents: Sequence[int], seating: Seating, aim: 
             else:
                 break
         ends = heap[0][0] + time if heap else int(NEVER)
-        if ends > aim.target and k in column:
+        if ends > aim.target and k in column and (k not in aim.widths or not heap):
             most = time + time * aim.break_even // 1000 if heap else int(NEVER)
             if cheapest[column[k]] <= most:
-                cut = _cheapest_cut(prices, k, np.array(load), np.array(room), aim, most, ends)
+                cut = _cheapest_cut(prices, k, seating, np.array(load), np.array(room), aim, most, ends)
                 if cut is not None:
-                    seating.place(cut.ranks, cut.shape, k, size, cut.charge, _own(prices, cut.shape, aim))
+                    seating.place(cut.ranks, cut.shape, k, size, cut.charge)
                     continue
         if not heap:
             seating.left.append(k)
@@ -110,34 +118,49 @@ def _seat_rest(prices: Prices, documents: Sequence[int], seating: Seating, aim: 
 
 
 def _own(prices: Prices, shape: int, aim: Aim) -> int:
-    """ns of a group's charge that are counted once, however many documents it has."""
-    return int(prices.extra[0, shape] if aim.hidden else prices.extra[:, shape].max())
+    """ns of a document's charge that are its group's own: one that joins a group does not pay them again."""
+    return int(prices.extra[0, shape] if aim.hidden else prices.extra[:, shape].min())
 
 
 def _cheapest_cut(
-    prices: Prices, k: int, load: np.ndarray, room: np.ndarray, aim: Aim, most: int, ends: int
+    prices: Prices, k: int, seating: Seating, load: np.ndarray, room: np.ndarray, aim: Aim, most: int, ends: int
 ) -> Cut | None:
     """The cheapest cut of document ``k`` that ends within the target; else the one that ends first, before ``ends``.
 
     Args:
-        load: int64[ranks] ns.
-        room: int64[ranks] tokens.
+        load: int64[ranks] ns, those of the seating.
+        room: int64[ranks] tokens, likewise.
         most: rank-ns that it may cost.
     """
     at, size = prices.column[k], int(prices.tokens[k])
     charges, spent = prices.charges(aim.hidden)[:, at].tolist(), prices.spent(aim.hidden)[:, at].tolist()
+    limit, narrowest = (int(NEVER), aim.widths[k]) if k in aim.widths else (aim.limit, 2)
     best: Cut | None = None
     for s in prices.by_price(aim.hidden)[:, at].tolist():
         charge, shape = charges[s], prices.shapes[s]
         if spent[s] > most or charge >= NEVER:
             break
-        if shape.degree == 1 or charge > aim.limit:
+        if shape.degree < max(2, narrowest) or charge > limit:
             continue
-        found = best_ranks(shape, load, room, -(-size // shape.degree), prices.cost.node_size)
-        if found is None:
-            continue
-        if found[0] + charge < ends:
-            ends, best = found[0] + charge, Cut(s, charge, found[1])
+        share = -(-size // shape.degree)
+        less = charge - _own(prices, s, aim)
+        joined = _best_group(seating, s, share, less)
+        if joined is not None and joined[0] < ends:
+            ends, best = joined[0], Cut(s, less, joined[1])
+        opened = best_ranks(shape, load, room, share, prices.cost.node_size)
+        if opened is not None and opened[0] + charge < ends:
+            ends, best = opened[0] + charge, Cut(s, charge, opened[1])
         if ends <= aim.target:
             break
+    return best
+
+
+def _best_group(seating: Seating, s: int, share: int, charge: int) -> tuple[int, Ranks] | None:
+    """The group of this shape, among those there are, that ends first with ``charge`` more: (ns, ranks)."""
+    load, room = seating.load, seating.room
+    best: tuple[int, Ranks] | None = None
+    for ranks in seating.groups.get(s, ())[:GROUPS_TRIED]:
+        end = max(load[rank] for rank in ranks) + charge
+        if (best is None or end < best[0]) and min(room[rank] for rank in ranks) >= share:
+            best = (end, ranks)
     return best

@@ -16,9 +16,9 @@ from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
 
-EVALUATIONS = 2_000
+EVALUATIONS = 3_000
 """Documents seated, over all fillings of a round, where no budget is given; at least ``LEAST`` fillings."""
-LEAST, MOST = 2, 48
+LEAST, MOST = 2, 128
 QUICK_FROM = 512
 """Documents from which on, where no budget is given, one number of rounds is tried."""
 SPARE = 16

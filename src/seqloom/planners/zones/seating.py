@@ -22,6 +22,8 @@ class Seating:
     """Documents that are whole on each rank."""
     cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)
     """(ranks, index of the shape) -> documents cut over them: one group."""
+    groups: dict[int, list[Ranks]] = field(default_factory=dict)
+    """Index of a shape -> the ranks of each group of it."""
     left: list[int] = field(default_factory=list)
     """Documents that found no room."""
 
@@ -30,12 +32,12 @@ class Seating:
         """A round in which nobody holds anything; rank i is free from ``begin[i]`` on."""
         return cls(list(begin), [capacity] * len(begin), [[] for _ in begin])
 
-    def place(self, ranks: Ranks, shape: int, document: int, tokens: int, charge: int, extra: int) -> None:
-        """Cut a document over these ranks; ``extra`` of its charge is the group's own and counted once."""
-        group = self.cut.setdefault((ranks, shape), [])
-        if group:
-            charge -= extra
-        group.append(document)
+    def place(self, ranks: Ranks, shape: int, document: int, tokens: int, charge: int) -> None:
+        """Cut a document over these ranks, each of which takes ``charge`` ns more."""
+        if (ranks, shape) not in self.cut:
+            self.cut[ranks, shape] = []
+            self.groups.setdefault(shape, []).append(ranks)
+        self.cut[ranks, shape].append(document)
         share = -(-tokens // len(ranks))
         for rank in ranks:
             self.load[rank] += charge
