@@ -1,9 +1,11 @@
 """A fixed set of attention cases on real processes with gloo between them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from seqloom.plan import Group, Span
+from seqloom.plan import Group, Method, Route, Span
 from seqloom.testing.attention_cases import Case, assemble, attend, worst
 
 torch.set_num_threads(1)
@@ -15,7 +17,22 @@ def spread(ulysses, ring, **options):
     return Case.one_group(PACK, *heads, 16, ulysses, ring, **options)
 
 
+def zones(method, slices, proxies, heads=(6, 3)):
+    """Two nodes of four: a document over both nodes, routed; one inside each; short ones on single ranks."""
+    groups = (
+        Group((2, 3, 6, 7), 2, 2, (Span(0, 0, 61),), method, Route((0, 3, 4, 7), slices)),
+        Group((0, 4, 1, 5), 1, 4, (Span(1, 0, 50), Span(2, 0, 9)), method, Route(proxies, slices)),
+        Group((0, 1, 2, 3), 2, 2, (Span(3, 0, 30),), method),
+        Group((4, 5, 6), 1, 3, (Span(4, 0, 17),), method),
+        *(Group((rank,), 1, 1, (Span(5 + 2 * k, 0, 11), Span(6 + 2 * k, 0, 4))) for k, rank in enumerate((0, 1, 5, 7))),
+    )
+    return Case((61, 50, 9, 30, 17) + (11, 4) * 4, *heads, 8, world=8, groups=groups, node_size=4)
+
+
 CASES = {
+    "zones, a ring through all": zones(Method.RING, 2, tuple(range(8))),
+    "zones, a ring through others, odd heads": zones(Method.RING, 1, (2, 3, 6, 7), heads=(5, 5)),
+    "zones, a gather through some": zones(Method.GATHER, 3, (0, 2, 4, 6)),
     "ulysses": spread(4, 1),
     "ulysses, odd heads": spread(4, 1, heads=(7, 7)),
     "ulysses, heads shared unequally": spread(3, 1),
@@ -49,6 +66,14 @@ def test_processes_compute_the_truth(gloo_pool, name):
         inputs = case.inputs(dtype)
         found = assemble(gloo_pool.run(attend, case, inputs, ranks=case.world))
         assert worst(found, case.truth(inputs)) < tolerance
+
+
+def test_routes_change_no_bit_on_processes(gloo_pool):
+    case = zones(Method.RING, 2, tuple(range(8)))
+    direct = replace(case, groups=tuple(replace(group, route=None) for group in case.groups))
+    inputs = case.inputs(torch.bfloat16)
+    found, plain = (assemble(gloo_pool.run(attend, each, inputs, ranks=8)) for each in (case, direct))
+    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
 
 
 def test_half_precision_travels_over_gloo(gloo_pool):

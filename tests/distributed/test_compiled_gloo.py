@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqloom.comm import Counting
-from seqloom.plan import Checkpoint, Group, Sharding, Span
+from seqloom.plan import Checkpoint, Group, Route, Sharding, Span
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.compiled import compile_layers
@@ -23,7 +23,7 @@ VALID = sum(STEP.lengths) - len(
 )  # 64: norms of transformers are in float32, and only powers of 2 scale exactly
 ROUNDS = [
     [Group((0, 1), 2, 1, (Span(0, 0, 16), Span(4, 0, 3)))],
-    [Group((0, 1), 1, 2, (Span(5, 0, 24),)), Group((0,), 1, 1, (Span(1, 0, 9),))],
+    [Group((0, 1), 1, 2, (Span(5, 0, 24),), route=Route((0, 1), 2)), Group((0,), 1, 1, (Span(1, 0, 9),))],
     [Group((1,), 1, 1, (Span(2, 0, 5), Span(3, 0, 13)))],  # none on rank 0
 ]
 SPANS = tuple(Span(document, 0, tokens) for document, tokens in enumerate(STEP.lengths))

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from seqloom.cost import Profile
 from seqloom.cost.communication import Communication
 from seqloom.cost.values import Shape
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.plan import Checkpoint, Group, Method, Span, Work
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "attention.md").read_text()
@@ -78,12 +79,12 @@ def test_the_steps_of_the_figure_are_those_of_the_ring(drawing):
 # -- traffic ------------------------------------------------------------------------------------------------------
 
 
-def counted(group: Group, method: str = "ring") -> list[dict]:
+def counted(group: Group) -> list[dict]:
     """Calls and bytes by verb that every rank counts in forward and backward of one attention in bf16."""
 
     def body(transport):
         counting = Counting(transport)
-        context = bind(Work((group,), Checkpoint.NONE), counting, method=method)
+        context = bind(Work((group,), Checkpoint.NONE), counting)
         shapes = [(context.tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
         out = attention(q, k, v, context)
@@ -121,7 +122,7 @@ def test_calls_and_bytes_are_those_of_the_table_and_of_the_cost_model(u, r):
 def test_a_gather_takes_three_exchanges_and_at_most_the_bytes_of_the_table():
     group = even_group(2, 2)
     most = 2 * KV_HEADS * DIM * group.tokens // 4 * (2 * 2 + 4) * (2 - 1)
-    sent = [rank["exchange"] for rank in counted(group, "gather")]
+    sent = [rank["exchange"] for rank in counted(replace(group, method=Method.GATHER))]
     assert {(ahead, back) for ahead, back, _ in sent} == {(1, 2)}
     assert 0 < max(size for *_, size in sent) <= most
 

@@ -15,7 +15,7 @@ from seqloom.comm import Communicators, Distributed, Ranks
 from seqloom.plan import Group, GroupFamily, Span
 from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
 from seqloom.testing.attention_oracle import difference
-from seqloom.testing.strategies_attention import SHAPES, cases, cases_of_many_groups
+from seqloom.testing.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def alone(case):
 
 
 @FEW
-@given(case=cases() | cases_of_many_groups(), strict=st.booleans())
+@given(case=cases() | cases_of_many_groups() | cases_of_zones(), strict=st.booleans())
 def test_float64_is_the_truth(ranks, case, strict):
     inputs = case.inputs(torch.float64, device="cuda")
     assert worst(run(ranks, case, inputs, Reference(), strict=strict), case.truth(inputs)) < 1e-10

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels.reference import Reference
 from seqloom.comm.in_process import Ranks
-from seqloom.plan import Group, Span
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
 from seqloom.testing.attention_oracle import difference
-from seqloom.testing.strategies_attention import SHAPES, cases, cases_of_many_groups, head_counts, masks
+from seqloom.testing.strategies_attention import (
+    SHAPES,
+    cases,
+    cases_of_many_groups,
+    cases_of_zones,
+    head_counts,
+    masks,
+)
 
 torch.set_num_threads(1)
 PER_SHAPE = settings(max_examples=max(1, 2 * settings().max_examples // 5))
@@ -65,7 +72,23 @@ def test_a_rank_may_be_in_several_groups(ranks, case, strict):
     assert_true(ranks, case, torch.float64, 1e-10, kernels=Reference(), strict=strict)
 
 
-@given(case=cases() | cases_of_many_groups(), strict=st.booleans())
+@given(case=cases_of_zones(), strict=st.booleans())
+def test_zones_and_routes_are_the_truth(ranks, case, strict):
+    """Also: whatever the overlaps, ranks never wait for each other in a circle; the transport would say so."""
+    assert_true(ranks, case, torch.float64, 1e-10, kernels=Reference(), strict=strict)
+
+
+@FEW
+@given(case=cases_of_zones())
+def test_routes_and_fillers_change_no_bit(ranks, case):
+    """Without routes messages go straight; without known nodes the waits of all rings are filled."""
+    inputs = case.inputs(torch.float32)
+    direct = replace(case, groups=tuple(replace(group, route=None) for group in case.groups), node_size=None)
+    found, plain = run(ranks, case, inputs), run(ranks, direct, inputs, strict=False)
+    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
+
+
+@given(case=cases() | cases_of_many_groups() | cases_of_zones(), strict=st.booleans())
 def test_float32_with_the_kernels_of_this_device(ranks, case, strict):
     assert_true(ranks, case, torch.float32, 1e-5, strict=strict)
 
@@ -107,7 +130,7 @@ def test_a_token_changes_no_bit_of_another_document(ranks, data):
 
 
 @FEW
-@given(case=cases() | cases_of_many_groups())
+@given(case=cases() | cases_of_many_groups() | cases_of_zones())
 def test_repeated_runs_are_equal_bit_for_bit(ranks, case):
     inputs = case.inputs(torch.float32)
     first, strictly = run(ranks, case, inputs, strict=False), run(ranks, case, inputs, strict=True)
@@ -115,12 +138,12 @@ def test_repeated_runs_are_equal_bit_for_bit(ranks, case):
 
 
 @FEW
-@given(case=cases((1, 1)), method=st.sampled_from(("ring", "gather")))
+@given(case=cases((1, 1)), method=st.sampled_from(Method))
 def test_every_shape_of_four_ranks_gives_the_same(ranks, case, method):
-    case = replace(case, heads=case.heads * 4, kv_heads=case.kv_heads, world=4, method=method)
+    case = replace(case, heads=case.heads * 4, kv_heads=case.kv_heads, world=4)
     inputs = case.inputs(torch.float64)
     shapes = [(4, 1), (2, 2), (1, 4)]
-    groups = [Group((0, 1, 2, 3), ulysses, ring, case.groups[0].spans) for ulysses, ring in shapes]
+    groups = [Group((0, 1, 2, 3), ulysses, ring, case.groups[0].spans, method) for ulysses, ring in shapes]
     found = [run(ranks, replace(case, groups=(group,)), inputs) for group in groups]
     for other in found[1:]:
         for name, one, same in zip(other._fields, found[0], other, strict=True):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.comm.context import bind
-from seqloom.testing.strategies_attention import cases, cases_of_many_groups
+from seqloom.testing.strategies_attention import cases, cases_of_many_groups, cases_of_zones
 
 
 class Place:
@@ -15,11 +15,11 @@ class Place:
         self.rank, self.ranks = rank, ranks
 
 
-@given(case=cases() | cases_of_many_groups())
+@given(case=cases() | cases_of_many_groups() | cases_of_zones())
 def test_contexts_hold_the_layout_of_the_work(case):
     layout = case.work.attention_layout()
     for rank in range(case.world):
-        context = bind(case.work, Place(rank, case.world))
+        context = bind(case.work, Place(rank, case.world), node_size=case.node_size)
         assert context.spans == layout.spans(rank)
         tokens = [(span.document, position) for span in context.spans for position in range(span.start, span.stop)]
         assert list(zip(context.documents.tolist(), context.positions.tolist(), strict=True)) == tokens
@@ -35,7 +35,7 @@ def test_contexts_hold_the_layout_of_the_work(case):
 @given(data=st.data())
 def test_ranks_of_a_block_agree_how_their_rows_are_sorted(data):
     case = data.draw(cases() | cases_of_many_groups())
-    contexts = [bind(case.work, Place(rank, case.world)) for rank in range(case.world)]
+    contexts = [bind(case.work, Place(rank, case.world), node_size=case.node_size) for rank in range(case.world)]
     for context in contexts:
         for group in context.groups:
             held = []

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from seqloom.attention.calls import GroupCall, Shared
 from seqloom.attention.checks import Call, check_call, check_tensors
+from seqloom.attention.fillers import Draft, filled
 from seqloom.attention.gather import Gather
 from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape, Warmable
-from seqloom.attention.merge import joins_on
+from seqloom.attention.merge import joins_on, sum_dtype
 from seqloom.attention.ring import Ring
-from seqloom.attention.rows import RowIndex
+from seqloom.attention.roads import Relay, Roads, gather_moves, ring_moves
 from seqloom.attention.schedule import Chunks, gather_schedule, ring_tiles
 from seqloom.attention.segments import Segments
 from seqloom.attention.tiles import Heads, prepare, prepare_tiles
 from seqloom.attention.ulysses import Exchange, HeadSplit
 from seqloom.comm.context import BoundGroup, Context
-from seqloom.plan import Group
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupCall:
-    """How a rank computes the attention of one group.
-
-    Attributes:
-        rows: of the local buffer.
-        exchange: heads for tokens; None without Ulysses.
-        inner: a kernel's prepared segments, a `Ring` or a `Gather`.
-    """
-
-    rows: RowIndex
-    exchange: Exchange | None
-    inner: Prepared
+from seqloom.plan import Group, Method
 
 
 class ModelCall(NamedTuple):
@@ -139,15 +125,30 @@ def calls_of(
         check_call(context, heads, kv_heads, call)
         model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
         kernel = _default_kernels(context.device) if call.kernels is None else call.kernels
-        groups = [
-            bound for bound in context.groups if bound.group.tokens and (bound.group.ring > 1 or any(bound.counts))
-        ]
-        return tuple(_group_call(context, bound, model, call, kernel) for bound in groups)
+        drafts = _drafts(context, model, call, kernel)
+        mask = {"causal": call.causal, "window": call.window}
+        return filled(drafts, Heads(model), kernel, mask, context.node_size)
 
     return context.cached(("attention", heads, kv_heads, dim, dtype, call), build)
 
 
-def _group_call(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> GroupCall:
+def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[Draft]:
+    """Return a draft for every group that this rank computes or passes messages of, in the order of the work."""
+    drafts, bounds = [], iter(context.groups)
+    for group in context.work.groups:
+        if context.rank in group.ranks:
+            bound = next(bounds)
+            if group.tokens and (group.ring > 1 or any(bound.counts)):
+                drafts.append(_draft(context, bound, model, call, kernel))
+        elif context.rank in group.party and group.tokens and group.ring > 1:
+            roads = _roads(context, group, HeadSplit.of(model.heads, model.kv_heads, group.ulysses), model, call)
+            if roads is not None:
+                relay = Relay(roads)
+                drafts.append(Draft(group, GroupCall(slice(0, 0), None, relay), relay.waits(0, 0)))
+    return drafts
+
+
+def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> Draft:
     split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
     (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
     shape = Shape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
@@ -157,26 +158,52 @@ def _group_call(context: Context, bound: BoundGroup, model: Shape, call: Call, k
         exchange = Exchange(
             context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
         )
-    return GroupCall(bound.rows, exchange, _inner(context, bound, heads, call, kernel))
+    inner = _inner(context, bound, heads, _roads(context, bound.group, split, model, call), call, kernel)
+    elements, dtype = 2 * shape.kv_heads * shape.dim, shape.dtype
+    row, wide_row = elements * dtype.itemsize, elements * sum_dtype(dtype).itemsize
+    waits = inner.waits(row, wide_row) if isinstance(inner, Shared) else None
+    return Draft(bound.group, GroupCall(bound.rows, exchange, inner), waits)
 
 
-def _inner(context: Context, bound: BoundGroup, heads: Heads, call: Call, kernel: Kernel) -> Prepared:
+def _inner(
+    context: Context, bound: BoundGroup, heads: Heads, roads: Roads | None, call: Call, kernel: Kernel
+) -> Prepared | Shared:
     group, index = bound.group, bound.ring_index
     mask = {"causal": call.causal, "window": call.window}
     if group.ring == 1:
         return prepare(kernel, Segments.packed([span.tokens for span in bound.spans], **mask), heads)
     chunks = [Chunks.of(group, k) for k in range(group.ring)]
     ranks, joins = bound.ring_ranks, joins_on(context.device, heads.shape.dtype)
-    if bound.method == "gather" or _sees_neighbours_only(group, call.window):
+    if _gathers(group, call.window):
         schedule = gather_schedule(chunks, index, **mask)
         tiles = prepare_tiles(kernel, schedule.tiles, heads)
-        return Gather.of(context.transport, ranks, index, schedule, tiles, joins, context.device)
+        return Gather.of(context.transport, ranks, index, schedule, tiles, joins, context.device, roads)
     own = chunks[index]
     steps = tuple(
         prepare_tiles(kernel, ring_tiles(own, chunks[(index - step) % group.ring], **mask), heads)
         for step in range(group.ring)
     )
-    return Ring(context.transport, ranks, index, tuple(each.rows for each in chunks), steps, joins)
+    return Ring(context.transport, ranks, index, tuple(each.rows for each in chunks), steps, joins, roads)
+
+
+def _roads(context: Context, group: Group, split: HeadSplit, model: Shape, call: Call) -> Roads | None:
+    """Return how a routed group's exchanges cross nodes, for any rank of its party; None: there is nothing to route."""
+    if group.route is None or group.ring == 1 or context.node_size is None:  # `bind` has asked for the last
+        return None
+    chunks = [Chunks.of(group, index) for index in range(group.ring)]
+    widths = [high - low for low, high in split.kv]
+    wide = sum_dtype(model.dtype).itemsize // model.dtype.itemsize
+    if _gathers(group, call.window):
+        moves = gather_moves(group, chunks, widths, wide, causal=call.causal, window=call.window)
+    else:
+        moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
+    unit = 2 * model.dim * model.dtype.itemsize
+    return Roads.of(context.transport, group, moves, unit, context.device, context.node_size)
+
+
+def _gathers(group: Group, window: int | None) -> bool:
+    """Say whether a group gathers its keys: because the plan says so, or since a window sees neighbours only."""
+    return group.method == Method.GATHER or _sees_neighbours_only(group, window)
 
 
 def _sees_neighbours_only(group: Group, window: int | None) -> bool:

@@ -11,20 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
+from seqloom.attention.calls import Meanwhile, Shared, Waits
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.merge import Joins, Sum, Total, sum_dtype
+from seqloom.attention.roads import Roads, keys_of, returned
 from seqloom.attention.rows import RowIndex, add, count, take
 from seqloom.attention.schedule import GatherSchedule
 from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.comm.context import inverse
 from seqloom.comm.parcels import exchange_filled
-from seqloom.comm.transport import Parcel, Transport
+from seqloom.comm.transport import Handle, Parcel, Transport
 from seqloom.comm.upload import on_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gather:
-    """One rank's part of a gather, with the interface of a kernel's `Prepared`.
+class Gather(Shared):
+    """One rank's part of a gather.
 
     Attributes:
         transport: this rank's.
@@ -36,6 +38,7 @@ class Gather:
         places: the inverse of `order`.
         tiles: over the own queries and the sorted keys.
         joins: how partial results are joined.
+        roads: how exchanges cross nodes; None: from rank to rank.
     """
 
     transport: Transport
@@ -47,6 +50,7 @@ class Gather:
     places: torch.Tensor | None
     tiles: tuple[PreparedTile, ...]
     joins: Joins
+    roads: Roads | None
 
     @classmethod
     def of(
@@ -58,6 +62,7 @@ class Gather:
         tiles: tuple[PreparedTile, ...],
         joins: Joins,
         device: torch.device,
+        roads: Roads | None = None,
     ) -> Gather:
         """Put a schedule's index arrays on a device; `tiles` are the schedule's, prepared."""
         sends = tuple(rows if isinstance(rows, slice) else on_device(rows, device) for rows in schedule.sends)
@@ -65,37 +70,63 @@ class Gather:
         if schedule.order is not None:
             order = on_device(schedule.order, device)
             places = inverse(order)
-        return cls(transport, ranks, index, sends, schedule.counts, order, places, tiles, joins)
+        return cls(transport, ranks, index, sends, schedule.counts, order, places, tiles, joins, roads)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
         total = Total(q, self.joins)
-        forward_tiles(self.tiles, total, q, self._gathered(k, v))
+        forward_tiles(self.tiles, total, q, self._gathered(k, v, meanwhile))
         return total.result()
 
-    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
         """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
-        kv = self._gathered(saved.k, saved.v)
+        kv = self._gathered(saved.k, saved.v, meanwhile)
         dq = Sum(saved.q, self.joins)
         found = backward_tiles(self.tiles, dout, saved, kv, dq)
         dkv = add_key_gradients(None, len(kv), found, self.joins)
         if dkv is None:
             dkv = kv.new_empty(kv.shape, dtype=sum_dtype(kv.dtype))
-        dk, dv = self._returned(dkv).tensor_split(2, dim=1)
+        dk, dv = self._returned(dkv, meanwhile).tensor_split(2, dim=1)
         return dq.result(), dk, dv
 
-    def _gathered(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def waits(self, row: int, wide_row: int) -> Waits:
+        """See `Shared.waits`."""
+        came = sum(self.counts) - self.counts[self.index]
+        home = sum(count(rows) for n, rows in enumerate(self.sends) if n != self.index)
+        return Waits((row * came,), (row * came, wide_row * home))
+
+    def _gathered(self, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile) -> torch.Tensor:
         """Return the visible keys and values [sum of counts, 2 * kv heads, dim], sorted."""
         kv = torch.cat((k, v), dim=1)
         came = kv.new_empty((sum(self.counts), *kv.shape[1:]))
         pieces = came.split(self.counts)
-        sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.sends)]
-        handle = exchange_filled(self.transport, self._parcels(sends), self._parcels(pieces))
+        handle = self._start_gathering(kv, pieces)
         pieces[self.index].copy_(kv)
+        meanwhile(0)
         handle.wait()
         return came if self.order is None else came.index_select(0, self.order)
 
-    def _returned(self, dkv: torch.Tensor) -> torch.Tensor:
+    def _start_gathering(self, kv: torch.Tensor, rooms: Sequence[torch.Tensor]) -> Handle:
+        """Start to send every index the rows it sees, and to receive those seen here."""
+        if self.roads is None:
+            sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.sends)]
+            return exchange_filled(self.transport, self._parcels(sends), self._parcels(rooms))
+        here = self.ranks[self.index]
+        wanted = {keys_of(rank): room for rank, room in self._parcels(rooms)}
+        return self.roads.start(self.roads.ahead[0], {keys_of(here): kv}, wanted)
+
+    def _start_returning(self, pieces: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> Handle:
+        """Start to send gradients home, and to receive those of the own rows."""
+        if self.roads is None:
+            return exchange_filled(self.transport, self._parcels(pieces), self._parcels(rooms))
+        here = self.ranks[self.index]
+        sent = {returned(here, rank): piece for rank, piece in self._parcels(pieces)}
+        wanted = {returned(rank, here): room for rank, room in self._parcels(rooms)}
+        return self.roads.start(self.roads.back[1], sent, wanted)
+
+    def _returned(self, dkv: torch.Tensor, meanwhile: Meanwhile) -> torch.Tensor:
         """Send gradients of gathered rows home; return the sum of those of the own rows."""
         if self.places is not None:
             dkv = dkv.index_select(0, self.places)
@@ -103,7 +134,9 @@ class Gather:
         total = pieces[self.index]
         wanted = [len(total) if n == self.index else count(rows) for n, rows in enumerate(self.sends)]
         came = [dkv.new_empty((rows, *dkv.shape[1:])) for rows in wanted]
-        exchange_filled(self.transport, self._parcels(pieces), self._parcels(came)).wait()
+        handle = self._start_returning(pieces, came)
+        meanwhile(1)
+        handle.wait()
         for n, rows in enumerate(self.sends):
             if n != self.index:
                 add(total, rows, came[n])

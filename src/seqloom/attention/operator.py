@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import custom_op
 
-from seqloom.attention.bound import GroupCall, bound_calls
+from seqloom.attention.bound import bound_calls
+from seqloom.attention.calls import GroupCall
 from seqloom.attention.checks import Call
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.rows import take

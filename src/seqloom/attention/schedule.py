@@ -162,6 +162,15 @@ def gather_schedule(chunks: Sequence[Chunks], index: int, *, causal: bool, windo
     return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window))
 
 
+def visible_runs(
+    chunks: Sequence[Chunks], reader: Chunks, *, causal: bool, window: int | None
+) -> list[list[tuple[int, int]]]:
+    """Return, for every ring index, the runs of its rows that the queries of `reader` see, in the order of the rows."""
+    seen = _visible(reader, causal, window)
+    wanted = [_wanted(seen, holder) for holder in chunks]
+    return [list(zip(row.tolist(), (row + length).tolist(), strict=True)) for _, _, row, length in wanted]
+
+
 def _visible(queries: Chunks, causal: bool, window: int | None) -> np.ndarray:
     """int64[2 intervals, start and stop, documents]: the positions that the queries see, in two disjoint runs.
 

@@ -4,16 +4,20 @@ q, k, v of own tokens, all heads
     -> Ulysses exchange ->  all tokens of the ring index, own heads
     -> ring or gather   ->  output over the keys of all ring indices
     -> Ulysses exchange ->  output of own tokens, all heads
+
+Groups come in the order of the work, the same on all ranks. Documents that lie on this rank alone are computed while
+others wait for messages, see `fillers.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from seqloom.attention.bound import GroupCall, bound_calls
+from seqloom.attention.bound import bound_calls
+from seqloom.attention.calls import Aside, GroupCall, Pieces, Shared, Tensors
 from seqloom.attention.checks import Call
 from seqloom.attention.kernels.kernel import Gradients, Kernel, Saved
 from seqloom.attention.merge import sum_dtype
@@ -88,37 +92,20 @@ def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.T
     return torch.ops.seqloom.attention(q, k, v, ticket, *options)[0]
 
 
-def forward_group(call: GroupCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Saved]:
-    """Return the output [rows, heads, dim] of a group's rows, and what backward needs."""
-    if call.exchange is not None:
-        q, k, v = call.exchange.to_heads(q, k, v)
-    out, lse = call.inner.forward(q, k, v)
-    saved = Saved(q, k, v, out.to(q.dtype), lse)
-    return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
-
-
-def backward_group(call: GroupCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-    """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
-    dtype = saved.q.dtype
-    if call.exchange is None:
-        dq, dk, dv = call.inner.backward(dout, saved)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-    (dout,) = call.exchange.to_heads(dout)
-    return call.exchange.gradients_to_tokens(*call.inner.backward(dout, saved), dtype)
-
-
 def forward_groups(
     calls: tuple[GroupCall, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, with_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Return out [tokens, heads, dim] of all groups, lse [heads, tokens] if asked for, and what backward needs."""
+    inputs = [(q, k, v)] if len(calls) == 1 else [tuple(take(x, call.rows) for x in (q, k, v)) for call in calls]
+    aside = Aside(lambda filler: _pieces(calls[filler.call]).forward(filler.piece, *inputs[filler.call]))
     if len(calls) == 1:
-        out, saved = forward_group(calls[0], q, k, v)
+        out, saved = _forward_group(calls, 0, inputs[0], aside)
         return out, _local_lse(calls[0], saved) if with_lse else None, [saved]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], len(q)), dtype=sum_dtype(q.dtype), device=q.device) if with_lse else None
     kept = []
-    for call in calls:
-        part, saved = forward_group(call, *(take(x, call.rows) for x in (q, k, v)))
+    for number, call in enumerate(calls):
+        part, saved = _forward_group(calls, number, inputs[number], aside)
         put(out, call.rows, part)
         if call.exchange is None and isinstance(call.rows, slice):
             saved = saved._replace(out=out.detach()[call.rows])  # the same numbers, held once
@@ -128,18 +115,71 @@ def forward_groups(
     return out, lse, kept
 
 
+def _forward_group(
+    calls: tuple[GroupCall, ...], number: int, inputs: Tensors, aside: Aside
+) -> tuple[torch.Tensor, Saved]:
+    """Return the output [rows, heads, dim] of a group's rows, and what backward needs."""
+    call, inner = calls[number], calls[number].inner
+    q, k, v = inputs if call.exchange is None else call.exchange.to_heads(*inputs)
+
+    def compute() -> Tensors:
+        if isinstance(inner, Pieces):
+            outs, sums = zip(*aside.results(number, len(inner.ahead)), strict=True)
+            return _joined(outs), _joined(sums, dim=1)
+        if isinstance(inner, Shared):
+            return inner.forward(q, k, v, lambda exchange: aside.run(call.fillers.ahead.get(exchange, ())))
+        return inner.forward(q, k, v)
+
+    out, lse = call.answer(compute)
+    saved = Saved(q, k, v, out.to(q.dtype), lse)
+    return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
+
+
 def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list[Saved]) -> Gradients:
     """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]."""
+    given = [dout] if len(calls) == 1 else [take(dout, call.rows) for call in calls]
+    aside = Aside(
+        lambda filler: _pieces(calls[filler.call]).backward(filler.piece, given[filler.call], kept[filler.call])
+    )
     if len(calls) == 1:
-        return backward_group(calls[0], dout, kept[0])
+        return _backward_group(calls, 0, dout, kept[0], aside)
     whole: list[torch.Tensor] = []
-    for call, saved in zip(calls, kept, strict=True):
-        parts = backward_group(call, take(dout, call.rows), saved)
+    for number, (call, saved) in enumerate(zip(calls, kept, strict=True)):
+        parts = _backward_group(calls, number, given[number], saved, aside)
         if not whole:
             whole = [part.new_empty((len(dout), *part.shape[1:])) for part in parts]
         for total, part in zip(whole, parts, strict=True):
             put(total, call.rows, part)
     return whole[0], whole[1], whole[2]
+
+
+def _backward_group(
+    calls: tuple[GroupCall, ...], number: int, dout: torch.Tensor, saved: Saved, aside: Aside
+) -> Gradients:
+    """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
+    call, inner, dtype = calls[number], calls[number].inner, saved.q.dtype
+    if isinstance(inner, Pieces):
+        dq, dk, dv = (_joined(parts) for parts in zip(*aside.results(number, len(inner.back)), strict=True))
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    if call.exchange is not None:
+        (dout,) = call.exchange.to_heads(dout)
+    if isinstance(inner, Shared):
+        found = inner.backward(dout, saved, lambda exchange: aside.run(call.fillers.back.get(exchange, ())))
+    else:
+        found = inner.backward(dout, saved)
+    if call.exchange is not None:
+        return call.exchange.gradients_to_tokens(*found, dtype)
+    dq, dk, dv = found
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def _pieces(call: GroupCall) -> Pieces:
+    """Only local calls are in pieces, and only pieces are fillers."""
+    return cast("Pieces", call.inner)
+
+
+def _joined(parts: tuple[torch.Tensor, ...], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _Attention(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from seqloom.comm.alone import Alone, bind_alone
-from seqloom.comm.context import BoundGroup, Context, bind, method_by_cost
+from seqloom.comm.context import BoundGroup, Context, bind
 from seqloom.comm.counting import Counting, Traffic
 from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
@@ -25,6 +25,5 @@ __all__ = [
     "Transport",
     "bind",
     "bind_alone",
-    "method_by_cost",
     "run_ranks",
 ]

@@ -17,6 +17,7 @@ class Alone:
 
     rank = 0
     ranks = 1
+    waits_in_stream = False
 
     def all_to_all(
         self,

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, cast, get_args
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
 from seqloom.comm.transport import Transport
 from seqloom.comm.upload import on_device
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Layout, Span, Work
 
-if TYPE_CHECKING:
-    from seqloom.cost import CostModel, Variant
-
 T = TypeVar("T")
-
-Method = Literal["ring", "gather"]
-"""How ring indices share keys and values: passed around in steps, or gathered in one exchange."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +29,6 @@ class BoundGroup:
 
     Attributes:
         group: the group of the plan.
-        method: how its ring indices share keys and values.
         ulysses_index, ring_index: place of this rank.
         block: ranks of this ring index, the Ulysses communicator.
         ring_ranks: ranks of this Ulysses index, by ring index.
@@ -48,7 +41,6 @@ class BoundGroup:
     """
 
     group: Group
-    method: Method
     ulysses_index: int
     ring_index: int
     block: tuple[int, ...]
@@ -77,9 +69,10 @@ class Context:
         positions: int64[tokens], the place of every token in its document.
         documents: int64[tokens], the document of every token.
         groups: those this rank is in, in the order of the work.
+        node_size: ranks per node; None: not known.
     """
 
-    __slots__ = ("_kept", "documents", "groups", "positions", "spans", "transport", "work")
+    __slots__ = ("_kept", "documents", "groups", "node_size", "positions", "spans", "transport", "work")
 
     def __init__(
         self,
@@ -89,11 +82,13 @@ class Context:
         positions: torch.Tensor,
         documents: torch.Tensor,
         groups: tuple[BoundGroup, ...],
+        node_size: int | None = None,
         kept: dict[Hashable, object] | None = None,
     ) -> None:
         """Keep what `bind` has found; `kept`: what was built from it already, shared with another view of it."""
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
+        self.node_size = node_size
         self._kept: dict[Hashable, object] = {} if kept is None else kept
 
     @property
@@ -123,7 +118,7 @@ def bind(
     transport: Transport,
     *,
     device: torch.device | str = "cpu",
-    method: Method | Callable[[Group], Method] = "ring",
+    node_size: int | None = None,
 ) -> Context:
     """Work out what one stage's share of a round means for the rank of `transport`. Nothing is communicated.
 
@@ -131,10 +126,10 @@ def bind(
         work: the same on all ranks.
         transport: this rank's.
         device: where the local tensors live.
-        method: how ring indices share keys and values; or a function of the group, which must answer the same on
-            all ranks (see `method_by_cost`).
+        node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
     """
     _check_ranks(work, transport)
+    _check_routes(work, transport, node_size)
     _check_layouts(work)
     _check_documents(work)
     rank, device = transport.rank, torch.device(device)
@@ -149,7 +144,7 @@ def bind(
     groups = []
     for number, (group, layout) in enumerate(zip(own, blocks, strict=True)):
         rows = rows_of(firsts[owner == number], lengths[owner == number])
-        groups.append(_bind_group(group, rank, layout, rows, _method(method, group), device))
+        groups.append(_bind_group(group, rank, layout, rows, device))
     return Context(
         work,
         transport,
@@ -157,16 +152,8 @@ def bind(
         positions=on_device(expand(starts, lengths), device),
         documents=on_device(np.repeat(documents, lengths), device),
         groups=tuple(groups),
+        node_size=node_size,
     )
-
-
-def method_by_cost(cost: CostModel, variant: Variant) -> Callable[[Group], Method]:
-    """Return a function that chooses for every group the method which the cost model prices lower."""
-
-    def choose(group: Group) -> Method:
-        return "gather" if cost.group_parts(group, variant).cheaper == "all-gather" else "ring"
-
-    return choose
 
 
 def expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -191,9 +178,7 @@ def _block_layout(group: Group, rank: int) -> Layout:
     return Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index))).token_layout()
 
 
-def _bind_group(
-    group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, method: Method, device: torch.device
-) -> BoundGroup:
+def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
     ring_index, ulysses_index = divmod(group.ranks.index(rank), group.ulysses)
     block = group.blocks()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
@@ -201,7 +186,6 @@ def _bind_group(
     order, places = _sorting([span for share in held for span in share], spans, device)
     return BoundGroup(
         group,
-        method,
         ulysses_index,
         ring_index,
         block,
@@ -243,13 +227,6 @@ def _columns(spans: Sequence[Span]) -> np.ndarray:
     return np.array(spans, dtype=np.int64).reshape(-1, 3).T
 
 
-def _method(method: Method | Callable[[Group], Method], group: Group) -> Method:
-    chosen = method(group) if callable(method) else method
-    if chosen not in get_args(Method):
-        raise unknown("method", str(chosen), get_args(Method))
-    return chosen
-
-
 def _check_ranks(work: Work, transport: Transport) -> None:
     for group in work.groups:
         name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
@@ -267,6 +244,23 @@ def _check_ranks(work: Work, transport: Transport) -> None:
                     f"{name}: ranks {block} exchange heads and must be an ascending run, "
                     f"for example {tuple(range(min(block), min(block) + group.ulysses))}"
                 )
+
+
+def _check_routes(work: Work, transport: Transport, node_size: int | None) -> None:
+    for group in work.groups:
+        if group.route is None:
+            continue
+        name = f"a group on ranks {group.ranks} routed through proxies {group.route.proxies}"
+        beyond = [rank for rank in group.route.proxies if not 0 <= rank < transport.ranks]
+        if beyond:
+            raise SeqloomError(
+                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
+                "choose proxies among them, or leave the route out"
+            )
+        if node_size is None:
+            raise SeqloomError(
+                f"{name}: which ranks share a node is not known; bind with node_size=..., or leave the route out"
+            )
 
 
 def _check_layouts(work: Work) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Counting:
         """Start at zero."""
         self._transport = transport
         self._traffic: dict[str, Traffic] = {}
+        self._sent_to: Counter[int] = Counter()
 
     @property
     def rank(self) -> int:
@@ -40,13 +42,23 @@ class Counting:
         """Size of the world."""
         return self._transport.ranks
 
+    @property
+    def waits_in_stream(self) -> bool:
+        """See `Transport.waits_in_stream`."""
+        return self._transport.waits_in_stream
+
     def traffic(self, verb: str) -> Traffic:
         """Return what was counted for one verb since the start or the last `reset`."""
         return self._traffic.get(verb, Traffic())
 
+    def bytes_to(self, peer: int) -> int:
+        """Return the bytes that left for one rank in exchanges, since the start or the last `reset`."""
+        return self._sent_to[peer]
+
     def reset(self) -> None:
         """Start again at zero."""
         self._traffic.clear()
+        self._sent_to.clear()
 
     def all_to_all(
         self,
@@ -64,6 +76,8 @@ class Counting:
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
         """See `Transport.exchange`."""
         handle = self._transport.exchange(sends, receives)
+        for peer, tensor in sends:
+            self._sent_to[peer] += tensor.nbytes
         self._count("exchange", sum(tensor.nbytes for peer, tensor in sends if peer != self.rank))
         return handle
 

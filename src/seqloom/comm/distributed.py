@@ -40,6 +40,11 @@ class Distributed:
         """Size of the world."""
         return self._communicators.family.ranks
 
+    @property
+    def waits_in_stream(self) -> bool:
+        """With NCCL."""
+        return not self._stages
+
     def all_to_all(
         self,
         output: torch.Tensor,

@@ -174,6 +174,11 @@ class InProcess:
         """Size of the world."""
         return self._matching.ranks
 
+    @property
+    def waits_in_stream(self) -> bool:
+        """No: ranks are threads that meet on the host."""
+        return False
+
     def all_to_all(
         self,
         output: torch.Tensor,

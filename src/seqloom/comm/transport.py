@@ -40,6 +40,11 @@ class Transport(Protocol):
         """Size of the world."""
         ...
 
+    @property
+    def waits_in_stream(self) -> bool:
+        """Whether `wait` of a handle holds up the current stream of the GPU only, not the caller."""
+        ...
+
     def all_to_all(
         self,
         output: torch.Tensor,

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from seqloom.comm import Context, Transport, bind
-from seqloom.comm.context import Method
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Plan, Work
+from seqloom.plan import Action, ActionKind, Checkpoint, Plan, Work
 
 RUN = (ActionKind.F, ActionKind.B, ActionKind.REDUCE)
 """The actions that a table of one stage needs."""
@@ -72,7 +71,6 @@ def bind_plan(
     transport: Transport,
     *,
     device: torch.device | str = "cpu",
-    method: Method | Callable[[Group], Method] = "ring",
     check: bool = True,
     prepare: Callable[[Context], None] | None = None,
 ) -> BoundPlan:
@@ -82,7 +80,6 @@ def bind_plan(
         plan: valid, of one pipeline with one stage.
         transport: this rank's; its world is the plan's.
         device: where the local tensors live.
-        method: how ring indices share keys and values, see `seqloom.comm.bind`.
         check: compare the plan's hash with that of all other ranks; one all-gather of 32 bytes.
         prepare: called with every context of this rank, to do the model's index work before the first layer
             (`Network.prepare`); None: the first layer of a round does it.
@@ -96,7 +93,7 @@ def bind_plan(
     for number, current in enumerate(pipeline.rounds):
         work = current.work[0]
         part = _takes_part(work, island)
-        context = bind(work, transport, device=device, method=method) if part else None
+        context = bind(work, transport, device=device, node_size=plan.limits.node_size) if part else None
         if prepare is not None and context is not None:
             prepare(context)
         rounds.append(BoundRound(number, work.checkpoint, context))
@@ -105,8 +102,8 @@ def bind_plan(
 
 
 def _takes_part(work: Work, island: tuple[int, ...]) -> bool:
-    """Whether a rank of the island is in a group, which it may be without tokens: its group waits for it."""
-    return any(not set(island).isdisjoint(group.ranks) for group in work.groups)
+    """Whether a rank of the island is in a group or carries its traffic, which it may be without tokens."""
+    return any(not set(island).isdisjoint(group.party) for group in work.groups)
 
 
 def _check_plan(plan: Plan, transport: Transport) -> None:

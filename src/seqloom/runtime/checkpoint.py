@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqloom.attention.bound import GroupCall
-from seqloom.attention.kernels.kernel import Gradients, Prepared, Saved
+from seqloom.attention.calls import GroupCall
 from seqloom.attention.ulysses import Exchange
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
@@ -142,7 +141,7 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        super().__init__(own.work, own.transport, *rows, kept=own._kept)
+        super().__init__(own.work, own.transport, *rows, own.node_size, kept=own._kept)
         self.tape = tape
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
@@ -158,24 +157,7 @@ def _taped(call: GroupCall, tape: Tape) -> GroupCall:
     if call.exchange is not None:
         parts = {each.name: getattr(call.exchange, each.name) for each in fields(call.exchange)}
         exchange = _TapedExchange(**parts, tape=tape)
-    return replace(call, exchange=exchange, inner=_TapedInner(call.inner, tape))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TapedInner:
-    """The attention of a group over all keys. Its backward is never from the tape."""
-
-    inner: Prepared
-    tape: Tape
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Prepared.forward`."""
-        out, lse = self.tape.answer(lambda: self.inner.forward(q, k, v))
-        return out, lse
-
-    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `Prepared.backward`."""
-        return self.inner.backward(dout, saved)
+    return replace(call, exchange=exchange, answer=tape.answer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

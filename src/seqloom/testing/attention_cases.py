@@ -15,9 +15,9 @@ import torch
 
 from seqloom.attention import attention_with_lse
 from seqloom.attention.kernels import Kernel
-from seqloom.comm.context import Method, bind
+from seqloom.comm.context import bind
 from seqloom.comm.transport import Transport
-from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.plan import Checkpoint, Group, Method, Span, Work
 from seqloom.testing.attention_oracle import Truth, attention_truth, difference
 
 AXES = (0, 1, 0, 0, 0)
@@ -43,7 +43,7 @@ class Case:
         world: ranks, in groups or not.
         groups: who works on which documents.
         causal, window, scale: see `attention`.
-        method: see `bind`.
+        node_size: see `bind`.
     """
 
     lengths: tuple[int, ...]
@@ -55,7 +55,7 @@ class Case:
     causal: bool = True
     window: int | None = None
     scale: float | None = None
-    method: Method = "ring"
+    node_size: int | None = None
 
     @classmethod
     def one_group(
@@ -66,12 +66,15 @@ class Case:
         dim: int,
         ulysses: int = 1,
         ring: int = 1,
+        *,
+        method: Method | str = Method.RING,
         **options: Any,
     ) -> Case:
         """All documents in one group of ranks 0, 1, ..."""
         lengths = tuple(lengths)
         world = ulysses * ring
-        group = Group(tuple(range(world)), ulysses, ring, tuple(Span(k, 0, n) for k, n in enumerate(lengths)))
+        spans = tuple(Span(k, 0, n) for k, n in enumerate(lengths))
+        group = Group(tuple(range(world)), ulysses, ring, spans, Method(method))
         return cls(lengths, heads, kv_heads, dim, world, (group,), **options)
 
     @property
@@ -109,7 +112,7 @@ def attend(
     """Run one rank's share, forward and backward, on the inputs' device or another."""
     if device is not None:
         inputs = Inputs(*(x.to(device) for x in inputs))
-    context = bind(case.work, transport, device=inputs.q.device, method=case.method)
+    context = bind(case.work, transport, device=inputs.q.device, node_size=case.node_size)
     first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
     rows = first[context.documents] + context.positions
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])

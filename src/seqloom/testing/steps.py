@@ -35,7 +35,7 @@ from seqloom.runtime.executor import run_step
 from seqloom.runtime.loss import IGNORED
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Parameters, Replicated
-from seqloom.testing.strategies import Shape, group_shapes
+from seqloom.testing.strategies_groups import Shape, group_shapes, shared
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def steps(draw: st.DrawFn, *, longest: int = 30) -> Step:
 
 @st.composite
 def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
-    """Draw a plan of a step: any groups, also several of a rank, any checkpointing, any order of the table."""
+    """Draw a plan of a step: any groups, also several of a rank, any methods, routes, checkpointing and table."""
     node_size = draw(st.integers(1, max_ranks))
     ranks = node_size * draw(st.integers(1, max_ranks // node_size))
     own = Limits(ranks, node_size, step.spec.heads, tuple((kind, 10**9) for kind in Checkpoint))
@@ -209,7 +209,14 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
     for document, length in enumerate(step.lengths):
         chosen = seats[draw(st.integers(0, count - 1))]
         chosen.setdefault(draw(st.sampled_from(shapes)), []).append(Span(document, 0, length))
-    rounds = [[Group(*shape, tuple(spans)) for shape, spans in seat.items()] for seat in seats if seat]
+    sharding = draw(st.sampled_from(Sharding))
+    islands = own.islands(sharding, tuple(range(ranks)))
+    rounds = []
+    for seat in filter(None, seats):
+        busy = {rank for members, _, _ in seat for rank in members}
+        awake = {rank for island in islands if not busy.isdisjoint(island) for rank in island}
+        plain = [Group(*shape, tuple(spans)) for shape, spans in seat.items()]
+        rounds.append([draw(shared(group, node_size, awake)) for group in plain])
     plan = one_stage_plan(
         rounds,
         ranks=ranks,
@@ -217,7 +224,7 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         heads=step.spec.heads,
         node_size=node_size,
         checkpoint=[draw(st.sampled_from(Checkpoint)) for _ in rounds],
-        sharding=draw(st.sampled_from(Sharding)),
+        sharding=sharding,
         reduce=draw(st.sampled_from(Reduce)),
     )
     return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan

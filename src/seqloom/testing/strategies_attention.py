@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from seqloom.plan import Group, Span
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.attention_cases import Case
+from seqloom.testing.strategies_groups import shared
 
 SHAPES = tuple((ulysses, ring) for ulysses in range(1, 9) for ring in range(1, 9) if ulysses * ring <= 8)
 """Every (ulysses, ring) on at most 8 ranks."""
@@ -50,7 +52,8 @@ def cases(draw: st.DrawFn, shape: tuple[int, int] | None = None) -> Case:
     lengths = draw(packs())
     world = ulysses * ring
     documents = draw(st.permutations(range(len(lengths))))
-    group = Group(tuple(range(world)), ulysses, ring, tuple(Span(k, 0, lengths[k]) for k in documents))
+    spans = tuple(Span(k, 0, lengths[k]) for k in documents)
+    group = Group(tuple(range(world)), ulysses, ring, spans, draw(st.sampled_from(Method)))
     return draw(_completed(lengths, world, (group,), ulysses))
 
 
@@ -64,8 +67,42 @@ def cases_of_many_groups(draw: st.DrawFn) -> Case:
     groups = []
     for number, (ranks, ulysses, ring) in enumerate(shapes):
         documents = draw(st.permutations([k for k, home in enumerate(homes) if home == number]))
-        groups.append(Group(ranks, ulysses, ring, tuple(Span(k, 0, lengths[k]) for k in documents)))
+        spans = tuple(Span(k, 0, lengths[k]) for k in documents)
+        groups.append(Group(ranks, ulysses, ring, spans, draw(st.sampled_from(Method))))
     return draw(_completed(lengths, world, tuple(groups), max(group.ulysses for group in groups)))
+
+
+@st.composite
+def cases_of_zones(draw: st.DrawFn) -> Case:
+    """Draw a case on 2 or 3 nodes: documents across nodes, some routed, some inside a node, some on one rank.
+
+    A rank may be in groups of all three kinds at once, or only pass on what others send.
+    """
+    node_size, nodes = draw(st.sampled_from(((1, 3), (2, 2), (2, 3), (3, 2), (4, 2))))
+    zones = draw(st.lists(st.integers(0, 2), min_size=2, max_size=9).map(sorted))
+    lengths = tuple(draw(st.integers(1, (60, 30, 12)[zone])) for zone in zones)
+    seats: dict[Group, list[Span]] = {}
+    for document, zone in enumerate(zones):
+        home = draw(_zone_groups(node_size, nodes, zone))
+        seats.setdefault(home, []).append(Span(document, 0, lengths[document]))
+    groups = tuple(replace(group, spans=tuple(spans)) for group, spans in seats.items())
+    case = draw(_completed(lengths, node_size * nodes, groups, max(group.ulysses for group in groups)))
+    return replace(case, node_size=node_size)
+
+
+@st.composite
+def _zone_groups(draw: st.DrawFn, node_size: int, nodes: int, zone: int) -> Group:
+    """Draw a group without spans that joins nodes (zone 0, perhaps routed), is inside a node (1) or one rank (2)."""
+    if zone == 2:
+        return Group((draw(st.integers(0, node_size * nodes - 1)),), 1, 1, ())
+    ulysses = draw(st.integers(1, node_size))
+    starts = [n * node_size + k for n in range(nodes) for k in range(0, node_size - ulysses + 1, ulysses)]
+    if zone == 1:
+        node = draw(st.integers(0, nodes - 1))
+        starts = [start for start in starts if start // node_size == node]
+    chosen = draw(st.lists(st.sampled_from(starts), min_size=1 if zone else 2, max_size=4, unique=True))
+    ranks = tuple(start + k for start in chosen for k in range(ulysses))
+    return draw(shared(Group(ranks, ulysses, len(chosen), ()), node_size, range(node_size * nodes)))
 
 
 @st.composite
@@ -89,5 +126,4 @@ def _completed(draw: st.DrawFn, lengths: tuple[int, ...], world: int, groups: tu
         groups=groups,
         **draw(masks()),
         scale=draw(st.none() | st.floats(0.05, 1.0)),
-        method=draw(st.sampled_from(("ring", "gather"))),
     )

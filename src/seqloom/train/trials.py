@@ -17,7 +17,7 @@ from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
+from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Span, Work
 from seqloom.runtime import Network, Sharded, bind_plan, recompute_layers, run_step
 from seqloom.runtime.parameters import scale_gradients
 from seqloom.train.optimiser import clip_factor, make_optimiser
@@ -104,7 +104,9 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
             yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
         for shape in others:
             if shape.ulysses == 1 and shape.ring in (2, 4):
-                yield from (equal_groups(cost, shape, load, kept[0]) for load in (most[0], most[2]))
+                for method in Method:
+                    way = shape._replace(method=method)
+                    yield from (equal_groups(cost, way, load, kept[0]) for load in (most[0], most[2]))
 
 
 def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:
@@ -115,7 +117,7 @@ def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) ->
         groups = []
         for block in blocks:
             spans = tuple(Span(document, 0, load.length) for document in range(first, first + load.documents))
-            groups.append(Group(tuple(block), shape.ulysses, shape.ring, spans))
+            groups.append(cost.group(shape, block, spans))
             first += load.documents
         rounds.append(Round((Work(tuple(groups), variant.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce)
@@ -137,4 +139,5 @@ def described(plan: Plan) -> str:
     groups = rounds[0].work[0].groups
     first, more = groups[0], f", {len(rounds)} rounds" if len(rounds) > 1 else ""
     load = f"{len(first.spans)} x {first.spans[0].tokens} tokens"
-    return f"{len(groups)} of {first.ulysses}x{first.ring}, each {load}{more}"
+    shape = Shape(first.ulysses, first.ring, first.method)
+    return f"{len(groups)} of {shape}, each {load}{more}"

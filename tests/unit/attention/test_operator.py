@@ -9,8 +9,9 @@ import torch
 from seqloom.attention import attention, operator, tickets
 from seqloom.attention.kernels.registry import default
 from seqloom.attention.tickets import holder, ticket
-from seqloom.comm import bind_alone
+from seqloom.comm import bind, bind_alone, run_ranks
 from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint, Group, Method, Route, Span, Work
 
 LENGTHS = (7, 1, 12)
 TOKENS = sum(LENGTHS)
@@ -59,6 +60,28 @@ def test_operator_and_function_give_the_same_bits(window):
         (out.cos().sum() + out[3].sum()).backward()
         found.append((out, *(each.grad for each in inputs)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("method", Method)
+def test_operator_and_function_give_the_same_bits_in_several_groups(method):
+    """Rank 0 is in three groups at once, rank 1 only passes on what ranks 0 and 2 send, rank 3 holds nothing else."""
+    groups = (
+        Group((0, 2), 1, 2, (Span(0, 0, 21),), method, Route((1, 3), 2)),
+        Group((2, 3), 2, 1, (Span(1, 0, 8),)),
+        Group((0,), 1, 1, (Span(2, 0, 6), Span(3, 0, 5))),
+    )
+
+    def body(transport):
+        context, found = bind(Work(groups, Checkpoint.NONE), transport, node_size=2), []
+        for given in (context, ticket(context)):
+            inputs = tensors(rows=context.tokens)
+            out = attention(*inputs, given)
+            out.cos().sum().backward()
+            found.append((out, *(each.grad for each in inputs)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        return context.tokens
+
+    assert run_ranks(4, body, strict=True) == [22, 0, 14, 4] and not tickets._held
 
 
 def test_memory_is_that_of_the_graph_and_goes_with_it():

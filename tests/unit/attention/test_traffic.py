@@ -1,5 +1,7 @@
 """Collectives and bytes of one layer, forward and backward, are those the cost model prices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from seqloom.cost.communication import Communication
 from seqloom.cost.profile import Profile
 from seqloom.cost.reach import Reach
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint
+from seqloom.plan import Checkpoint, Group, Method, Route, Span
 from seqloom.testing.attention_cases import Case
 
 torch.set_num_threads(1)
@@ -54,7 +56,7 @@ def counted(case):
 
     def body(transport):
         counting = Counting(transport)
-        context = bind(case.work, counting, method=case.method)
+        context = bind(case.work, counting)
         verbs = ("all_to_all", "exchange", "all_gather", "all_reduce")
         q, k, v = (
             torch.randn(context.tokens, n, case.dim, dtype=torch.bfloat16, requires_grad=True)
@@ -147,3 +149,47 @@ def test_a_window_within_a_chunk_fetches_only_what_it_sees(method):
 def test_a_window_beyond_a_chunk_goes_round_if_the_plan_says_so():
     case = Case.one_group((TOKENS,), 2, 2, 4, 1, 4, window=13)
     assert sent_bytes(case) == sent_bytes(Case.one_group((TOKENS,), 2, 2, 4, 1, 4))
+
+
+def crossing(case):
+    """Bytes that every rank sends to other nodes, forward and backward."""
+
+    def body(transport):
+        counting = Counting(transport)
+        context = bind(case.work, counting, node_size=case.node_size)
+        sizes = (case.heads, case.kv_heads, case.kv_heads)
+        q, k, v = (torch.ones(context.tokens, n, case.dim, dtype=torch.bfloat16, requires_grad=True) for n in sizes)
+        attention(q, k, v, context, causal=case.causal).sum().backward()
+        node = transport.rank // case.node_size
+        return sum(counting.bytes_to(peer) for peer in range(case.world) if peer // case.node_size != node)
+
+    return run_ranks(case.world, body)
+
+
+def across_nodes(method, ulysses, ranks, route, tokens=128):
+    group = Group(ranks, ulysses, len(ranks) // ulysses, (Span(0, 0, tokens),), method, route)
+    return Case((tokens,), 8, 4, 8, world=8, groups=(group,), node_size=4)
+
+
+ALL, HALF = tuple(range(8)), (1, 2, 5, 6)
+
+
+@pytest.mark.parametrize("proxies, slices", [(ALL, 1), (HALF, 3)], ids=["all", "half"])
+@pytest.mark.parametrize("ulysses, ranks", [(1, ALL), (2, ALL), (2, (0, 1, 4, 5)), (1, (3, 7))])
+def test_a_routed_ring_crosses_as_often_as_a_direct_one_through_all_proxies_alike(ulysses, ranks, proxies, slices):
+    direct = crossing(across_nodes(Method.RING, ulysses, ranks, None))
+    routed = crossing(across_nodes(Method.RING, ulysses, ranks, Route(proxies, slices)))
+    assert sum(routed) == sum(direct)
+    for rank, sent in enumerate(routed):
+        even = sum(routed) / len(proxies) if rank in proxies else 0
+        assert abs(sent - even) <= 0.05 * even
+
+
+def test_what_several_ranks_of_a_node_see_crosses_once():
+    """Full attention over 4 + 4 ranks: every key is wanted by all four ranks of the other node."""
+    group = across_nodes(Method.GATHER, 1, ALL, None)
+    direct = crossing(replace(group, causal=False))
+    routed = crossing(replace(across_nodes(Method.GATHER, 1, ALL, Route(ALL, 2)), causal=False))
+    keys, gradients = 2 * 2, 4  # bytes of both passes, and of what returns, which is not joined on the way
+    assert sum(routed) * (4 * keys + 4 * gradients) == sum(direct) * (keys + 4 * gradients)
+    assert max(routed) - min(routed) <= 0.05 * min(routed)

@@ -32,6 +32,7 @@ def test_it_says_what_planning_said(run, planned):
     assert {key: report[key] for key in same} == {key: planned[key] for key in same}
     assert report["plan"] == "plan.json"
     assert report["plan_ms"] is None
+    assert report["nic_share"] == {"busiest": 0, "mean": 0}  # one node
 
 
 def test_text_has_table_and_timeline(run, planned):
@@ -40,6 +41,16 @@ def test_text_has_table_and_timeline(run, planned):
     assert "8xH200, llama3-8b" in result.out
     assert "rank 0" in result.out
     assert "above the bound" in result.out
+
+
+def test_use_of_network_cards_is_shown_where_there_are_several_nodes(run):
+    box = "--cluster 2x4xH200 --model llama3-8b"
+    report = run(f"plan --lengths lengths.txt {box} --planner static:8 --out wide.json --json").json
+    shares = report["nic_share"]
+    assert 0 < shares["mean"] <= shares["busiest"] <= 1
+    text = run(f"simulate wide.json {box}").out
+    assert "NICs 1" in text
+    assert f"network cards in use {100 * shares['mean']:.0f} % of the time" in " ".join(text.split())
 
 
 def test_the_bound_is_given_only_where_it_is_proven(planned, folder):

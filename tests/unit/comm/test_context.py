@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from seqloom.comm import bind_alone
-from seqloom.comm.context import bind, method_by_cost
-from seqloom.cost import CostModel
-from seqloom.describe import Cluster, ModelSpec
+from seqloom.comm.context import bind
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Layout, Span, Work
+from seqloom.plan import Checkpoint, Group, Layout, Route, Span, Work
 
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
 
@@ -75,21 +73,13 @@ def test_things_are_built_once_per_key():
     assert built == ["a", "b"]
 
 
-def test_methods():
-    group = Group((0, 1), 1, 2, (LONG,))
-    assert bind(work_of(group), Place(0)).groups[0].method == "ring"
-    assert bind(work_of(group), Place(0), method=lambda asked: "gather").groups[0].method == "gather"
-    with pytest.raises(SeqloomError, match="unknown method 'rign'; did you mean ring"):
-        bind(work_of(group), Place(0), method="rign")
-
-
-def test_the_cost_model_chooses_the_method():
-    """A short document is done before a ring's many messages are; a long one hides them."""
-    cost = CostModel(Cluster.parse("1x8xH100"), ModelSpec.load("qwen3-0.6b"), sharding="none")
-    choose = method_by_cost(cost, cost.variants[0])
-    ranks = tuple(range(8))
-    assert choose(Group(ranks, 1, 8, (Span(0, 0, 2048),))) == "gather"
-    assert choose(Group(ranks, 1, 8, (Span(0, 0, 512 * 1024),))) == "ring"
+def test_a_routed_group_needs_the_size_of_a_node_and_proxies_that_exist():
+    group = Group((0, 2), 1, 2, (LONG,), route=Route((0, 1, 2, 3)))
+    with pytest.raises(SeqloomError, match=r"proxies \(0, 1, 2, 3\): .* bind with node_size"):
+        bind(work_of(group), Place(1))
+    with pytest.raises(SeqloomError, match="rank 4 is not among the 4 ranks"):
+        bind(work_of(replace(group, route=Route((0, 4)))), Place(1), node_size=2)
+    assert bind(work_of(group), Place(1), node_size=2).tokens == 0
 
 
 @pytest.mark.parametrize(

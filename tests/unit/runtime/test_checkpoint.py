@@ -12,7 +12,7 @@ from seqloom.comm import Counting, run_ranks
 from seqloom.cost.activations import layer_values
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Group, Span
+from seqloom.plan import Checkpoint, Group, Method, Route, Sharding, Span
 from seqloom.runtime import checkpoint as module
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
@@ -28,20 +28,50 @@ VERBS = ("all_to_all", "exchange", "all_gather", "all_reduce")
 
 def counts(checkpoint, ulysses, ring, method="ring", **options):
     """Calls of every verb on rank 0 in a forward and backward, and bytes of all of them."""
-    plan = one_stage_plan([[Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS)]], ranks=4, checkpoint=checkpoint)
+    group = Group(tuple(range(ulysses * ring)), ulysses, ring, SPANS, Method(method))
+    return counts_of([group], checkpoint, **options)[0]
+
+
+def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE, **options):
+    """The same of every rank, for any groups."""
+    plan = one_stage_plan([groups], ranks=4, node_size=node_size, checkpoint=checkpoint, sharding=sharding)
 
     def body(transport):
         counting = Counting(transport)
         network = Network.of(STEP.model())
         recompute_layers(network.layers, **options)
-        context = bind_plan(plan, counting, method=method).rounds[0].context
+        context = bind_plan(plan, counting).rounds[0].context
         if context is None:
             return None
         counting.reset()
         LossOf(network)(*STEP.rows()(context), context).backward()
         return {verb: counting.traffic(verb).calls for verb in VERBS}, sum(counting.traffic(v).bytes for v in VERBS)
 
-    return run_ranks(4, body, strict=True)[0]
+    return run_ranks(4, body, strict=True)
+
+
+def overlapping(method):
+    """Two nodes of two: a document over both, routed through ranks outside; one in a node; one of rank 0."""
+    return [
+        Group((0, 2), 1, 2, SPANS[:1], method, Route((1, 3), 2)),
+        Group((0, 1), 2, 1, SPANS[1:2]),
+        Group((0,), 1, 1, SPANS[2:]),
+    ]
+
+
+@pytest.mark.parametrize("method", Method)
+def test_selective_repeats_nothing_of_several_groups_and_of_relays(monkeypatch, method):
+    kernel = CountingKernel()
+    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: kernel)
+    kinds = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
+    found, forwards = [], []
+    for kind in kinds:
+        kernel.calls.update(forward=0)
+        found.append(counts_of(overlapping(method), kind, 2, Sharding.FULL, keep_exchanged=True))
+        forwards.append(kernel.calls["forward"])
+    assert found[0] == found[1] and forwards[0] == forwards[1] and forwards[2] == 2 * forwards[0]
+    for rank in range(4):  # those that only pass on repeat it if the others do
+        assert found[2][rank][0]["exchange"] > found[0][rank][0]["exchange"] > 0
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])

@@ -1,0 +1,144 @@
+"""Fillers: documents that lie on one rank whole are computed while its other groups wait for messages.
+
+A rank in a ring, with documents of its own (L), works like this; `=` is a message under way, `|` the end of a wait:
+
+    messages  ====0=====|====1=====|====2=====|
+    ring      tile 0    |tile 1    |tile 2    |tile 3
+    local           L L |      L L |      L L |
+
+Local work sends nothing, so where it is done changes neither the order of messages nor what a document gives. It is
+cut at documents, in proportion to the bytes that arrive in each exchange: in those of groups that join nodes where
+there are any, else in those of all rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqloom.attention.calls import Filler, Fillers, GroupCall, Pieces, Waits
+from seqloom.attention.kernels.kernel import Kernel
+from seqloom.attention.segments import Segments
+from seqloom.attention.tiles import Heads, PreparedTile, prepare
+from seqloom.plan import Group
+
+LEAST = 2**16
+"""Query rows x heads with which a call still fills a GPU. A CPU takes one document after the other anyway."""
+
+
+class Draft(NamedTuple):
+    """A call before it is filled.
+
+    Attributes:
+        group: that it belongs to.
+        call: with all its work in one piece.
+        waits: for messages; None where it sends none that could be filled.
+    """
+
+    group: Group
+    call: GroupCall
+    waits: Waits | None
+
+
+class _Wait(NamedTuple):
+    """An exchange of a call, and the bytes that arrive in it."""
+
+    call: int
+    exchange: int
+    size: int
+
+
+class _Document(NamedTuple):
+    """Rows of a local call."""
+
+    call: int
+    start: int
+    stop: int
+
+
+def filled(
+    drafts: Sequence[Draft], heads: Heads, kernel: Kernel, mask: dict[str, Any], node_size: int | None
+) -> tuple[GroupCall, ...]:
+    """Return the calls of a rank, the local ones cut into pieces that fill the waits of the others.
+
+    Args:
+        drafts: in the order of the work.
+        heads: of a local group: all.
+        kernel: what computes documents.
+        mask: causal and window.
+        node_size: ranks per node; None: not known.
+    """
+    calls = [draft.call for draft in drafts]
+    documents = _local_documents(drafts)
+    hosts = [n for n, draft in enumerate(drafts) if draft.waits is not None]
+    between = [n for n in hosts if node_size is not None and len({r // node_size for r in drafts[n].group.party}) > 1]
+    if not documents or not hosts:
+        return tuple(calls)
+    least = LEAST if heads.shape.device.type == "cuda" else 0
+    places, tiles = [], []
+    for way in range(2):  # forward and backward
+        sizes = {n: waits[way] for n in between or hosts if (waits := drafts[n].waits) is not None}
+        places_to_fill = [_Wait(n, *wait) for n, own in sizes.items() for wait in enumerate(own)]
+        chosen = _share_out(documents, places_to_fill, heads.shape.heads, least, mask)
+        cut, at = _cut(documents, chosen, heads, kernel, mask)
+        tiles.append(cut)
+        places.append(at)
+    for n in {document.call for document in documents}:
+        calls[n] = replace(calls[n], inner=Pieces(*(tuple(cut.get(n, ())) for cut in tiles)))
+    for n in hosts:
+        own = ({wait.exchange: tuple(found) for wait, found in at.items() if wait.call == n} for at in places)
+        calls[n] = replace(calls[n], fillers=Fillers(*own))
+    return tuple(calls)
+
+
+def _local_documents(drafts: Sequence[Draft]) -> list[_Document]:
+    """Return the documents of groups of one rank, call by call, in the order of their rows."""
+    found = []
+    for n, draft in enumerate(drafts):
+        if draft.group.degree == 1:
+            ends = np.cumsum([0, *(span.tokens for span in sorted(draft.group.spans))]).tolist()
+            found += [_Document(n, start, stop) for start, stop in pairwise(ends) if stop > start]
+    return found
+
+
+def _share_out(
+    documents: Sequence[_Document], waits: Sequence[_Wait], heads: int, least: int, mask: dict[str, Any]
+) -> list[_Wait | None]:
+    """Return the wait in which each document is computed; None where there is no wait.
+
+    Waits are filled in their order, in proportion to their bytes; short ones are left out while they would get less
+    than `least` query rows x heads.
+    """
+    lengths = np.array([document.stop - document.start for document in documents], dtype=np.int64)
+    used = sorted((wait for wait in waits if wait.size), key=lambda wait: -wait.size)
+    while len(used) > 1 and used[-1].size * int(lengths.sum()) * heads < least * sum(wait.size for wait in used):
+        used.pop()
+    if not used:
+        return [None] * len(documents)
+    used.sort(key=waits.index)
+    area = Segments.packed(lengths.tolist(), **mask).area().astype(np.float64)
+    edges = np.cumsum([wait.size for wait in used]) / sum(wait.size for wait in used)
+    middle = (np.cumsum(area) - area / 2) / area.sum()
+    return [used[at] for at in np.searchsorted(edges[:-1], middle).tolist()]
+
+
+def _cut(
+    documents: Sequence[_Document], chosen: Sequence[_Wait | None], heads: Heads, kernel: Kernel, mask: dict[str, Any]
+) -> tuple[dict[int, list[PreparedTile]], dict[_Wait, list[Filler]]]:
+    """Prepare every run of documents of one call and wait; return the runs by call, and those of every wait."""
+    tiles: dict[int, list[PreparedTile]] = {}
+    places: dict[_Wait, list[Filler]] = {}
+    pairs = zip(documents, chosen, strict=True)
+    for (call, wait), run in groupby(pairs, key=lambda pair: (pair[0].call, pair[1])):
+        own = [document for document, _ in run]
+        rows = slice(own[0].start, own[-1].stop)
+        segments = Segments.packed([each.stop - each.start for each in own], **mask)
+        made = tiles.setdefault(call, [])
+        if wait is not None:
+            places.setdefault(wait, []).append(Filler(call, len(made)))
+        made.append(PreparedTile(prepare(kernel, segments, heads), rows, rows))
+    return tiles, places
