@@ -18,10 +18,10 @@ DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-full lint format types layers bench wheel clean
+.PHONY: help demo test test-full test-cluster lint format types layers bench wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(DEMO_READY)  ## plan a long-tailed batch on 64 GPUs, then train a tiny model on this machine
 	@$(BIN)/seqloom demo
@@ -31,8 +31,11 @@ test: lint layers types  ## style, layers, types, then every test that takes sec
 
 test-full: lint layers types  ## the longer set: slow tests, more examples; logged to build/test-full.log
 	@mkdir -p build
-	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu" --hypothesis-profile=full --timeout=1800 \
-		--durations=20 2>&1 | tee build/test-full.log
+	set -o pipefail; $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not cluster" \
+		--hypothesis-profile=full --timeout=1800 --durations=20 2>&1 | tee build/test-full.log
+
+test-cluster: $(DEV_READY)  ## two nodes with four slow network cards each, on this machine; needs root and iproute2
+	$(BIN)/python -B -m pytest -m cluster -n 0 -p no:cacheprovider --timeout=120 --session-timeout=240 tests/cluster
 
 lint: $(DEV_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

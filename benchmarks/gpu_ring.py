@@ -1,6 +1,7 @@
 """A ring on one GPU: kernel time of all ranks together, merges included, beside one rank with the whole document.
 
-Ranks are threads. What the transport copies between them stands for the network and is counted apart.
+Ranks are threads. What the transport copies between them stands for the network and is counted apart. The one rank is
+measured again and again between the groups, so that a clock that drifts is on both sides of a ratio.
 
     python benchmarks/gpu_ring.py --out benchmarks/results/gpu_ring.json
 """
@@ -8,19 +9,40 @@ Ranks are threads. What the transport copies between them stands for the network
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import record
 from common import Check, options, progress, show, show_checks
 
 SHAPES = ((1, 2), (1, 4), (1, 8), (2, 4))
 LENGTHS = (65_536, 131_072)
+TURNS = 3
+Times = tuple[float, float]
+"""Milliseconds of kernels, and of copies."""
 
 
-def kernel_ms(run) -> tuple[float, float]:
-    """Milliseconds of kernels, and of copies, in one run after one that does not count."""
+def in_turns(alone: Callable[[], Times], groups: Mapping[str, Callable[[], Times]]) -> dict[str, tuple[float, Times]]:
+    """Measure one rank, every group, one rank, every group, .., one rank.
+
+    Returns for every group, of the turn with the median ratio: what one rank took then, between the measurements
+    before and after the group, and the group's own times. A first run counts too; the median leaves it out.
+    """
+    turns: dict[str, list[tuple[float, Times]]] = {name: [] for name in groups}
+    before, _ = alone()
+    for _ in range(TURNS):
+        found = {name: run() for name, run in groups.items()}
+        after, _ = alone()
+        for place, (name, times) in enumerate(found.items(), start=1):
+            turns[name].append((before + (after - before) * place / (len(found) + 1), times))
+        before = after
+    return {name: sorted(runs, key=lambda run: run[1][0] / run[0])[TURNS // 2] for name, runs in turns.items()}
+
+
+def kernel_ms(run) -> Times:
+    """Measure one run."""
     import torch
 
-    run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
@@ -32,7 +54,7 @@ def kernel_ms(run) -> tuple[float, float]:
     return totals[False], totals[True]
 
 
-def group_run(ulysses: int, ring: int, inputs, kernels, ranks):
+def group_run(ulysses: int, ring: int, inputs, kernels, pools):
     """A function that runs one document over ulysses x ring ranks, forward and backward."""
     import torch
 
@@ -54,7 +76,7 @@ def group_run(ulysses: int, ring: int, inputs, kernels, ranks):
         context = bind(work, transport, device="cuda")
         torch.autograd.grad(attention(q, k, v, context, kernels=kernels), (q, k, v), dout)
 
-    return lambda: ranks.run(body)
+    return lambda: pools[world].run(body)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -77,11 +99,14 @@ def main(argv: list[str] | None = None) -> None:
             other = [length - 613 - length // 97] if length == min(LENGTHS) else []  # a length nobody plans for
             for tokens in (length, *other):
                 inputs = tensors(tokens, heads, kv_heads)
-                alone, _ = kernel_ms(group_run(1, 1, inputs, kernels, pools[1]))
-                for ulysses, ring in SHAPES:
-                    label = f"heads {heads}/{kv_heads}, {tokens:,} tokens, ulysses {ulysses} x ring {ring}"
-                    progress(label)
-                    spread, copied = kernel_ms(group_run(ulysses, ring, inputs, kernels, pools[ulysses * ring]))
+                name = f"heads {heads}/{kv_heads}, {tokens:,} tokens"
+                progress(name)
+                runs = {
+                    f"{name}, ulysses {shape[0]} x ring {shape[1]}": group_run(*shape, inputs, kernels, pools)
+                    for shape in ((1, 1), *SHAPES)
+                }
+                one, *others = ((label, partial(kernel_ms, run)) for label, run in runs.items())
+                for label, (alone, (spread, copied)) in in_turns(one[1], dict(others)).items():
                     figures[label] = {"alone ms": alone, "kernels ms": spread, "copies ms": copied}
                     rows.append((label, f"{alone:.1f}", f"{spread:.1f}", f"{spread / alone:.3f}"))
                     checks.append(Check(f"{label}, to one rank", spread / alone, 1.06))

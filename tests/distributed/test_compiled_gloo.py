@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqloom.comm import Counting
-from seqloom.plan import Checkpoint, Group, Route, Sharding, Span
+from seqloom.plan import Checkpoint, Group, Remap, Route, Sharding, Span
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.compiled import compile_layers
@@ -13,6 +13,7 @@ from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.network import LossOf, Network
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
 from seqloom.testing.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from seqloom.testing.two_layouts import shifted
 from seqloom.testing.workers import Workers
 
 pytestmark = pytest.mark.distributed
@@ -118,10 +119,13 @@ def test_nothing_is_sent_more_often_than_without(pool, keeps):
     assert sent[0] != sent[-1], "what is checkpointed matters, and is counted"
 
 
-def test_a_model_of_transformers_equals_plain_transformers(pool):
+@pytest.mark.parametrize("remap", [None, *Remap])
+def test_a_model_of_transformers_equals_plain_transformers(pool, remap):
+    """Around attention the operator moves tokens, in the graph of other rounds; around the MLP layers run plainly."""
+    plan = planned(Sharding.FULL) if remap is None else shifted(planned(Sharding.FULL), remap)
     plain = tiny_model("llama")
     one_by_one(plain, documents(STEP.lengths))
-    for found, _, breaks in pool.run(of_llama, planned(Sharding.FULL)):
+    for found, _, breaks in pool.run(of_llama, plan):
         for name, gradient in gradients(plain).items():
             assert float((found.gradients[name] * VALID - gradient).norm()) < 1e-9 * float(gradient.norm()), name
         assert not breaks

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from seqloom.comm import Alone
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Reduce, Sharding, Span
+from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding, Span
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.executor import evaluate, run_step
@@ -17,6 +17,7 @@ from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Replicated, scale_gradients
 from seqloom.testing.steps import Found, Step, one_stage_plan, open_together, tiny_spec
 from seqloom.testing.tiny_models import tiny_model
+from seqloom.testing.two_layouts import shifted
 
 torch.set_num_threads(1)
 STEP = Step((20, 9, 1, 17, 3, 30), tiny_spec())
@@ -53,6 +54,15 @@ def test_every_sharding_equals_one_process(gloo_pool, sharding, reduce):
     wanted = STEP.alone()
     assert max(each.worst(wanted) for each in found) < 1e-9
     assert len({each.loss for each in found}) == len({each.norm for each in found}) == 1
+
+
+@pytest.mark.parametrize("remap", Remap)
+@pytest.mark.parametrize("sharding", [Sharding.FULL, Sharding.HYBRID])
+def test_two_layouts_equal_one_process(gloo_pool, sharding, remap):
+    """Around attention and around the MLP; a node's ranks, or all, meet in one all-to-all."""
+    plan = shifted(planned(sharding=sharding, checkpoint=KINDS), remap)
+    found, wanted = gloo_pool.run(spread, STEP, plan, ranks=8), STEP.alone()
+    assert max(each.worst(wanted) for each in found) < 1e-9
 
 
 @pytest.mark.parametrize("sharding", Sharding)
@@ -188,19 +198,23 @@ def with_transformers(transport, name, lora, plan, make):
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "sharding"),
+    ("name", "lora", "sharding", "remap"),
     [
-        ("llama-tied", False, Sharding.HYBRID),
-        ("mixtral", False, Sharding.FULL),  # a rank without tokens has experts that nobody calls
-        ("qwen2-windows", False, Sharding.NONE),
-        ("llama", True, Sharding.FULL),
+        ("llama-tied", False, Sharding.HYBRID, None),
+        ("mixtral", False, Sharding.FULL, None),  # a rank without tokens has experts that nobody calls
+        ("qwen2-windows", False, Sharding.NONE, None),
+        ("llama", True, Sharding.FULL, None),
+        ("llama-tied", False, Sharding.FULL, Remap.ATTENTION),
+        ("mixtral", False, Sharding.HYBRID, Remap.MLP),
+        ("llama", True, Sharding.FULL, Remap.MLP),
     ],
 )
-def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, sharding):
+def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, sharding, remap):
     spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
     alone = one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1)
     wanted = with_transformers(Alone(), name, lora, alone, None)
     plan = planned(sharding=sharding, checkpoint=KINDS)
+    plan = plan if remap is None else shifted(plan, remap)
     found = gloo_pool.run(with_transformers, name, lora, plan, sharding, ranks=8)
     assert max(each.worst(wanted) for each in found) < 1e-9
 

@@ -84,6 +84,23 @@ def test_a_hang_ends_in_time_and_says_where(pool):
     assert pool.run(add, 1, 2)[0] == (0, 3, 3)
 
 
+def take_a_seat(rank):
+    os.environ["SEAT"] = f"seat {rank}"
+    if rank == 2:
+        raise OSError("no such seat")
+
+
+def seat(transport):
+    return os.environ["SEAT"]
+
+
+def test_every_process_takes_its_seat_first_and_an_error_there_is_heard():
+    with Workers(2, enter=take_a_seat) as pool:
+        assert pool.run(seat) == pool.run(seat) == ["seat 0", "seat 1"]
+    with Workers(3, enter=take_a_seat) as pool, pytest.raises(WorkerError, match=r"(?s)rank 2 of 3: .*no such seat"):
+        pool.run(seat)
+
+
 def test_bad_requests_are_refused(pool):
     with pytest.raises(SeqloomError, match=r"4 ranks in a pool of 3; ask for 1 \.\. 3"):
         pool.run(add, 1, 2, ranks=4)

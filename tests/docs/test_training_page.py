@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.plan import Checkpoint, Sharding
+from seqloom.comm import remapped
+from seqloom.integrations.remap import NAMES
+from seqloom.plan import Checkpoint, Remap, Sharding
 from seqloom.runtime.loss import CHUNK
 from seqloom.train.loop import FIRST_PATIENCE_S, PATIENCE_S
 from seqloom.train.metrics import StepRecord
@@ -57,10 +59,18 @@ def test_choices_and_numbers_are_those_of_the_code():
     assert "1e-9, or 1e-5" in PAGE
 
 
+def test_where_rounds_remap():
+    table = PAGE.split("## Two layouts")[1].split("## Compiled layers")[0]
+    assert re.findall(r"^\| (?:the )?(\w+) \|", table, re.MULTILINE) == [
+        kind.upper() if kind == "mlp" else kind for kind in Remap
+    ]
+    assert all(f"`{name}`" in table for name in NAMES[:3]) and remapped.__name__ in table
+
+
 def test_every_file_that_the_page_names_exists():
     for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"`((?:train|runtime)/[\w/.]+)`", PAGE):
+    for name in re.findall(r"`((?:train|runtime|comm)/[\w/.]+)`", PAGE):
         assert (ROOT / "src" / "seqloom" / name).exists(), name
 
 

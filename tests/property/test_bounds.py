@@ -5,10 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.planners.bounds import variants_bound
+from seqloom.cost import Shape
+from seqloom.plan import Group, Method, Remap, Span
+from seqloom.planners.bounds import lower_bound, variants_bound
+from seqloom.planners.bounds.prices import price
+from seqloom.planners.bounds.remap import journey_ns
 from seqloom.planners.bounds.roundings import ROUNDINGS
 from seqloom.planners.problem import fitting_problems
-from seqloom.testing.strategies import batches, cost_models
+from seqloom.testing.overlapping import shortest_overlapping_step
+from seqloom.testing.strategies import batches, cost_models, roomy_cost_model
+from seqloom.testing.strategies_overlap import overlapping_plans
 
 roundings = pytest.mark.parametrize("rounding", ROUNDINGS, ids=range(len(ROUNDINGS)))
 parts = st.lists(st.integers(1, 60), min_size=1, max_size=20)
@@ -19,6 +25,21 @@ parts = st.lists(st.integers(1, 60), min_size=1, max_size=20)
 def test_parts_of_one_still_sum_to_one(rounding, weights, unused):
     shares = np.array(weights) / (sum(weights) + unused)
     assert rounding(shares).sum() <= 1 + 1e-9
+
+
+@roundings
+@given(st.integers(0, 5_040), st.integers(0, 5_040))
+def test_parts_together_count_no_less(rounding, one, other):
+    if one + other <= 5_040:
+        first, second, both = rounding(np.array([one, other, one + other]) / 5_040)
+        assert first + second <= both + 1e-9
+
+
+@roundings
+@given(st.lists(st.integers(0, 5_040), min_size=1, max_size=10))
+def test_a_mean_part_counts_no_more_than_said(rounding, counts):
+    parts = np.array(counts) / 5_040
+    assert rounding(parts).mean() <= rounding.most(parts.mean()) + 1e-6
 
 
 @roundings
@@ -66,3 +87,60 @@ def test_the_order_of_documents_does_not_matter(cost, lengths, random):
         variants = [v for v in cost.variants if v.reduce == reduce]
         first, second = (variants_bound(np.array(b), cost, variants) for b in (lengths, shuffled))
         assert abs(first - second) <= 2e-3 * first
+
+
+TINY = ("1x2xH200", "2x1xH200", "1x3xH100", "2x2xH200", "1x4xA100-40G", "1x2xA100-40G")
+
+
+def tiny_case(seed):
+    """Seeded case for the oracle: lengths, cost model, one variant, ns per token that changes its rank."""
+    random, cluster = np.random.default_rng(seed), TINY[seed % len(TINY)]
+    sharding = ("full", "hybrid", "none")[seed // len(TINY) % 3]
+    named = ("gpt-7b", "flexsp-a100") if "A100" in cluster else (("qwen3-0.6b", "llama3-8b")[seed % 2], None)
+    cost = roomy_cost_model(cluster, *named, sharding, int(random.integers(3)))
+    variant = cost.variants[random.integers(len(cost.variants))]
+    lengths = random.lognormal(0, random.uniform(0.3, 1.8), int(random.integers(1, 4 if cost.ranks == 4 else 5)))
+    room = cost.ranks * cost.capacity(variant)
+    lengths = np.clip(lengths * random.uniform(0.02, 2.2) * room / lengths.sum(), 64, 0.95 * room).astype(np.int64)
+    stays = cost.island_size == 1 or named[1] is not None
+    journey = None if stays else min(journey_ns(cost, cost.engine.links, variant, remap) for remap in Remap)
+    return lengths, cost, variant, journey
+
+
+def test_no_plan_of_a_tiny_batch_is_below_the_bound_and_the_best_is_near_it():
+    shares = []
+    for seed in range(24):
+        lengths, cost, variant, journey = tiny_case(seed)
+        optimum = shortest_overlapping_step(lengths, cost, variant, journey)
+        shares.append((variants_bound(lengths, cost, [variant]) - cost.step_overhead_ns(variant)) / optimum)
+    assert max(shares) <= 1 and min(shares) > 0.8
+    assert np.mean(shares) > 0.97
+
+
+@settings(max_examples=40)
+@given(st.data(), cost_models(max_ranks=8), batches(max_documents=25))
+def test_no_drawn_plan_is_below_the_bound(data, cost, lengths):
+    lengths = np.minimum(lengths, cost.ranks * max(map(cost.capacity, cost.variants)) // cost.granule * cost.granule)
+    if max(cost.tokens(lengths)) > max(s.degree for s in cost.shapes) * max(map(cost.capacity, cost.variants)):
+        return
+    plan = data.draw(overlapping_plans(cost, lengths))
+    plan.validate()
+    assert lower_bound(lengths, cost) <= cost.plan_ns(plan)
+
+
+@settings(max_examples=40)
+@given(st.data(), cost_models(max_ranks=8, published=False), st.integers(1, 100_000))
+def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, length):
+    ulysses = data.draw(st.sampled_from([size for size in cost.family.sizes if size <= cost.model.heads]))
+    blocks = data.draw(st.lists(st.sampled_from(cost.family.blocks(ulysses)), min_size=1, max_size=8, unique=True))
+    method = data.draw(st.sampled_from(Method)) if len(blocks) > 1 else Method.RING
+    ranks = tuple(rank for block in blocks for rank in block)
+    shape = Shape(ulysses, len(blocks), method, data.draw(st.booleans()))
+    variant = data.draw(st.sampled_from(cost.variants))
+    parts = cost.group_parts(
+        Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), variant
+    )
+    prices = price(np.array([float(length)]), cost, variant)
+    row = prices.degree.tolist().index(shape.degree)
+    least = prices.once + prices.extra[:, row] + prices.cost[:, row, 0]
+    assert least[0] <= parts.lanes[0] and least[2] <= parts.lanes[2] and least[1] <= max(parts.lanes[:2])

@@ -39,7 +39,7 @@ def check_refused(names, lengths, cost):
     assert len(said) == 1  # one rule, one way out, whoever is asked
 
 
-@pytest.mark.parametrize("name", ["static", "adaptive", "flex"])
+@pytest.mark.parametrize("name", ["static", "adaptive", "flex", "zones"])
 @given(cost_models(), batches())
 def test_every_plan_is_valid_priced_and_above_the_bound(name, cost, lengths):
     if not holds(lengths, cost):
@@ -51,7 +51,7 @@ def test_every_plan_is_valid_priced_and_above_the_bound(name, cost, lengths):
 @settings(max_examples=25)
 @given(cost_models(max_nodes=2, max_ranks=8), batches(max_documents=12, longest=30_000))
 def test_auto_is_never_above_any_planner(cost, lengths):
-    names = ["static", "adaptive", "flexsp", "flex"]
+    names = ["static", "adaptive", "flexsp", "flex", "zones"]
     if not holds(lengths, cost):
         check_refused([*names, "auto"], lengths, cost)
         return
@@ -64,13 +64,13 @@ def test_auto_is_never_above_any_planner(cost, lengths):
     for plan in plans.values():
         check(plan, lengths, cost, bound)
     times = {name: cost.plan_ns(plan) for name, plan in plans.items()}
-    assert times["auto"] == min(times.values())
+    assert times["auto"] <= min(times.values())  # less where only the winner is remapped
 
 
 @settings(max_examples=15)
 @given(cost_models(max_ranks=16), st.lists(batches(max_documents=40), min_size=1, max_size=3))
 def test_auto_is_never_above_any_planner_of_a_run(cost, several):
-    names = ["auto", "static", "adaptive", "flex"]
+    names = ["auto", "static", "adaptive", "flex", "zones"]
     if not all(holds(lengths, cost) for lengths in several):
         with pytest.raises(SeqloomError):
             plan_batches(names, several, cost)
@@ -79,7 +79,7 @@ def test_auto_is_never_above_any_planner_of_a_run(cost, several):
     for lengths, found in zip(several, plan_batches(names, several, cost), strict=True):
         assert list(found) == names
         times = {name: cost.plan_ns(planned.plan) for name, planned in found.items()}
-        assert times["auto"] == min(times.values()) and times["adaptive"] <= times["static"]
+        assert times["auto"] <= min(times.values()) and times["adaptive"] <= times["static"]
         check(found["auto"].plan, lengths, cost, lower_bound(lengths, cost))
         degrees |= {g.degree for r in found["static"].plan.pipelines[0].rounds for g in r.groups}
     assert len(degrees) == 1  # one degree for the whole run

@@ -1,6 +1,6 @@
 """The plan never changes the result: loss, norm and every gradient of a step are those of one process."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.comm import Ranks
-from seqloom.plan import Checkpoint
+from seqloom.comm import Alone, Ranks
+from seqloom.plan import Checkpoint, Group, Span
 from seqloom.planners import make_plan
-from seqloom.testing.steps import Step, step_plans, steps, tiny_spec
+from seqloom.testing.steps import Step, one_stage_plan, step_plans, steps, tiny_spec
+from seqloom.testing.tiny_models import tiny_model
+from seqloom.testing.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
 
@@ -41,6 +43,52 @@ def test_random_plans_on_the_strict_transport(threads, data):
     results = threads(plan.limits.ranks).run(lambda transport: step.spread(plan, transport), strict=True)
     for found in results:
         assert found.worst(wanted) < 1e-9
+
+
+def two_layouts(step):
+    """Plans of which rounds have a linear layout of their own; islands of one rank have nowhere to move."""
+    return step_plans(step).filter(lambda plan: len(plan.islands[0]) > 1).flatmap(with_linear_layouts)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_random_plans_with_two_layouts(threads, data):
+    """Linear layers see other tokens than attention does, or MLPs alone do; some ranks hold none in one of the two."""
+    step = data.draw(steps())
+    plan = data.draw(two_layouts(step))
+    wanted, family = step.alone(), plan.limits.family
+    results = threads(plan.limits.ranks).run(lambda t: step.spread(plan, t), strict=True, family=family)
+    for found in results:
+        assert found.worst(wanted) < 1e-9
+
+
+@dataclass(frozen=True)
+class HuggingFaceStep(Step):
+    """A step of a tiny model of transformers."""
+
+    name: str = "llama"
+
+    def network(self):
+        from seqloom.integrations import attach, network
+
+        return network(attach(tiny_model(self.name)))
+
+    def alone(self):
+        spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(self.lengths))
+        return self.spread(one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1), Alone())
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
+@settings(max_examples=8)
+@given(st.data())
+def test_models_of_transformers_with_two_layouts(threads, name, data):
+    """A rank without tokens, in either layout, computes a row that is nobody's; experts may rest on some ranks."""
+    step = HuggingFaceStep(
+        tuple(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))), tiny_spec(), name=name
+    )
+    plan = data.draw(two_layouts(step))
+    results = threads(plan.limits.ranks).run(lambda t: step.spread(plan, t), strict=True, family=plan.limits.family)
+    assert results[0].worst(step.alone()) < 1e-9
 
 
 @settings(max_examples=20)

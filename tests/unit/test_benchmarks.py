@@ -70,6 +70,23 @@ def test_simple_bound_is_below_the_plan():
         assert 0 < gap.simple_bound(lengths, cost) <= cost.plan_ns(make_plan("flex", lengths, cost))
 
 
+def test_a_ring_is_compared_with_one_rank_of_the_same_moment():
+    """A clock that slows down by 1 % from run to run, and a first run of a group that is far off."""
+    ring = importlib.import_module("gpu_ring")
+    order = []
+
+    def timed(name, cost):
+        order.append(name)
+        first = 3 if order.count(name) == 1 and name != "one" else 1
+        return first * cost * (1 + 0.01 * len(order)), float(len(order))
+
+    groups = {name: lambda name=name, cost=cost: timed(name, cost) for name, cost in (("a", 1.02), ("b", 0.9))}
+    found = ring.in_turns(lambda: timed("one", 1.0), groups)
+    assert order == ["one", "a", "b"] * ring.TURNS + ["one"]
+    assert {name: times[0] / alone for name, (alone, times) in found.items()} == pytest.approx({"a": 1.02, "b": 0.9})
+    assert found["a"][1][1] in (5.0, 8.0)  # copies of the same turn
+
+
 def test_training_steps_of_all_sides_agree(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     parts = importlib.import_module("training_parts")

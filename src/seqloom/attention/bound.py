@@ -110,26 +110,27 @@ def bound_calls(
 ) -> tuple[GroupCall, ...]:
     """Return the calls of the rank's groups that hold tokens, in the order of the work; checked, and built once."""
     check_tensors(q, k, v, context)
-    return calls_of(context, q.shape[1], k.shape[1], q.shape[2], q.dtype, call)
+    _, heads, dim = q.shape
+    return calls_of(context, heads, k.shape[1], dim, q.dtype, call)
 
 
 def calls_of(
     context: Context, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, call: Call
 ) -> tuple[GroupCall, ...]:
     """Return the calls for tensors of these sizes."""
-
-    scale = dim**-0.5 if call.scale is None else call.scale
-    call = call._replace(scale=scale)  # the default, spelt out or not, is one call
+    causal, window, scale, kernels, dropout, softcap = call
+    if scale is None:
+        scale = dim**-0.5  # the default, spelt out or not, is one call
 
     def build() -> tuple[GroupCall, ...]:
         check_call(context, heads, kv_heads, call)
         model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
-        kernel = _default_kernels(context.device) if call.kernels is None else call.kernels
+        kernel = _default_kernels(context.device) if kernels is None else kernels
         drafts = _drafts(context, model, call, kernel)
-        mask = {"causal": call.causal, "window": call.window}
+        mask = {"causal": causal, "window": window}
         return filled(drafts, Heads(model), kernel, mask, context.node_size)
 
-    return context.cached(("attention", heads, kv_heads, dim, dtype, call), build)
+    return context.cached((heads, kv_heads, dim, dtype, causal, window, scale, kernels, dropout, softcap), build)
 
 
 def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[Draft]:
@@ -144,11 +145,13 @@ def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[
             roads = _roads(context, group, HeadSplit.of(model.heads, model.kv_heads, group.ulysses), model, call)
             if roads is not None:
                 relay = Relay(roads)
-                drafts.append(Draft(group, GroupCall(slice(0, 0), None, relay), relay.waits(0, 0)))
+                drafts.append(Draft(group, slice(0, 0), None, relay, relay.waits(0, 0)))
     return drafts
 
 
 def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> Draft:
+    if bound.group.degree == 1:
+        return Draft(bound.group, bound.rows)
     split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
     (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
     shape = Shape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
@@ -162,7 +165,7 @@ def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel
     elements, dtype = 2 * shape.kv_heads * shape.dim, shape.dtype
     row, wide_row = elements * dtype.itemsize, elements * sum_dtype(dtype).itemsize
     waits = inner.waits(row, wide_row) if isinstance(inner, Shared) else None
-    return Draft(bound.group, GroupCall(bound.rows, exchange, inner), waits)
+    return Draft(bound.group, bound.rows, exchange, inner, waits)
 
 
 def _inner(

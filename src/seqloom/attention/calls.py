@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -95,6 +95,7 @@ class GroupCall:
         inner: a kernel's prepared segments, or the same in pieces; or what shares keys with other ranks.
         fillers: of the waits of `inner`.
         answer: returns (out, lse) of a forward by computing them, or from what was kept of an earlier one.
+        alone: whether it is a kernel's call and nothing else: no messages, no pieces.
     """
 
     rows: RowIndex
@@ -102,6 +103,11 @@ class GroupCall:
     inner: Prepared | Pieces | Shared
     fillers: Fillers = Fillers({}, {})  # noqa: RUF009 - never changed
     answer: Callable[[Callable[[], Tensors]], Tensors] = plainly
+    alone: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note what every layer asks."""
+        object.__setattr__(self, "alone", self.exchange is None and not isinstance(self.inner, Pieces | Shared))
 
 
 class Aside:

@@ -27,20 +27,23 @@ class Call(NamedTuple):
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> None:
     """Refuse tensors that do not fit each other or the context. Called by every layer, so it is quick."""
-    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2] or len(q) != len(k):
+    queries, keys = q.shape, k.shape
+    alike = len(queries) == len(keys) == 3 and keys == v.shape
+    if not alike or queries[2] != keys[2] or queries[0] != keys[0]:
         raise SeqloomError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: attention takes q [tokens, heads, dim] and "
             "k, v [tokens, kv_heads, dim] with the same tokens and dim"
         )
-    if len(q) != len(context.positions):
+    positions = context.positions
+    if queries[0] != positions.shape[0]:
         raise SeqloomError(
-            f"{len(q)} rows of q, k, v: rank {context.rank} holds {context.tokens} tokens in this round; "
+            f"{queries[0]} rows of q, k, v: rank {context.rank} holds {context.tokens} tokens in this round; "
             "pass the rows of context.spans, or bind the round these rows belong to"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise SeqloomError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: all three must have one dtype of {legal}")
-    device = context.positions.device
+    device = positions.device
     if not q.device == k.device == v.device == device:
         raise SeqloomError(
             f"q on {q.device}, k on {k.device}, v on {v.device}: this context was bound to {device}; "

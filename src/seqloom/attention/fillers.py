@@ -14,16 +14,17 @@ there are any, else in those of all rings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqloom.attention.calls import Filler, Fillers, GroupCall, Pieces, Waits
-from seqloom.attention.kernels.kernel import Kernel
+from seqloom.attention.calls import Filler, Fillers, GroupCall, Pieces, Shared, Waits
+from seqloom.attention.kernels.kernel import Kernel, Prepared
+from seqloom.attention.rows import RowIndex
 from seqloom.attention.segments import Segments
 from seqloom.attention.tiles import Heads, PreparedTile, prepare
+from seqloom.attention.ulysses import Exchange
 from seqloom.plan import Group
 
 LEAST = 2**16
@@ -35,13 +36,15 @@ class Draft(NamedTuple):
 
     Attributes:
         group: that it belongs to.
-        call: with all its work in one piece.
-        waits: for messages; None where it sends none that could be filled.
+        rows, exchange, inner: see `GroupCall`; `inner` is None for documents of this rank alone, which are cut first.
+        waits: for messages; None where there are none that could be filled.
     """
 
     group: Group
-    call: GroupCall
-    waits: Waits | None
+    rows: RowIndex
+    exchange: Exchange | None = None
+    inner: Prepared | Shared | None = None
+    waits: Waits | None = None
 
 
 class _Wait(NamedTuple):
@@ -72,14 +75,11 @@ def filled(
         mask: causal and window.
         node_size: ranks per node; None: not known.
     """
-    calls = [draft.call for draft in drafts]
     documents = _local_documents(drafts)
     hosts = [n for n, draft in enumerate(drafts) if draft.waits is not None]
     between = [n for n in hosts if node_size is not None and len({r // node_size for r in drafts[n].group.party}) > 1]
-    if not documents or not hosts:
-        return tuple(calls)
     least = LEAST if heads.shape.device.type == "cuda" else 0
-    places, tiles = [], []
+    places, tiles = [], []  # which fillers in which wait, and the pieces of every local call
     for way in range(2):  # forward and backward
         sizes = {n: waits[way] for n in between or hosts if (waits := drafts[n].waits) is not None}
         places_to_fill = [_Wait(n, *wait) for n, own in sizes.items() for wait in enumerate(own)]
@@ -87,11 +87,14 @@ def filled(
         cut, at = _cut(documents, chosen, heads, kernel, mask)
         tiles.append(cut)
         places.append(at)
-    for n in {document.call for document in documents}:
-        calls[n] = replace(calls[n], inner=Pieces(*(tuple(cut.get(n, ())) for cut in tiles)))
-    for n in hosts:
+        if not hosts:  # nothing to wait for: one call, the same in both passes
+            break
+    calls = []
+    for n, (_, rows, exchange, inner, _) in enumerate(drafts):
+        if inner is None:
+            inner = Pieces(*(tuple(cut[n]) for cut in tiles)) if hosts else tiles[0][n][0].prepared
         own = ({wait.exchange: tuple(found) for wait, found in at.items() if wait.call == n} for at in places)
-        calls[n] = replace(calls[n], fillers=Fillers(*own))
+        calls.append(GroupCall(rows, exchange, inner, Fillers(*own) if n in hosts else Fillers({}, {})))
     return tuple(calls)
 
 
@@ -99,7 +102,7 @@ def _local_documents(drafts: Sequence[Draft]) -> list[_Document]:
     """Return the documents of groups of one rank, call by call, in the order of their rows."""
     found = []
     for n, draft in enumerate(drafts):
-        if draft.group.degree == 1:
+        if draft.inner is None:
             ends = np.cumsum([0, *(span.tokens for span in sorted(draft.group.spans))]).tolist()
             found += [_Document(n, start, stop) for start, stop in pairwise(ends) if stop > start]
     return found
@@ -117,7 +120,7 @@ def _share_out(
     used = sorted((wait for wait in waits if wait.size), key=lambda wait: -wait.size)
     while len(used) > 1 and used[-1].size * int(lengths.sum()) * heads < least * sum(wait.size for wait in used):
         used.pop()
-    if not used:
+    if not used or not documents:
         return [None] * len(documents)
     used.sort(key=waits.index)
     area = Segments.packed(lengths.tolist(), **mask).area().astype(np.float64)

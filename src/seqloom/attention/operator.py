@@ -21,6 +21,7 @@ from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.rows import take
 from seqloom.attention.tickets import holder, ticket
 from seqloom.attention.unified import backward_groups, forward_groups, last_contiguous
+from seqloom.comm.remap import Crossing
 
 
 class _Kept(NamedTuple):
@@ -30,16 +31,19 @@ class _Kept(NamedTuple):
         rows: of the call that are tokens.
         calls: the groups.
         of_groups: for each of them all that it saved, where exchanges delivered that; else its log-sum-exp.
+        crossing: which brought q, k and v into the layout of attention, if that is another.
     """
 
     rows: int
     calls: tuple[GroupCall, ...]
     of_groups: list[Saved | torch.Tensor]
+    crossing: Crossing | None
 
     @classmethod
-    def of(cls, rows: int, calls: tuple[GroupCall, ...], saved: list[Saved]) -> _Kept:
+    def of(cls, rows: int, calls: tuple[GroupCall, ...], saved: list[Saved], crossing: Crossing | None) -> _Kept:
         """Leave out what the graph saves."""
-        return cls(rows, calls, [s.lse if call.exchange is None else s for call, s in zip(calls, saved, strict=True)])
+        delivered = [crossing is not None or call.exchange is not None for call in calls]
+        return cls(rows, calls, [s if own else s.lse for own, s in zip(delivered, saved, strict=True)], crossing)
 
     def saved(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> list[Saved]:
         """Return all that the groups saved, given what the graph did."""
@@ -76,8 +80,13 @@ def _forward(
     rows = given if given != 1 else min(bound.tokens, 1)
     q, k, v = (last_contiguous(x[:rows]) for x in (q, k, v))
     calls = bound_calls(q, k, v, bound, Call(causal, window, scale, None, dropout, softcap))
+    crossing = bound.around_attention
+    if crossing is not None:
+        q, k, v = crossing.forward(q, k, v)
     out, _, saved = forward_groups(calls, q, k, v, False)
-    return _of_rows(out, given), ticket(_Kept.of(rows, calls, saved))
+    if crossing is not None:
+        (out,) = crossing.reversed().forward(out)
+    return _of_rows(out, given), ticket(_Kept.of(rows, calls, saved, crossing))
 
 
 @_forward.register_fake
@@ -95,12 +104,18 @@ def _backward(
 ) -> Gradients:
     """Return dq, dk, dv; `kept` is the forward's."""
     found: _Kept = holder(kept)
-    if not found.calls:  # no group of this rank holds a token, nor does the rank
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    given = len(q)
+    given, crossing = len(q), found.crossing
     dout, q, k, v, out = (last_contiguous(x[: found.rows]) for x in (dout, q, k, v, out))
-    dq, dk, dv = backward_groups(found.calls, dout, found.saved(q, k, v, out))
-    return _of_rows(dq, given), _of_rows(dk, given), _of_rows(dv, given)
+    if crossing is not None:
+        (dout,) = crossing.there(dout)
+    if found.calls:
+        gradients = backward_groups(found.calls, dout, found.saved(q, k, v, out))
+    else:  # no group of this rank holds a token
+        gradients = tuple(x.new_zeros((len(dout), *x.shape[1:])) for x in (q, k, v))
+    if crossing is not None:
+        gradients = crossing.backward(*gradients)
+    dq, dk, dv = (_of_rows(each, given) for each in gradients)
+    return dq, dk, dv
 
 
 @_backward.register_fake

@@ -7,10 +7,13 @@ q, k, v of own tokens, all heads
 
 Groups come in the order of the work, the same on all ranks. Documents that lie on this rank alone are computed while
 others wait for messages, see `fillers.py`.
+
+Where the model's tokens lie in another layout than attention's, q, k and v cross over before, and the output after.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -19,10 +22,11 @@ from torch.autograd.function import once_differentiable
 from seqloom.attention.bound import bound_calls
 from seqloom.attention.calls import Aside, GroupCall, Pieces, Shared, Tensors
 from seqloom.attention.checks import Call
-from seqloom.attention.kernels.kernel import Gradients, Kernel, Saved
+from seqloom.attention.kernels.kernel import Gradients, Kernel, Prepared, Saved
 from seqloom.attention.merge import sum_dtype
 from seqloom.attention.rows import put, take
 from seqloom.comm.context import Context
+from seqloom.comm.remap import cross
 from seqloom.errors import SeqloomError
 
 
@@ -60,8 +64,11 @@ def attention(
     call = Call(causal, window, scale, kernels, dropout, softcap)
     if isinstance(context, torch.Tensor):
         return _in_graph(q, k, v, context, call)
-    calls = bound_calls(q, k, v, context, call)
-    return _Attention.apply(q, k, v, calls, False)[0]
+    calls, crossing = bound_calls(q, k, v, context, call), context.around_attention
+    if crossing is None:
+        return _Attention.apply(q, k, v, calls, False)
+    out = _Attention.apply(*cross(crossing, q, k, v), calls, False)
+    return cross(crossing.reversed(), out)[0]
 
 
 def attention_with_lse(
@@ -79,7 +86,11 @@ def attention_with_lse(
 
     Costs one exchange more where there is Ulysses.
     """
-    return _Attention.apply(q, k, v, bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), True)
+    calls, crossing = bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), context.around_attention
+    if crossing is None:
+        return _Attention.apply(q, k, v, calls, True)
+    out, lse = _Attention.apply(*cross(crossing, q, k, v), calls, True)
+    return cross(crossing.reversed(), out)[0], crossing.back(lse.T)[0].T
 
 
 def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.Tensor, call: Call) -> torch.Tensor:
@@ -96,6 +107,11 @@ def forward_groups(
     calls: tuple[GroupCall, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, with_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
     """Return out [tokens, heads, dim] of all groups, lse [heads, tokens] if asked for, and what backward needs."""
+    if len(calls) == 1 and calls[0].alone:  # without messages every microsecond of the host counts
+        inner = cast("Prepared", calls[0].inner)
+        out, lse = calls[0].answer(lambda: inner.forward(q, k, v))
+        saved = Saved(q, k, v, _as(out, q.dtype), lse)
+        return saved.out, lse if with_lse else None, [saved]
     inputs = [(q, k, v)] if len(calls) == 1 else [tuple(take(x, call.rows) for x in (q, k, v)) for call in calls]
     aside = Aside(lambda filler: _pieces(calls[filler.call]).forward(filler.piece, *inputs[filler.call]))
     if len(calls) == 1:
@@ -131,12 +147,15 @@ def _forward_group(
         return inner.forward(q, k, v)
 
     out, lse = call.answer(compute)
-    saved = Saved(q, k, v, out.to(q.dtype), lse)
+    saved = Saved(q, k, v, _as(out, q.dtype), lse)
     return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
 
 
 def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list[Saved]) -> Gradients:
     """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]."""
+    if len(calls) == 1 and calls[0].alone:
+        dq, dk, dv = cast("Prepared", calls[0].inner).backward(dout, kept[0])
+        return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
     given = [dout] if len(calls) == 1 else [take(dout, call.rows) for call in calls]
     aside = Aside(
         lambda filler: _pieces(calls[filler.call]).backward(filler.piece, given[filler.call], kept[filler.call])
@@ -160,7 +179,7 @@ def _backward_group(
     call, inner, dtype = calls[number], calls[number].inner, saved.q.dtype
     if isinstance(inner, Pieces):
         dq, dk, dv = (_joined(parts) for parts in zip(*aside.results(number, len(inner.back)), strict=True))
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
     if call.exchange is not None:
         (dout,) = call.exchange.to_heads(dout)
     if isinstance(inner, Shared):
@@ -170,7 +189,7 @@ def _backward_group(
     if call.exchange is not None:
         return call.exchange.gradients_to_tokens(*found, dtype)
     dq, dk, dv = found
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
 
 
 def _pieces(call: GroupCall) -> Pieces:
@@ -188,24 +207,40 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[GroupCall, ...], with_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (last_contiguous(x) for x in (q, k, v))
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
         out, lse, kept = forward_groups(calls, q, k, v, with_lse)
         ctx.calls = calls
         ctx.kv_shape = k.shape
-        ctx.save_for_backward(*(tensor for saved in kept for tensor in saved))
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(*chain.from_iterable(kept))
+        if lse is None:
+            return out
+        ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        # Only where a graph of the backward is asked for does anybody need torch's guard, which costs every layer.
+        run = _Attention._once if torch.is_grad_enabled() else _Attention._gradients
+        return run(ctx, *grad_outputs)
+
+    @staticmethod
+    @once_differentiable
+    def _once(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return _Attention._gradients(ctx, *grad_outputs)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         dout, tensors, width = grad_outputs[0], ctx.saved_tensors, len(Saved._fields)
         kept = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
         if not kept:  # no group of this rank holds a token, nor does the rank
             return torch.zeros_like(dout), dout.new_zeros(ctx.kv_shape), dout.new_zeros(ctx.kv_shape), None, None
         return *backward_groups(ctx.calls, last_contiguous(dout), kept), None, None
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`Tensor.to`, without asking torch where there is nothing to do: this runs in every layer."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _local_lse(call: GroupCall, saved: Saved) -> torch.Tensor:

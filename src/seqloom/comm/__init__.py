@@ -8,6 +8,7 @@ from seqloom.comm.counting import Counting, Traffic
 from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
+from seqloom.comm.remap import remapped
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "Transport",
     "bind",
     "bind_alone",
+    "remapped",
     "run_ranks",
 ]

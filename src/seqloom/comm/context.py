@@ -7,16 +7,18 @@ whom it exchanges how many rows. Layers then only move and compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
+from seqloom.comm.remap import Crossing, bind_crossing
+from seqloom.comm.rows import columns, expand, first_rows, inverse, rows_of
 from seqloom.comm.transport import Transport
 from seqloom.comm.upload import on_device
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Layout, Span, Work
+from seqloom.plan import Group, GroupFamily, Layout, Remap, Span, Work
 
 T = TypeVar("T")
 
@@ -65,14 +67,28 @@ class Context:
     Attributes:
         work: what was bound.
         transport: the door to other ranks.
-        spans: tokens of the local buffer, in the order of its rows.
+        spans: tokens of the local buffer, in the order of its rows: of the linear layout in a round that remaps around
+            attention, else of the attention layout.
         positions: int64[tokens], the place of every token in its document.
         documents: int64[tokens], the document of every token.
-        groups: those this rank is in, in the order of the work.
+        groups: those this rank is in, in the order of the work; their rows are of the attention layout.
+        around_attention: from the model's tokens to those of attention; None where these are the same.
+        around_mlp: from the model's tokens to those of the MLP; None where these are the same.
         node_size: ranks per node; None: not known.
     """
 
-    __slots__ = ("_kept", "documents", "groups", "node_size", "positions", "spans", "transport", "work")
+    __slots__ = (
+        "_kept",
+        "around_attention",
+        "around_mlp",
+        "documents",
+        "groups",
+        "node_size",
+        "positions",
+        "spans",
+        "transport",
+        "work",
+    )
 
     def __init__(
         self,
@@ -83,12 +99,22 @@ class Context:
         documents: torch.Tensor,
         groups: tuple[BoundGroup, ...],
         node_size: int | None = None,
+        crossing: Crossing | None = None,
         kept: dict[Hashable, object] | None = None,
     ) -> None:
-        """Keep what `bind` has found; `kept`: what was built from it already, shared with another view of it."""
+        """Keep what `bind` has found.
+
+        Args:
+            work, transport, spans, positions, documents, groups, node_size: see the attributes.
+            crossing: from the linear to the attention layout; None where these are the same.
+            kept: what was built from all this already, shared with another view of it.
+        """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
         self.node_size = node_size
+        around = work.remap if crossing is not None else None
+        self.around_attention = crossing if around == Remap.ATTENTION else None
+        self.around_mlp = crossing.reversed() if crossing is not None and around == Remap.MLP else None
         self._kept: dict[Hashable, object] = {} if kept is None else kept
 
     @property
@@ -119,6 +145,8 @@ def bind(
     *,
     device: torch.device | str = "cpu",
     node_size: int | None = None,
+    islands: Sequence[Sequence[int]] | None = None,
+    family: GroupFamily | None = None,
 ) -> Context:
     """Work out what one stage's share of a round means for the rank of `transport`. Nothing is communicated.
 
@@ -127,6 +155,7 @@ def bind(
         transport: this rank's.
         device: where the local tensors live.
         node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
+        islands, family: where tokens may change places if the work has a linear layout, see `bind_crossing`.
     """
     _check_ranks(work, transport)
     _check_routes(work, transport, node_size)
@@ -138,38 +167,27 @@ def bind(
     # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
     held = sorted((span, number) for number, layout in enumerate(blocks) for span in layout.spans(rank))
     spans = tuple(span for span, _ in held)
-    documents, starts, stops = _columns(spans)
+    _, starts, stops = columns(spans)
     lengths = stops - starts
     firsts, owner = np.cumsum(lengths) - lengths, np.array([number for _, number in held], dtype=np.int64)
     groups = []
     for number, (group, layout) in enumerate(zip(own, blocks, strict=True)):
         rows = rows_of(firsts[owner == number], lengths[owner == number])
         groups.append(_bind_group(group, rank, layout, rows, device))
+    crossing = bind_crossing(work, transport, device, islands, family)
+    if crossing is not None and work.linear is not None and work.remap == Remap.ATTENTION:
+        spans = work.linear.spans(rank)
+    documents, starts, stops = columns(spans)
     return Context(
         work,
         transport,
         spans,
-        positions=on_device(expand(starts, lengths), device),
-        documents=on_device(np.repeat(documents, lengths), device),
+        positions=on_device(expand(starts, stops - starts), device),
+        documents=on_device(np.repeat(documents, stops - starts), device),
         groups=tuple(groups),
         node_size=node_size,
+        crossing=crossing,
     )
-
-
-def expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the runs `start .. start + length - 1` one after the other, int64[sum of lengths]."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
-
-
-def rows_of(starts: np.ndarray, lengths: np.ndarray) -> slice | np.ndarray:
-    """Return runs of rows as a slice when they follow each other, else as an index."""
-    if not len(starts):
-        return slice(0, 0)
-    ends = starts + lengths
-    if np.array_equal(starts[1:], ends[:-1]):
-        return slice(int(starts[0]), int(ends[-1]))
-    return expand(starts, lengths)
 
 
 def _block_layout(group: Group, rank: int) -> Layout:
@@ -205,26 +223,12 @@ def _sorting(
 
     Pieces are parts of the spans, or of two that touch.
     """
-    document, start, stop = _columns(spans)
-    first = np.cumsum(stop - start) - (stop - start)
-    wanted, begin, end = _columns(pieces)
-    width = 1 + int(stop.max(initial=0))
-    at = np.searchsorted(document * width + start, wanted * width + begin, side="right") - 1
-    rows, lengths = first[at] + begin - start[at], end - begin
+    held = columns(pieces)
+    rows, lengths = first_rows(columns(spans), held), held[2] - held[1]
     if np.array_equal(rows, np.cumsum(lengths) - lengths):
         return None, None
     places = on_device(expand(rows, lengths), device)
     return inverse(places), places
-
-
-def inverse(order: torch.Tensor) -> torch.Tensor:
-    """Return the permutation that undoes `order`, int64[n]."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _columns(spans: Sequence[Span]) -> np.ndarray:
-    """Documents, starts and stops, int64[3, n]."""
-    return np.array(spans, dtype=np.int64).reshape(-1, 3).T
 
 
 def _check_ranks(work: Work, transport: Transport) -> None:
@@ -264,15 +268,12 @@ def _check_routes(work: Work, transport: Transport, node_size: int | None) -> No
 
 
 def _check_layouts(work: Work) -> None:
-    for name, layout in (("attention", work.attention), ("linear", work.linear)):
-        if layout is None:
-            continue
-        derived = Layout.union(group.token_layout() for group in work.groups)
-        if layout != derived:
-            raise SeqloomError(
-                f"the {name} layout of the work, {layout}, is not the one that its groups give, {derived}; "
-                f"moving tokens between layouts is not supported yet: leave the {name} layout out"
-            )
+    if work.attention is not None and work.attention != (derived := replace(work, attention=None).attention_layout()):
+        raise SeqloomError(
+            f"the attention layout of the work, {work.attention}, is not the one that its groups give, {derived}: "
+            "groups deal their tokens to ranks in one way, which their kernels and rings rely on; leave the attention "
+            "layout out, and give tokens other places in the linear layout"
+        )
 
 
 def _check_documents(work: Work) -> None:

@@ -73,8 +73,10 @@ class Distributed:
             arrivals = [(there.tensor, here.tensor) for there, here in pairs if there.tensor is not here.tensor]
             incoming = staged
         world = self._communicators.world
-        batch = [dist.P2POp(dist.isend, tensor, peer, world) for peer, tensor in outgoing]
-        batch += [dist.P2POp(dist.irecv, tensor, peer, world) for peer, tensor in incoming]
+        # Receives first: gloo tells a peer that it may send on the connection that carries this rank's own data to
+        # it, so behind a send two ranks that exchange would take turns.
+        batch = [dist.P2POp(dist.irecv, tensor, peer, world) for peer, tensor in incoming]
+        batch += [dist.P2POp(dist.isend, tensor, peer, world) for peer, tensor in outgoing]
         return _Transfer(dist.batch_isend_irecv(batch) if batch else [], arrivals)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:

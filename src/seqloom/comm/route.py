@@ -68,17 +68,19 @@ class _Transit:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
-        if len(stages) == 1:
-            self._under_way = self._begin(stages[0])
-        elif aside.is_cuda and transport.waits_in_stream:
+        if len(stages) > 1 and aside.is_cuda and transport.waits_in_stream:
             self._stream = _side_stream(aside.device)
             self._stream.wait_stream(torch.cuda.current_stream(aside.device))
             with torch.cuda.stream(self._stream):
-                self._run(stages)
-        elif stages:
+                for stage in stages:
+                    self._finish(self._begin(stage))
+        elif len(stages) > 1:
             stream = torch.cuda.current_stream(aside.device) if aside.is_cuda else None
-            self._thread = threading.Thread(target=self._run_aside, args=(stages, stream), daemon=True)
+            arguments = (self._begin(stages[0]), stages[1:], stream)
+            self._thread = threading.Thread(target=self._go_on, args=arguments, daemon=True)
             self._thread.start()
+        elif stages:
+            self._under_way = self._begin(stages[0])
 
     def wait(self) -> None:
         """See `Handle.wait`. Until then the messages are kept, so that nobody uses their memory again."""
@@ -92,23 +94,21 @@ class _Transit:
         if self._error is not None:
             raise self._error
 
-    def _run_aside(self, stages: tuple[Stage, ...], stream: torch.cuda.Stream | None) -> None:
-        """Run the stages in a thread of their own; what goes wrong there is raised by `wait`."""
+    def _go_on(self, first: _Exchange, others: tuple[Stage, ...], stream: torch.cuda.Stream | None) -> None:
+        """Run what follows the first stage, in a thread of its own; what goes wrong there is raised by `wait`."""
         try:
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._run(stages)
+                self._finish(first)
+                for stage in others:
+                    self._finish(self._begin(stage))
         except BaseException as error:
             self._error = error
-
-    def _run(self, stages: tuple[Stage, ...]) -> None:
-        for stage in stages:
-            self._finish(self._begin(stage))
 
     def _begin(self, stage: Stage) -> _Exchange:
         """Start the exchange of a stage."""
         sends = [Parcel(load.peer, self._packed(load)) for load in stage.sends]
         rooms = [Parcel(load.peer, self._room(load)) for load in stage.receives]
-        return _Exchange(self._transport.exchange(sends, rooms), stage, rooms)
+        return _Exchange(self._transport.exchange(sends, rooms), stage, rooms, sends)
 
     def _finish(self, exchange: _Exchange) -> None:
         """Wait for an exchange and put what came where it belongs."""
@@ -134,11 +134,12 @@ class _Transit:
 
 
 class _Exchange(NamedTuple):
-    """A stage under way, and where its loads arrive."""
+    """A stage under way, where its loads arrive, and what it sends: its memory is not used again meanwhile."""
 
     handle: Handle
     stage: Stage
     rooms: list[Parcel]
+    sends: list[Parcel]
 
 
 @cache

@@ -1,7 +1,8 @@
 """What a routed exchange takes: sender -> proxies of its node -> proxies of the other node -> receiver, in slices.
 
 Stages run one after the other; in stage t slice t is dispatched, slice t-1 crosses and slice t-2 is combined. So all
-stages but the outer two use NVLink and the network at once, and m slices need m + 2 stages:
+stages but the outer two use NVLink and the network at once, and m slices need m + 2 stages. What stays in a node goes
+in slices too, beside those that cross:
 
     slice 0    dispatch  cross     combine
     slice 1              dispatch  cross     combine
@@ -49,7 +50,7 @@ def routed_flow(crossing: Traffic, wanted: Traffic, proxies: int, slices: int, l
     """All cards of a node share what leaves it.
 
     A sender keeps 1/proxies of what it dispatches, a receiver has 1/proxies of what is combined already. A proxy
-    handles its share of the node's messages both ways. Messages inside a node go with the first stage.
+    handles its share of the node's messages both ways. Messages inside a node go beside those that cross.
 
     Args:
         crossing: messages that cross, each once per node that wants it.
@@ -68,10 +69,11 @@ def routed_flow(crossing: Traffic, wanted: Traffic, proxies: int, slices: int, l
     both = max(out, back) * link
     near = crossing.near * link
     if slices == 1:
-        time = max(dispatch, near) + cross + combine
+        time = dispatch + max(cross, near) + combine
     else:
-        full = (slices - 2) * max(both, cross)
-        time = max(dispatch / slices, near) + (max(dispatch, cross) + full + max(cross, combine) + combine) / slices
+        full = (slices - 2) * max(both + near, cross)
+        ends = max(dispatch + near, cross) + max(cross, combine + near)
+        time = (dispatch + ends + full + combine) / slices
     return Flow(time, cross, near + both)
 
 

@@ -16,6 +16,7 @@ from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.interface import NAME, calls, only_rows, register
 from seqloom.integrations.refusals import check, unwrapped
+from seqloom.integrations.remap import remap_layers
 from seqloom.runtime.network import Network
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -98,7 +99,10 @@ def head(model: nn.Module) -> Head:
 
 
 def network(model: nn.Module) -> Network:
-    """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it."""
+    """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
+
+    From now on its layers follow plans that remap around the MLP, see `integrations.remap`.
+    """
     causal = unwrapped(model)
     kinds = causal._no_split_modules or ()  # the names of the classes of layers
     layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in kinds)
@@ -107,6 +111,8 @@ def network(model: nn.Module) -> Network:
             f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(kinds)}); "
             "say it yourself: seqloom.runtime.network.Network(module, layers, hidden, head)"
         )
+
+    remap_layers(layers)
 
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
         return hidden_states(model, ids, context.positions, context)

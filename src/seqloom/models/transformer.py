@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
+from seqloom.comm import remapped
 from seqloom.errors import SeqloomError
 from seqloom.models.details import Details
 from seqloom.models.rope import Rope, rotate
@@ -98,7 +99,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), table, context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + remapped(self.post_attention_layernorm(x), context, self.mlp)
 
 
 class Decoder(nn.Module):

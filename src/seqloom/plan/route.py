@@ -10,13 +10,14 @@ of all proxies, and is put together again at its receiver:
     stage        0      1      2      3
     dispatch  slice 0  slice 1                 sender to proxy
     cross              slice 0  slice 1        proxy to the proxy at the same place of the other node
+    inside             slice 0  slice 1        what stays in a node, beside what crosses
     combine                     slice 0  slice 1   proxy to receivers
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -64,11 +65,11 @@ class Route:
 def staged(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     """Cut a move into stages, one after the other, after which every receiver holds what `move` gives it.
 
-    Boxes inside a node go in the first stage as they are. What several receivers of one node want crosses once and is
-    sent on to each of them. Between two nodes every proxy carries the same number of elements, in every slice, within
-    one; so it does over all nodes it sends to. In a stage every sender holds what it sends: its own, what a stage
-    before brought for passing on, or what it received there for itself. Boxes that touch are joined, so one may bring a
-    rank both what it wants and what it passes on; no element reaches a rank twice.
+    Boxes inside a node go in slices as well, beside those that cross. What several receivers of one node want crosses
+    once and is sent on to each of them. Between two nodes every proxy carries the same number of elements, in every
+    slice, within one; so it does over all nodes it sends to. In a stage every sender holds what it sends: its own, what
+    a stage before brought for passing on, or what it received there for itself. Boxes that touch are joined, so one may
+    bring a rank both what it wants and what it passes on; no element reaches a rank twice.
 
     Args:
         move: one axis; an item belongs to one message, so (item, element) means the same everywhere.
@@ -92,12 +93,12 @@ def staged(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     freight = _Freight.of(move, across, node_size)
     slices = _slice(_share(freight, places, node_size), route.slices)
     legs = [_legs(freight, parts, places, node_size) for parts in slices]
-    inside = tuple(column[~across] for column in move.columns())
+    inside = _in_turn(tuple(column[~across] for column in move.columns()), route.slices)
+    once = _once([*(leg[0] for leg in legs), *inside])
     stages: list[list[tuple[Column, ...]]] = [[] for _ in range(route.slices + 2)]
-    for stage, boxes in enumerate(_once([inside, *(leg[0] for leg in legs)])):
-        stages[max(stage - 1, 0)].append(boxes)
     for number, (_, cross, combine) in enumerate(legs):
-        stages[number + 1].append(cross)
+        stages[number].append(once[number])
+        stages[number + 1] += [cross, once[route.slices + number]]
         stages[number + 2].append(combine)
     joined = [tuple(np.concatenate(columns) for columns in zip(*boxes, strict=True)) for boxes in stages]
     return tuple(Move(*columns) for columns in joined if len(columns[0]))
@@ -127,6 +128,14 @@ def _cut(message: Column, start: Column, stop: Column) -> tuple[Column, Column, 
 def _count_up(lengths: Column) -> Column:
     """Return 0, 1, .., n - 1 for every n in `lengths`, one after the other."""
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _in_turn(boxes: tuple[Column, ...], slices: int) -> list[tuple[Column, ...]]:
+    """Cut every box into equal slices, the first of all boxes, then the second of all, and so on."""
+    *who, start, stop = boxes
+    cuts = [start + (stop - start) * k // slices for k in range(slices + 1)]
+    cut = [(*who, low, high) for low, high in pairwise(cuts)]
+    return [tuple(column[part[-1] > part[-2]] for column in part) for part in cut]
 
 
 def _once(moves: list[tuple[Column, ...]]) -> list[tuple[Column, ...]]:

@@ -13,6 +13,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.adaptive import plan_adaptive
 from seqloom.planners.flex import plan_flex
+from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
 from seqloom.planners.zones import plan_zones
 
@@ -35,7 +36,7 @@ def plan_auto(
     seed: int = 0,
     known: Iterable[Plan] = (),
 ) -> Plan:
-    """Plan a batch with every planner that answers at once, and keep the best.
+    """Plan a batch with every planner that answers at once, keep the best, and remap its rounds where that pays.
 
     Args:
         known: plans made for this batch before; they take part in the choice.
@@ -51,4 +52,4 @@ def plan_auto(
 
         with suppress(SeqloomError):  # its degrees are powers of two: it may refuse what the others hold
             candidates.append(plan_flexsp(lengths, cost, seed=seed))
-    return best_of([*candidates, *known], cost)
+    return with_remapping(best_of([*candidates, *known], cost), cost)

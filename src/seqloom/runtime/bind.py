@@ -88,12 +88,14 @@ def bind_plan(
     if check and transport.ranks > 1:  # looking at the answer waits for the device
         _check_hash(plan, transport, torch.device(device))
     pipeline = plan.pipelines[0]
-    island = next((island for island in plan.islands if transport.rank in island), ())
+    islands = plan.islands
+    over = {"node_size": plan.limits.node_size, "islands": islands, "family": plan.limits.family}
+    island = next((island for island in islands if transport.rank in island), ())
     rounds = []
     for number, current in enumerate(pipeline.rounds):
         work = current.work[0]
         part = _takes_part(work, island)
-        context = bind(work, transport, device=device, node_size=plan.limits.node_size) if part else None
+        context = bind(work, transport, device=device, **over) if part else None
         if prepare is not None and context is not None:
             prepare(context)
         rounds.append(BoundRound(number, work.checkpoint, context))

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from seqloom.attention.calls import GroupCall
 from seqloom.attention.ulysses import Exchange
 from seqloom.comm import Context
+from seqloom.comm.remap import Crossing
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
@@ -142,7 +143,9 @@ class _TapedContext(Context):
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
         super().__init__(own.work, own.transport, *rows, own.node_size, kept=own._kept)
-        self.tape = tape
+        self.tape, self.around_mlp = tape, own.around_mlp
+        if own.around_attention is not None:
+            self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """See `Context.cached`; what attention is bound to is handed out with the tape in between."""
@@ -150,6 +153,30 @@ class _TapedContext(Context):
         if isinstance(found, tuple) and found and all(isinstance(each, GroupCall) for each in found):
             return cast("T", tuple(_taped(cast("GroupCall", each), self.tape) for each in found))
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TapedCrossing(Crossing):
+    """The way into attention. Inputs come from the tape if that keeps them, outputs do; gradients never."""
+
+    tape: Tape
+
+    def reversed(self) -> Crossing:
+        """See `Crossing.reversed`: the way of outputs, which is on the tape in any case."""
+        return _TapedWayOut(self.back, self.there, self.tape)
+
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
+        """See `Crossing.forward`."""
+        return self.tape.answer(lambda: self.there(*tensors)) if self.tape.keep_exchanged else self.there(*tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TapedWayOut(_TapedCrossing):
+    """The way out of attention."""
+
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
+        """See `Crossing.forward`."""
+        return self.tape.answer(lambda: self.there(*tensors))
 
 
 def _taped(call: GroupCall, tape: Tape) -> GroupCall:

@@ -47,8 +47,14 @@ class _Compiled:
     run_body: Callable[..., Any]
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the compiled body, with a ticket in place of the context."""
-        tokens = context_among(args, options).tokens
+        """Run the compiled body, with a ticket in place of the context.
+
+        In a round that remaps around the MLP the layer runs as it stands: a graph cannot change the number of rows.
+        """
+        context = context_among(args, options)
+        if context.around_mlp is not None:
+            return super().forward(*args, **options)  # pyrefly: ignore[missing-attribute]
+        tokens = context.tokens
         given = [_into_graph(each, tokens) for each in args]
         return self.run_body(*given, **{name: _into_graph(each, tokens) for name, each in options.items()})
 

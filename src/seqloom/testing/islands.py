@@ -25,8 +25,9 @@ def shortest_schedule(rounds: list[Ways], islands: int) -> float:
         while last:
             ready, (times, joined) = ends[documents ^ last], ways[last]
             if len(ready) and len(times):
-                begin = np.where(joined[None], ready[:, None, None, :], 0.0).max(axis=3)  # [E, X, I]
-                after = np.where(joined.any(axis=2)[None], begin + times[None], ready[:, None, :])
+                begin = np.where(joined[None, :], ready[:, None, None, :], 0.0).max(axis=3)  # [E, X, I]
+                active: np.ndarray = np.any(joined, axis=2)
+                after = np.where(active[None, :], begin + times[None, :], ready[:, None, :])
                 found.append(after.reshape(-1, islands))
             last = (last - 1) & documents
         ends.append(_best(np.concatenate(found)) if found else np.zeros((0, islands)))

@@ -15,11 +15,12 @@ from itertools import combinations
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
-from seqloom.plan import Group, Span
+from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.profile import AdditiveProfile
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.islands import shortest_schedule
 
-SERIAL = ("attention", "steps", "ulysses")
+SERIAL = ("attention", "steps", "ulysses", "kv_gather")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +39,29 @@ class Places:
 
 
 def legal_groups(cost: CostModel) -> list[Group]:
-    """A group without documents for every set of ranks and every legal shape on it."""
+    """A group without documents for every set of ranks and every legal shape on it, routed or not."""
+    published = isinstance(cost.profile, AdditiveProfile)
     found = []
     for size in range(1, cost.ranks + 1):
         for ranks in combinations(range(cost.ranks), size):
             for ulysses in cost.family.sizes:
-                if size % ulysses == 0 and ulysses <= cost.model.heads:
-                    group = Group(ranks, ulysses, size // ulysses, ())
-                    aligned = all(
-                        block == tuple(range(block[0], block[0] + ulysses)) and cost.family.contains(block[0], ulysses)
-                        for block in group.blocks()
-                    )
-                    if aligned:
-                        found.append(group)
+                if size % ulysses or ulysses > cost.model.heads or not _aligned(Group(ranks, ulysses, 1, ()), cost):
+                    continue
+                for method in Method if size > ulysses else (Method.RING,):
+                    plain = Shape(ulysses, size // ulysses, method)
+                    if published and plain not in cost.shapes:
+                        continue  # published constants know their own shapes only
+                    ways = [cost.group(plain._replace(routed=routed), ranks, ()) for routed in (False, True)]
+                    found += ways[: 1 if ways[1].route is None else 2]
     return found
+
+
+def _aligned(group: Group, cost: CostModel) -> bool:
+    return all(
+        block == tuple(range(block[0], block[0] + group.ulysses)) and cost.family.contains(block[0], group.ulysses)
+        for block in group.blocks()
+        if group.ulysses > 1
+    )
 
 
 def price_places(lengths: np.ndarray, cost: CostModel, variant: Variant, groups: list[Group]) -> Places:
@@ -72,7 +82,7 @@ def price_places(lengths: np.ndarray, cost: CostModel, variant: Variant, groups:
         return np.array([[sum(getattr(p, x) for x in names) for p in row] for row in parts], float) - own(*names)
 
     local = np.array([group.degree == 1 for group in groups])
-    rings = np.array([group.ring > 1 for group in groups])
+    rings = np.array([group.ring > 1 and group.method == Method.RING for group in groups])
     excess = np.vstack([of("ring") - of("attention", "steps"), own("ring") - own("attention", "steps")])
     degree = np.array([group.degree for group in groups])
     on = np.zeros((len(groups), cost.ranks))
@@ -108,9 +118,6 @@ def shortest_overlapping_step(
         journey: ns per token that changes its rank for linear layers, on either side; None: no token may.
     """
     groups = legal_groups(cost)
-    if cost.shapes and all(shape.ring == 1 for shape in cost.shapes):  # published constants know their own shapes
-        known = {(shape.ulysses, shape.ring) for shape in cost.shapes}
-        groups = [group for group in groups if (group.ulysses, group.ring) in known]
     places = price_places(np.asarray(lengths), cost, variant, groups)
     island = np.arange(cost.ranks) // cost.island_size
     rounds = [(np.zeros((0, 1)), np.zeros((0, 1, 1), bool))]  # no round is empty

@@ -83,6 +83,10 @@ class Step:
                 parameter *= 12 if parameter.ndim == 2 else 1
         return model
 
+    def network(self) -> Network:
+        """Return the model as the runtime sees it."""
+        return Network.of(self.model())
+
     def documents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return ids and labels of every document; at least one label counts."""
         generator = torch.Generator().manual_seed(sum(self.lengths))
@@ -129,7 +133,7 @@ class Step:
         backend: str | None = None,
     ) -> Found:
         """Return what a rank of a plan finds, with layers compiled if there is a backend. All ranks call it."""
-        network = Network.of(self.model())
+        network = self.network()
         if backend is not None:
             compile_layers(network.layers, backend=backend)
         recompute_layers(network.layers)

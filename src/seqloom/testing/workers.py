@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -47,10 +48,17 @@ class WorkerError(SeqloomError):
 class Workers:
     """`size` gloo processes of one thread each on this machine. They start at the first run."""
 
-    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
-        """Plan a pool; `timeout_s` is the limit of a run that names none."""
+    def __init__(self, size: int, *, timeout_s: float = 60.0, enter: Callable[[int], None] | None = None) -> None:
+        """Plan a pool.
+
+        Args:
+            size: number of processes.
+            timeout_s: limit of a run that names none.
+            enter: called with its rank in every new process, before the first connection; picklable.
+        """
         self.size = size
         self._timeout_s = timeout_s
+        self._enter = enter
         self._workers: list[_Worker] = []
         self._folder = ""
 
@@ -103,7 +111,7 @@ class Workers:
         self._folder = tempfile.mkdtemp(prefix="seqloom-workers-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.size, self._folder, theirs)
+            arguments = (rank, self.size, self._folder, theirs, self._enter)
             process = context.Process(target=_serve, args=arguments, name=f"worker {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -180,8 +188,9 @@ def _find(module: str, name: str, file: str) -> Callable[..., Any]:
     return getattr(loaded, name)
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, folder: str, pipe: Connection, enter: Callable[[int], None] | None) -> None:
     """Be a worker: do tasks until the pool is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     with open(Path(folder, f"{rank}.stack"), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -193,11 +202,21 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
                 return
             try:
                 if not dist.is_initialized():  # here, so that the pool hears of an error
+                    if enter is not None:
+                        enter(rank)
                     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
                 answer = pickle.dumps((True, _do(task, worlds)))
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(answer)
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that has the pool, however that ends and whatever this one waits for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _do(task: bytes, worlds: dict[int, Communicators]) -> object:

@@ -42,7 +42,7 @@ def test_text_names_the_setting_the_gap_and_the_file(run):
 def test_auto_says_whom_it_chose(run):
     report = run("plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --json").json
     assert report["planner"] == "auto"
-    assert report["made_by"] in {"static", "adaptive", "flexsp", "flex"}
+    assert report["made_by"] in {"static", "adaptive", "flexsp", "flex", "zones"}
 
 
 def test_a_published_planner_says_whether_it_is_validated(run):

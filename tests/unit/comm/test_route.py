@@ -92,6 +92,9 @@ def test_what_goes_wrong_in_a_stage_is_raised_by_wait():
         waits_in_stream = False
 
         def exchange(self, sends, receives):
+            return self
+
+        def wait(self):
             raise ConnectionError("the cable is cut")
 
     handle = start_routed(Passage.of(move, route, NODE, 1), Broken(), {}, {}, unit=4, device=CPU)

@@ -55,8 +55,10 @@ def test_a_message_of_one_rank_by_hand():
     assert routed_flow(one, one, 4, 1, 1.0, 8.0) == (0.75 + 2 + 0.75, 2, 1)
     # 4 slices: dispatch; dispatch and cross; all three twice; cross and combine; combine
     assert routed_flow(one, one, 4, 4, 1.0, 8.0).time == pytest.approx((0.75 + 2 + 2 * 2 + 2 + 0.75) / 4)
-    near = one._replace(near=1)  # a neighbour in the node, with the first stage
-    assert routed_flow(near, near, 4, 4, 1.0, 8.0).time == pytest.approx(1 + (2 + 2 * 2 + 2 + 0.75) / 4)
+    near = one._replace(near=1)  # a neighbour in the node: hidden behind what crosses
+    assert routed_flow(near, near, 4, 4, 1.0, 8.0).time == pytest.approx((0.75 + 2 + 2 * 2 + 2 + 0.75) / 4)
+    near = one._replace(near=2)  # two: longer than what crosses
+    assert routed_flow(near, near, 4, 4, 1.0, 8.0).time == pytest.approx((0.75 + 2.75 + 2 * 3 + 2.75 + 0.75) / 4)
 
 
 def test_what_a_node_wants_twice_crosses_once():

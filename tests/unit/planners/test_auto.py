@@ -23,9 +23,9 @@ def test_the_first_of_equals_wins():
 
 def test_it_takes_the_best_and_says_whose_it_is():
     plan = plan_auto(LENGTHS, COST)
-    others = {name: make_plan(name, LENGTHS, COST) for name in ("static", "adaptive", "flex")}
+    others = {name: make_plan(name, LENGTHS, COST) for name in ("static", "adaptive", "flex", "zones")}
     assert COST.plan_ns(plan) <= min(map(COST.plan_ns, others.values()))
-    assert plan.planner in ("static", "adaptive", "flexsp", "flex")
+    assert plan.planner in ("static", "adaptive", "flexsp", "flex", "zones")
 
 
 def test_plans_known_before_take_part():

@@ -12,6 +12,9 @@ from seqloom.planners.bounds.prices import Prices
 from seqloom.planners.bounds.roundings import NEGLIGIBLE, PRECISION
 from seqloom.planners.fill import NEVER
 
+NEAR = 1e-4
+"""Bisections for the shortest step stop at this part of it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -45,10 +48,15 @@ class Block:
 
     def part(self, ways: np.ndarray, documents: np.ndarray) -> Block:
         """Some ways of some documents."""
-        rows = (self.degree, self.once, self.extra)
-        both = (self.cost, self.pool, self.alone, self.share)
         return Block(
-            *(value[ways] for value in rows), *(value[ways][:, documents] for value in both), self.tokens[documents]
+            degree=self.degree[ways],
+            once=self.once[ways],
+            extra=self.extra[ways],
+            cost=self.cost[ways][:, documents],
+            pool=self.pool[ways][:, documents],
+            alone=self.alone[ways][:, documents],
+            share=self.share[ways][:, documents],
+            tokens=self.tokens[documents],
         )
 
 
@@ -136,12 +144,12 @@ def densest_work(work: np.ndarray, tokens: np.ndarray, room: float) -> float:
 
 def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
     """Bisect for the shortest step that is not impossible; returns its lower end, ``low`` or more."""
-    if not impossible(low * (1 + 1e-3)):
+    if not impossible(low * (1 + NEAR)):
         return low
     high = 2 * low
     while impossible(high):
         low, high = high, 2 * high
-    while high - low > 1e-3 * low:
+    while high - low > NEAR * low:
         middle = (low + high) / 2
         if impossible(middle):
             low = middle

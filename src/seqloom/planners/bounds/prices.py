@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.cost import CostModel, Shape, Variant
-from seqloom.cost.profile import AdditiveProfile
-from seqloom.plan import Group, Span
-from seqloom.planners.bounds.remap import movable_share
+from seqloom.cost.reach import Reach
+from seqloom.cost.values import LANES
+from seqloom.planners.bounds.places import every_place
+from seqloom.planners.bounds.remap import movable_ns
 from seqloom.planners.fill import NEVER
 
-EVERY_SIZE = 64
-"""Clusters of up to so many ranks are looked at in every size of ring."""
-PROBE = 1 << 20
-"""Tokens of the document from which the linear time of a token is read."""
+ROUNDED = 4.0
+"""ns by which the parts of a price, each rounded to whole ns, may be less than their sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,95 +53,90 @@ class Prices:
     """Whether there are rings, and so something to hide."""
 
 
-def every_shape(cost: CostModel) -> tuple[Shape, ...]:
-    """Shapes that a group may have: rings of any size, with any Ulysses inside.
+class Rates(NamedTuple):
+    """The best place of a shape: float64[L] ns per token without attention, and ns of a group before any document."""
 
-    Above ``EVERY_SIZE`` ranks, rings over whole nodes, four sizes per doubling. Published constants know their own
-    shapes only.
-    """
-    if isinstance(cost.profile, AdditiveProfile):
-        return cost.shapes
-    node, sizes = cost.node_size, cost.family.sizes
-    every = max(2 * node, EVERY_SIZE) if cost.ranks <= EVERY_SIZE else 2 * node
-    degrees = {d for d in range(1, every + 1) if d <= cost.ranks} | {node * k for k in _grid(cost.ranks // node)}
-    found = set(cost.shapes)
-    for degree in degrees | set(sizes):
-        for ulysses in sizes:
-            inside = degree <= node or node % ulysses == 0 or ulysses % node == 0
-            if ulysses <= cost.model.heads and degree % ulysses == 0 and inside:
-                found.add(Shape(ulysses, degree // ulysses))
-    return tuple(sorted(found))
-
-
-def _grid(most: int) -> list[int]:
-    """1 to 8, then 10, 12, 14, 16, 20, ...: four per doubling, none above ``most``."""
-    found = list(range(1, 9))
-    while found[-1] < most:
-        found.append(found[-1] + (1 << (found[-1].bit_length() - 3)))
-    return [k for k in found if k <= most]
-
-
-def price(lengths: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
-    """Price the documents in every shape, and keep the best of every degree."""
-    tables = cost.tables(lengths, variant, every_shape(cost))
-    tokens, degree, capacity = tables.tokens.astype(float), tables.degree.astype(float), float(tables.capacity)
-    linear = _linear_ns(cost, variant)
-    rings = np.array([shape.ring > 1 for shape in tables.shapes])
-    lanes, fixed = tables.cost.astype(float), tables.fixed.astype(float)
-    lanes[1, ~rings], fixed[1, ~rings] = lanes[0, ~rings], fixed[0, ~rings]
-    lanes[1, degree == 1] = np.maximum(linear * tokens - 1, 0.0)  # its attention may be what a ring hides behind
-    once = fixed[0].min(), fixed[0].min(), fixed[2].min()
-    extra = fixed - np.array(once)[:, None]
-    share = movable_share(cost, variant, linear)
-    pool = share * linear * tokens / degree[:, None]
-    if share:
-        lanes -= 1.0  # tokens that move are rounded to whole ns elsewhere
-        np.maximum(lanes, 0.0, out=lanes)
-        pool = np.minimum(pool, lanes[:2].min(axis=0))
-    alone = _alone(lanes, extra, np.array(once), pool, degree, cost)
-    alone[tokens > degree[:, None] * capacity] = float(NEVER)
-    degrees = np.unique(degree)
-    return Prices(
-        variant=variant,
-        degree=degrees,
-        cost=_cheapest(lanes, degree, degrees, axis=1),
-        extra=_cheapest(extra, degree, degrees, axis=1),
-        once=np.array(once),
-        pool=share * linear * tokens / degrees[:, None],
-        alone=_cheapest(alone, degree, degrees, axis=0),
-        linear=linear,
-        tokens=tokens,
-        capacity=capacity,
-        rings=bool(rings.any()),
-    )
+    shape: Shape
+    token: np.ndarray
+    fixed: np.ndarray
 
 
 def price_all(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> list[Prices]:
     """The documents under each of the variants."""
-    return [price(lengths, cost, variant) for variant in variants]
+    return [price(cost.tokens(lengths).astype(float), cost, variant) for variant in variants]
+
+
+def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
+    """Price documents of so many tokens in every place, and keep the best of every degree."""
+    places = every_rate(cost, variant)
+    whole = cost.engine.rates(Shape(1, 1), variant, Reach())
+    linear = whole["linear"] + whole.get("head", 0.0)
+    once = np.array(_lanes(cost.engine.fixed(Shape(1, 1), variant, Reach()), hides=False)) - 1
+    attention = {ring: cost.engine.attention(tokens, ring, variant) for ring in {p.shape.ring for p in places}}
+    capacity, movable = cost.capacity(variant), movable_ns(cost, variant)
+    degrees, rows = sorted({place.shape.degree for place in places}), []
+    for degree in degrees:
+        pool = movable * tokens / degree
+        best: list[np.ndarray] = []
+        for place in places:
+            if place.shape.degree != degree:
+                continue
+            lanes = place.token[:, None] * tokens
+            computing = attention[place.shape.ring] * cost.engine.attention_share(place.shape)
+            computing = computing + cost.engine.document_calls(tokens, place.shape.kernels, variant)
+            lanes[: 1 if place.shape.hides else 2] += computing
+            if degree == 1:
+                lanes[1] = linear * tokens  # its attention may be what a ring hides behind
+            lanes, extra = np.maximum(lanes - ROUNDED, 0.0), np.maximum(place.fixed - once - ROUNDED, 0.0)
+            alone = _alone(lanes, extra, once, pool, degree, cost)
+            alone[tokens > degree * capacity] = float(NEVER)
+            found = [lanes, extra, alone]
+            best = [np.minimum(a, b) for a, b in zip(best, found, strict=True)] if best else found
+        rows.append((*best, pool))
+    lanes, extra, alone, pools = (np.stack(values) for values in zip(*rows, strict=True))
+    return Prices(
+        variant=variant,
+        degree=np.array(degrees, float),
+        cost=lanes.transpose(1, 0, 2),
+        extra=extra.T,
+        once=once,
+        pool=pools,
+        alone=alone,
+        linear=linear,
+        tokens=tokens,
+        capacity=float(capacity),
+        rings=any(place.shape.hides for place in places),
+    )
+
+
+@lru_cache(maxsize=32)
+def every_rate(cost: CostModel, variant: Variant) -> tuple[Rates, ...]:
+    """The rates of every shape, lane by lane the least of its reaches."""
+    found = []
+    for shape, reaches in every_place(cost):
+        token, fixed = [], []
+        for reach in reaches:
+            routed = shape._replace(routed=reach.proxies > 0)
+            token.append(_lanes(cost.engine.rates(routed, variant, reach), shape.hides))
+            fixed.append(_lanes(cost.engine.fixed(routed, variant, reach._replace(slices=1)), shape.hides))
+        found.append(Rates(shape, np.min(token, axis=0), np.min(fixed, axis=0)))
+    return tuple(found)
+
+
+def _lanes(parts: dict[str, float], hides: bool) -> list[float]:
+    """The parts of each lane; what has no ring hides nothing, so that its lane 1 is its lane 0."""
+    names = (LANES[0], LANES[1] if hides else LANES[0], LANES[2])
+    return [sum(parts.get(name, 0.0) for name in lane) for lane in names]
 
 
 def _alone(
-    lanes: np.ndarray, extra: np.ndarray, once: np.ndarray, pool: np.ndarray, degree: np.ndarray, cost: CostModel
+    lanes: np.ndarray, extra: np.ndarray, once: np.ndarray, pool: np.ndarray, degree: int, cost: CostModel
 ) -> np.ndarray:
-    """float64[S, n]: least time of a round with each document, in each shape.
+    """float64[n]: least time of a round with each document, at this degree.
 
     What may leave its ranks can only be spread over their islands.
     """
-    own = lanes + extra[:, :, None]
-    stays = np.stack([own[0] - pool, own[1] - pool, own[2]]) + once[:, None, None]
-    reached = np.minimum(degree * cost.island_size, cost.ranks)[:, None]
-    spread = once[0] + own[0] * degree[:, None] / reached
-    return np.maximum(stays.max(axis=0), spread)
-
-
-def _cheapest(values: np.ndarray, degree: np.ndarray, degrees: np.ndarray, axis: int) -> np.ndarray:
-    """The least of the shapes of every degree: one row for what was one per shape."""
-    rows = [values.compress(degree == d, axis=axis).min(axis=axis) for d in degrees]
-    return np.stack(rows, axis=axis)
-
-
-def _linear_ns(cost: CostModel, variant: Variant) -> float:
-    """ns of a token outside attention: matrix products, elementwise work, vocabulary."""
-    parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, PROBE),)), variant)
-    return (parts.linear + parts.head) / PROBE
+    own = lanes + (extra + once)[:, None]
+    stays = np.maximum(np.maximum(own[0], own[1]) - pool, own[2])
+    reached = min(degree * cost.island_size, cost.ranks)
+    return np.maximum(stays, once[0] + (lanes[0] + extra[0]) * degree / reached)

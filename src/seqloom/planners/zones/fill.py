@@ -12,7 +12,6 @@ from seqloom.planners.fill import NEVER
 from seqloom.planners.zones.prices import Prices
 from seqloom.planners.zones.seating import Ranks, Seating, best_ranks
 
-
 GROUPS_TRIED = 16
 """Groups of a shape that a document may join; it may open another anywhere."""
 

@@ -10,15 +10,17 @@ from seqloom.cost import CostModel, Variant
 from seqloom.describe import Batch
 from seqloom.plan import Plan
 from seqloom.planners.problem import Problem
+from seqloom.planners.remapping import with_remapping
 from seqloom.planners.zones.build import build_plan
 from seqloom.planners.zones.deal import deal
 from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
 
-EVALUATIONS = 3_000
-"""Documents seated, over all fillings of a round, where no budget is given; at least ``LEAST`` fillings."""
+EVALUATIONS = 2_400
+"""Documents seated, over all fillings of the batch, where no budget is given."""
 LEAST, MOST = 2, 128
+"""Fillings of each round then, at least and at most."""
 QUICK_FROM = 512
 """Documents from which on, where no budget is given, one number of rounds is tried."""
 SPARE = 16
@@ -54,16 +56,18 @@ def plan_zones(
         raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
     best: Answer | None = None
     quick = evaluations is None and len(array) >= QUICK_FROM
+    fillings = max(LEAST, min(MOST, EVALUATIONS // len(array))) if evaluations is None else max(1, evaluations)
     for alone in sorted(holding, key=lambda alone: alone.least_ns(alone.rounds)):
         if best is not None and not _worth(alone.least_ns(alone.rounds), best.ns):
             break
         prices = Prices.of(alone)
         for rounds in rounds_to_try(alone, quick):
             if best is None or _worth(alone.least_ns(rounds), best.ns):
-                answer = partition(prices, rounds, evaluations)
+                answer = partition(prices, rounds, fillings)
                 best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
-    return build_plan(best.prices, best.rounds, array)
+    plan = build_plan(best.prices, best.rounds, array)
+    return plan if quick else with_remapping(plan, cost)
 
 
 def holds(lengths: np.ndarray, cost: CostModel, variant: Variant) -> bool:
@@ -84,7 +88,7 @@ def _worth(least: int, best: int) -> bool:
     return least + least // WORTH < best
 
 
-def partition(prices: Prices, rounds: int, evaluations: int | None) -> Answer:
+def partition(prices: Prices, rounds: int, evaluations: int) -> Answer:
     """Deal the batch into so many rounds and fill them one after another; what finds no room makes further rounds."""
     ready = np.zeros(prices.cost.ranks // prices.cost.island_size, np.int64)
     seated: list[Seating] = []
@@ -93,8 +97,7 @@ def partition(prices: Prices, rounds: int, evaluations: int | None) -> Answer:
         documents = waiting.pop(0)
         if not documents:
             continue
-        budget = max(LEAST, min(MOST, EVALUATIONS // len(documents))) if evaluations is None else max(1, evaluations)
-        seating, ready = best_filling(prices, documents, ready, budget)
+        seating, ready = best_filling(prices, documents, ready, evaluations)
         seated.append(seating)
         if seating.left:
             if waiting:

@@ -7,9 +7,9 @@ import numpy as np
 from seqloom.planners.zones.prices import Prices
 from seqloom.planners.zones.seating import Seating
 
-SWEEPS = 24
+SWEEPS = 16
 """Times that the slow ranks are paired with the fast ones."""
-LOOKED = 12
+LOOKED = 8
 """Documents of a rank, the shortest ones, that may change places in a sweep."""
 SETTLED = 1000
 """Ranks that wait less than one part in this many are level."""
@@ -29,12 +29,13 @@ def level(prices: Prices, seating: Seating, times: np.ndarray, begin: np.ndarray
     even = int(times.sum()) // len(times)
     idle = 0
     for sweep in range(SWEEPS):
-        order = np.argsort(times, kind="stable").tolist()
-        slow = [rank for rank in reversed(order) if seating.whole[rank] and times[rank] - even > even // SETTLED]
-        fast = [rank for rank in order if times[rank] <= even]
+        order = np.argsort(times, kind="stable")
+        movable = np.array([bool(documents) for documents in seating.whole])
+        slow = order[(times[order] - even > even // SETTLED) & movable[order]][::-1]
+        fast = order[times[order] <= even]
         pairs = min(len(slow), len(fast))
-        fast = fast[:pairs] if sweep % 2 == 0 else fast[:pairs][::-1]
-        idle = 0 if pairs and _sweep(prices, seating, times, room, slow[:pairs], fast) else idle + 1
+        turned = fast[:pairs] if sweep % 2 == 0 else fast[:pairs][::-1]
+        idle = 0 if pairs and _sweep(prices, seating, times, room, slow[:pairs].tolist(), turned.tolist()) else idle + 1
         if not pairs or idle == 2:
             break
     times -= begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -20,6 +21,12 @@ AIMS = 16
 """Fillings towards different aims at most; what is left of the budget goes to single degrees."""
 LIMITS = (50, 100, 25, 75)
 """What a document may take of a rank, per cent of the target: cut finer, long ones leave room for short ones."""
+MUCH = 30
+"""Per mille of waiting that voluntary cuts may well remove, unless memory is tight: then finer cuts are tried first."""
+TIGHT = 80
+"""Per cent of the memory of a round from which on it is tight."""
+EVERY = 100
+"""Up to so many combinations of degrees, all are tried."""
 SLOW_RANKS = 2
 """Slowest ranks whose documents are tried in other degrees."""
 SLACKS = (2, 0, 5, 10)
@@ -74,7 +81,9 @@ class Search:
     def aims(self) -> Iterator[Aim]:
         """First what the average asks for; then, knowing how long ranks wait, what could gain from that."""
         yield self.aim(0, 100)
-        yield self.aim(0, 100)
+        tokens, room = int(self.prices.tokens[self.documents].sum()), self.prices.capacity * len(self.begin)
+        if self.break_even > MUCH and tokens * 100 < room * TIGHT:
+            yield self.aim(0, 100)
         for slack in SLACKS:
             for limit in LIMITS:
                 yield self.aim(slack, limit)
@@ -95,6 +104,8 @@ class Search:
         degree = {k: len(ranks) for (ranks, _), members in seating.cut.items() for k in members}
         widths = {k: degree.get(k, 1) for k in self.documents if k in prices.column}
         known = np.unique([shape.degree for shape in prices.shapes]).tolist()
+        if len(known) ** len(widths) <= EVERY:
+            yield from (dict(zip(widths, chosen, strict=True)) for chosen in product(known, repeat=len(widths)))
         for slow in np.argsort(-(self.begin + filling.times), kind="stable")[:SLOW_RANKS].tolist():
             here = [k for k in seating.whole[slow] if k in prices.column]
             here += [k for (ranks, _), members in seating.cut.items() if slow in ranks for k in members]

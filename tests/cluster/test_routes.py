@@ -1,0 +1,106 @@
+"""Routed messages really use all cards: measured beside direct ones, counted card by card, compared bit by bit."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from seqloom.comm import Parcel
+from seqloom.comm.passage import Passage
+from seqloom.comm.route import start_routed
+from seqloom.plan import Move, Route
+
+pytestmark = pytest.mark.cluster
+
+NODE = 4
+SIZE = 4_000_000  # bytes
+ROUTE = Route(tuple(range(8)), slices=4)
+
+
+def content(item, size):
+    """What a message holds, on every rank the same."""
+    return torch.from_numpy(np.random.default_rng(item).integers(0, 256, size, dtype=np.uint8))
+
+
+def deliver(transport, boxes, route):
+    """Bring (sender, receiver, item, start, stop) to their receivers; seconds, and whether all arrived as it was."""
+    rank, everyone = transport.rank, tuple(range(transport.ranks))
+    sizes = {item: stop for _, _, item, _, stop in boxes}
+    sent = {item: content(item, sizes[item]) for sender, _, item, _, _ in boxes if sender == rank}
+    wanted = {item: torch.zeros(sizes[item], dtype=torch.uint8) for _, to, item, _, _ in boxes if to == rank}
+    sends = [Parcel(to, sent[item]) for by, to, item, _, _ in boxes if by == rank]
+    receives = [Parcel(by, wanted[item]) for by, to, item, _, _ in boxes if to == rank]
+    passage = None if route is None else Passage.of(Move(*np.array(boxes).T), route, NODE, rank)
+    transport.all_reduce(torch.ones(1), everyone)
+    start = time.perf_counter()
+    if passage is None:
+        transport.exchange(sends, receives).wait()
+    else:
+        start_routed(passage, transport, sent, wanted, unit=1, device=torch.device("cpu")).wait()
+    transport.all_reduce(torch.ones(1), everyone)
+    seconds = time.perf_counter() - start
+    return seconds, all(torch.equal(found, content(item, sizes[item])) for item, found in wanted.items())
+
+
+def measured(hosts, pool, boxes, route):
+    """Seconds of the slowest rank, and the bytes of every card of every node; the payload was right."""
+    before = hosts.bytes_sent()
+    found = pool.run(deliver, boxes, route)
+    after = hosts.bytes_sent()
+    assert all(right for _, right in found)
+    return max(seconds for seconds, _ in found), np.array(after) - np.array(before)
+
+
+def side_by_side(hosts, pool, boxes, route, runs=3):
+    """Measure direct and routed in turns; return how many times as fast routed is, and the bytes of both."""
+    pairs = [(measured(hosts, pool, boxes, None), measured(hosts, pool, boxes, route)) for _ in range(runs)]
+    direct, routed = (min(run[0] for run in runs) for runs in zip(*pairs, strict=True))
+    return direct / routed, pairs[-1][0][1], pairs[-1][1][1]
+
+
+def level(sent):
+    """Whether every card of every node carried the mean of its node, within 5 %."""
+    return bool((abs(sent / sent.mean(axis=1, keepdims=True) - 1) < 0.05).all())
+
+
+def test_a_routed_message_is_three_times_as_fast_over_four_cards(hosts, pool, figures):
+    ratio, direct, routed = side_by_side(hosts, pool, [(1, 6, 0, 0, SIZE)], ROUTE)
+    figures["one message of 4 MB"] = ratio
+    assert ratio >= 3
+    assert direct[0, 1] >= SIZE and direct.sum() < 1.08 * SIZE
+    assert level(routed[:1]) and SIZE <= routed[0].sum() < 1.06 * SIZE
+
+
+def test_two_ranks_send_to_each_other_at_once(hosts, pool):
+    one, both = [(2, 6, 0, 0, SIZE // 2)], [(2, 6, 0, 0, SIZE // 2), (6, 2, 1, 0, SIZE // 2)]
+    alone, together = (min(measured(hosts, pool, boxes, None)[0] for _ in range(3)) for boxes in (one, both))
+    assert together < 1.5 * alone
+
+
+def test_the_messages_of_a_ring_share_all_cards_in_both_directions(hosts, pool, figures):
+    ratio, direct, routed = side_by_side(hosts, pool, [(3, 4, 0, 0, SIZE), (7, 0, 1, 0, SIZE)], ROUTE)
+    figures["a message of 4 MB in each direction"] = ratio
+    assert ratio >= 2.5
+    assert min(direct[0, 3], direct[1, 3]) >= SIZE and level(routed)
+
+
+def test_what_a_whole_node_wants_crosses_once(hosts, pool, figures):
+    """Direct, one card carries it four times."""
+    boxes = [(0, receiver, 0, 0, SIZE // 4) for receiver in (4, 5, 6, 7)]
+    ratio, direct, routed = side_by_side(hosts, pool, boxes, ROUTE)
+    figures["1 MB that all ranks of a node want"] = ratio
+    assert ratio >= 6
+    assert direct[0, 0] >= SIZE and level(routed[:1]) and routed[0].sum() < 1.08 * SIZE // 4
+
+
+def test_unequal_senders_fill_the_cards_evenly(hosts, pool):
+    """By turns the cards near the senders would carry 1.5 MB, 0.5 MB and nothing."""
+    boxes = [(0, 5, 0, 0, 1_500_000), (1, 7, 1, 0, 500_000), (2, 3, 2, 0, 500_000)]
+    _, sent = measured(hosts, pool, boxes, ROUTE)
+    assert level(sent[:1]) and 2_000_000 <= sent[0].sum() < 2_150_000
+
+
+def test_two_proxies_use_two_cards(hosts, pool):
+    _, sent = measured(hosts, pool, [(3, 4, 0, 0, 2_000_000)], Route((0, 2, 4, 6), slices=2))
+    assert level(sent[:1, [0, 2]]) and sent[0, [1, 3]].sum() < 20_000
