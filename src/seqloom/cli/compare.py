@@ -132,7 +132,8 @@ def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outco
     for note in workload.notes():
         console.print(note, markup=False)
     told = verdicts(list(rows[0]), cost.profile.name)
-    console.print(comparison_table(columns(rows), {name: line.partition(":")[0] for name, line in told.items()}))
+    starred = [name for name, line in told.items() if line.startswith("not validated")]
+    console.print(comparison_table(columns(rows), starred))
     for name, line in told.items():
-        console.print(f"{name}: {line}.", markup=False)
+        console.print(f"{'* ' if name in starred else ''}{name}: {line}.", markup=False)
     console.print("Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.")
