@@ -1,8 +1,8 @@
 """Whether a published planner, run here, reproduces its own published speed-up.
 
-A speed-up over a rival says little where the rival does not even reach what its authors measured. So every row of a
-rival says "validated" or "not validated". The figures below are those of the committed results (`benchmarks/results`),
-and a test compares the two.
+A speed-up over a rival says little about the authors' system where the rival here does not give what they measured. So
+every row of a rival says "validated" or "not validated". The figures below are those of the committed results
+(`benchmarks/results`), and a test compares the two.
 """
 
 from __future__ import annotations
