@@ -50,7 +50,7 @@ CLAIMS: dict[str, Claim] = {
     "llama-cp": Claim("", None, why="no speed-up of its own could be read"),
     "hybrid-dp": Claim("", None, why="published up to 7.89x on 1,024 GPUs of an unnamed kind"),
     "megatron": Claim("", None, why="published 1.21x to 1.50x over static packing, on an unnamed model and cluster"),
-    "zeppelin": Claim("te-cp", 2.80, 0.2, {}),
+    "zeppelin": Claim("te-cp", 2.80, 0.2, {"a800": 7.40, "h800": 7.78, "h200": 9.79}),
 }
 """By planner."""
 
