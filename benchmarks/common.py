@@ -42,10 +42,11 @@ class Check:
         return self.measured >= self.target if self.at_least else self.measured <= self.target
 
 
-def options(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks take."""
+def options(description: str | None, *, lengths: bool = True) -> argparse.ArgumentParser:
+    """The options that all benchmarks take; `lengths` where Wikipedia lengths are among what they draw from."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="wikipedia", help="Wikipedia lengths: a file, or a sampler's name")
+    if lengths:
+        parser.add_argument("--lengths", default="wikipedia", help="Wikipedia lengths: a file, or a sampler's name")
     parser.add_argument("--seed", type=int, default=0, help="of the samplers")
     parser.add_argument("--quick", action="store_true", help="the smallest run that touches everything; no evidence")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")

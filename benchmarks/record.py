@@ -28,14 +28,20 @@ def write(
     checks: Sequence[Check],
     *,
     gpu: bool = True,
+    lengths: str | None = None,
 ) -> None:
-    """Write the figures with what is needed to judge and repeat them; without `gpu` it was not used."""
+    """Write the figures with what is needed to judge and repeat them.
+
+    Args:
+        gpu: whether a GPU was used, if there is one.
+        lengths: what was drawn from; None: what the option `--lengths` says.
+    """
     if out is None:
         return
     result = {
         "benchmark": Path(script).stem,
         "command": _command(script, arguments),
-        "lengths": source_name(arguments.lengths),
+        "lengths": lengths or source_name(arguments.lengths),
         "quick": arguments.quick,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": getattr(arguments, "commit", None) or commit(),

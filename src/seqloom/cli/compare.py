@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from seqloom.cli.workload import Workload
     from seqloom.cost import CostModel
 
-Planners = Annotated[str, typer.Option("--planners", help="Names with commas between; static:64 fixes the degree.")]
+Planners = Annotated[
+    str,
+    typer.Option(
+        "--planners",
+        help="Names with commas between; static:64 fixes the degree. "
+        "Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
+    ),
+]
 Batches = Annotated[int, typer.Option("--batches", help="Batches to plan.")]
 
 
@@ -87,8 +94,12 @@ def planner_names(text: str) -> list[str]:
 
 
 def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], **more: Any) -> dict[str, Any]:
-    """One object: what was compared, and for every planner its figures as lists over the batches."""
+    """One object: what was compared, and for every planner its figures as lists over the batches.
+
+    ``published`` says of every published planner whether it reproduces its own speed-up under this profile.
+    """
     from seqloom.cli.outcome import setting
+    from seqloom.planners.rivals.published import verdicts
 
     return {
         **setting(cost),
@@ -96,6 +107,7 @@ def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], 
         "batches": len(rows),
         **more,
         "planners": columns(rows),
+        "published": verdicts(list(rows[0]), cost.profile.name),
     }
 
 
@@ -109,6 +121,7 @@ def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outco
     from rich.console import Console
 
     from seqloom.cli.outcome import heading
+    from seqloom.planners.rivals.published import verdicts
     from seqloom.view import comparison_table
 
     console = Console(highlight=False)
@@ -118,5 +131,9 @@ def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outco
     console.print(f"{len(rows)} batches, {sequences:,} sequences, {tokens:,} tokens")
     for note in workload.notes():
         console.print(note, markup=False)
-    console.print(comparison_table(columns(rows)))
+    told = verdicts(list(rows[0]), cost.profile.name)
+    starred = [name for name, line in told.items() if line.startswith("not validated")]
+    console.print(comparison_table(columns(rows), starred))
+    for name, line in told.items():
+        console.print(f"{'* ' if name in starred else ''}{name}: {line}.", markup=False)
     console.print("Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.")

@@ -41,7 +41,11 @@ DEFAULT_SIZE = 512
 
 Planner = Annotated[
     str,
-    typer.Option("--planner", help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, exact, auto."),
+    typer.Option(
+        "--planner",
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, exact, auto; "
+        "published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
+    ),
 ]
 Size = Annotated[int | None, typer.Option("--batch-size", help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]
 Explain = Annotated[bool, typer.Option("--explain", help="Say for each class of documents why it is placed so.")]
@@ -105,7 +109,7 @@ def plan(
         _print_plan(cost, workload, outcome, view)
         if explain:
             _print_reasons(cost, outcome)
-        _print_end(planner, outcome, out)
+        _print_end(planner, outcome, out, cost.profile.name)
     if picture is not None:
         from seqloom.view import save_picture
 
@@ -168,11 +172,14 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: O
         console.print()
 
 
-def _print_end(planner: str, outcome: Outcome, out: Path | None) -> None:
+def _print_end(planner: str, outcome: Outcome, out: Path | None, profile: str) -> None:
+    from seqloom.planners.rivals.published import verdicts
     from seqloom.view.numbers import duration
 
     typer.echo(outcome.summary())
     chosen = "" if planner == outcome.plan.planner else f" (chose {outcome.plan.planner})"
     typer.echo(f"planner {planner}{chosen}, {duration(outcome.plan_ns or 0)} to plan")
+    for name, line in verdicts([planner], profile).items():
+        typer.echo(f"{name}: {line}")
     if out is not None:
         typer.echo(f"wrote {out}")

@@ -16,6 +16,9 @@ from seqloom.plan import Plan
 
 PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "exact", "auto")
 
+RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
+"""Published planners to compare with; ``auto`` does not ask them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -56,14 +59,18 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.auto import plan_auto
 
         return plan_auto
-    raise unknown("planner", name, PLANNERS)
+    if name in RIVALS:
+        from seqloom.planners.rivals import RIVAL_PLANNERS
+
+        return RIVAL_PLANNERS[name]
+    raise unknown("planner", name, (*PLANNERS, *RIVALS))
 
 
 def parse_name(name: str) -> tuple[str, dict[str, Any]]:
     """Split a planner's name from its option: ``static:64`` is static with groups of 64 GPUs."""
     base, colon, option = name.partition(":")
-    if base not in PLANNERS:
-        raise unknown("planner", base, PLANNERS)
+    if base not in (*PLANNERS, *RIVALS):
+        raise unknown("planner", base, (*PLANNERS, *RIVALS))
     if not colon:
         return base, {}
     if base != "static" or not option.isdecimal() or int(option) < 1:
@@ -120,7 +127,8 @@ def plan_batches(
             if progress is not None:
                 progress(name, index)
             begin = time.perf_counter_ns()
-            known = {"known": [other.plan for other in made.values()]} if name == "auto" else {}
+            asked = [made[other].plan for other in made if other not in RIVALS]
+            known = {"known": asked} if name == "auto" else {}
             plan = make_plan(name, batch, cost, seed=seed, **options[name], **known)
             assert plan.hash
             made[name] = Planned(plan, time.perf_counter_ns() - begin)

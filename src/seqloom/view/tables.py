@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -62,13 +62,14 @@ def degree_text(groups: Iterable[Group]) -> str:
     return " ".join(f"{count[degree]}x{degree}" for degree in sorted(count, reverse=True))
 
 
-def comparison_table(results: Mapping[str, Figures]) -> Table:
+def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = ()) -> Table:
     """Draw one row per planner, compared with the first one.
 
     Args:
         results: for every planner the lists over batches that ``seqloom compare --json`` prints under
             ``planners``: step_ms, bound_ms, plan_ms, rounds, comm_share, idle_share, peak_memory_gib. A plan
             that was not made here has plan_ms None.
+        starred: planners with a note of their own, which their rows point to.
 
     Shown over several batches: means; speed-up = the first planner's steps together over the own ones;
     gap = mean of step / bound - 1; the largest memory peak.
@@ -83,7 +84,7 @@ def comparison_table(results: Mapping[str, Figures]) -> Table:
         gaps = [step / bound - 1 for step, bound in zip(steps[name], figures["bound_ms"], strict=True)]
         planned = [ms for ms in figures["plan_ms"] if ms is not None]
         table.add_row(
-            name,
+            f"{name} *" if name in starred else name,
             milliseconds(1e6 * _mean(steps[name])),
             f"{first / own:.2f}x",
             percent(_mean(gaps)),

@@ -64,6 +64,17 @@ def test_text_has_a_row_per_planner(run):
     assert result.err == ""
 
 
+def test_rows_of_published_planners_say_whether_they_are_validated(run):
+    line = "compare --lengths web --cluster 2x2xA800 --model qwen2.5-0.5b --planners te-cp,adaptive --batch-size 8"
+    result = run(f"{line} --max-length 65536")
+    assert result.code == 0
+    assert " te-cp * " in result.out and "* te-cp: not validated: the baseline" in result.out
+    assert "adaptive *" not in result.out
+    report = run(f"{line} --max-length 65536 --json").json
+    assert list(report["planners"]) == ["te-cp", "adaptive"]
+    assert list(report["published"]) == ["te-cp"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

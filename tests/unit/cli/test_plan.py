@@ -45,6 +45,12 @@ def test_auto_says_whom_it_chose(run):
     assert report["made_by"] in {"static", "adaptive", "flexsp", "flex", "zones"}
 
 
+def test_a_published_planner_says_whether_it_is_validated(run):
+    result = run("plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner megatron")
+    assert result.code == 0 and "megatron: not validated: published 1.21x to 1.50x" in result.out
+    assert "validated" not in run(PLAN).out
+
+
 def test_longer_sequences_are_dropped_and_counted(run):
     report = run(f"{PLAN} --max-length 8192 --json").json
     assert (report["dropped"], report["sequences"]) == (2, 10)

@@ -10,6 +10,10 @@ from seqloom.describe import MODELS, ModelSpec
 from seqloom.errors import SeqloomError
 
 TOTALS = {
+    "llama-3b": 3.43,
+    "llama-7b": 6.74,
+    "llama-13b": 13.02,
+    "llama-30b": 32.53,
     "llama3-8b": 8.03,
     "llama3-70b": 70.55,
     "qwen2.5-0.5b": 0.494,

@@ -36,6 +36,7 @@ def test_every_preset_has_a_note_and_stand_ins_say_so():
         "prolong-64k",
         "github",
         "github-flexsp",
+        "arxiv",
         "commoncrawl",
         "web",
         "meta128k",
@@ -44,7 +45,7 @@ def test_every_preset_has_a_note_and_stand_ins_say_so():
     assert set(SAMPLERS) == wanted
     for name, value in SAMPLERS.items():
         assert value.name == name and value.note and "\n" not in value.note
-    for name in ("commoncrawl", "github", "github-flexsp", "byted2m", "libra"):
+    for name in ("arxiv", "commoncrawl", "github", "github-flexsp", "byted2m", "libra"):
         assert sampler(name).note.startswith("stand-in:") and sampler(name).stand_in
     assert not sampler("wikipedia").stand_in
 
@@ -64,6 +65,10 @@ def test_stand_in_is_the_plain_log_normal_cut_at_its_context():
     plain = np.rint(np.random.Generator(np.random.PCG64(1)).lognormal(6.93, 1.55, 20_480)).astype(np.int64)
     plain = plain[plain <= 384 * K]
     assert np.array_equal(sample("commoncrawl", len(plain), seed=1), plain)
+
+
+def test_arxiv_has_the_published_mean():
+    assert sample("arxiv", COUNT, seed=0).mean() == pytest.approx(18_000, rel=0.02)
 
 
 def test_wikipedia_has_the_published_quantiles_and_shares():
@@ -136,7 +141,7 @@ def test_bad_requests_are_refused():
     assert sampler("Wikipedia") is sampler("wikipedia")
     with pytest.raises(KeyError):
         SAMPLERS["no such sampler"]
-    assert "wikipedia" in repr(SAMPLERS) and len(SAMPLERS) == 15
+    assert "wikipedia" in repr(SAMPLERS) and len(SAMPLERS) == 16
 
 
 @pytest.mark.parametrize(

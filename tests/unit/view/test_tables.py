@@ -111,6 +111,8 @@ def test_comparison_table():
         end = header.index(name) + len(name)
         assert static[end - 1] != " " and flex[end - 1] != " "
     assert max(map(len, text.splitlines())) <= 80
+    starred = text_of(comparison_table(results, ["flex"]))
+    assert "flex *" in starred and "static *" not in starred
 
 
 def test_numbers():
