@@ -211,6 +211,8 @@ def _gather_tiles(queries: Chunks, causal: bool, window: int | None) -> tuple[Ti
         rows = _first_rows(*_visible(queries, causal, window).transpose(1, 0, 2))
         return _tiles((queries.row[0], queries.end, rows[0], rows[0] + queries.extent[1] - queries.extent[0]), False)
     queries = queries.joined()
+    if window is None:
+        return _prefix_tiles(queries)
     visible, reach = _visible(queries, causal, window), _reach(queries, window)
     rows = _first_rows(visible[:, 0], visible[:, 1])
     stop = rows + visible[:, 1] - visible[:, 0]
@@ -221,6 +223,19 @@ def _gather_tiles(queries: Chunks, causal: bool, window: int | None) -> tuple[Ti
     if np.all((start[1] >= stop[0]) | (queries.start[1] == queries.stop[1])):  # no key is seen by both
         return _tiles([np.concatenate(pair) for pair in zip(low, high, strict=True)], causal, window)
     return _tiles(low, causal, window) + _tiles(high, causal, window)
+
+
+def _prefix_tiles(queries: Chunks) -> tuple[Tile, ...]:
+    """A causal square for every chunk, and all keys before it without a mask: kernels are fastest so.
+
+    Both chunks see the keys before the low one, so these are in a tile of each.
+    """
+    first = _first_rows(*_visible(queries, True, None).transpose(1, 0, 2))[0]  # keys of a document follow each other
+    start, stop = (first + edge - queries.extent[0] for edge in (queries.start, queries.stop))
+    rows = (queries.row, queries.row + queries.stop - queries.start)
+    squares = _tiles([np.concatenate(column) for column in (*rows, start, stop)], causal=True)
+    before = [_tiles((rows[0][half], rows[1][half], first, start[half]), causal=False) for half in (0, 1)]
+    return squares + before[0] + before[1]
 
 
 def _first_rows(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
