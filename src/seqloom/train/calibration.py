@@ -109,9 +109,13 @@ class Machine:
         return replace(times, causal=causal, full=full)
 
     def _link_rates(self) -> Links:
-        """Messages to a neighbour and all-gathers, timed; an all-to-all begins the fit as a message per doubling."""
+        """Messages to a neighbour and all-gathers, timed.
+
+        The fit begins with an all-to-all as a message per doubling, and a gather as a message to every other rank.
+        """
         p2p, collective = self._link(self._pass_on), self._link(self._gather)
-        return Links(replace(p2p, hop_us=p2p.call_us), p2p, collective)
+        hop = p2p.call_us
+        return Links(replace(p2p, hop_us=hop), p2p, replace(collective, hop_us=hop))
 
     def _link(self, send: Send) -> LinkRate:
         """Latency and bandwidth of messages that all ranks send at once.

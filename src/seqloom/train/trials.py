@@ -102,11 +102,11 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
         yield from (equal_groups(cost, first, load, kept[0]) for load in most)
         for variant in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
             yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
-        for shape in others:
-            if shape.ulysses == 1 and shape.ring in (2, 4):
-                for method in Method:
-                    way = shape._replace(method=method)
-                    yield from (equal_groups(cost, way, load, kept[0]) for load in (most[0], most[2]))
+        narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
+        rings = [shape for shape in narrow if shape.method == Method.RING]
+        gathers = [shape._replace(method=Method.GATHER) for shape in (first, *rings) if shape.ring > 1]
+        for shape in (*rings, *gathers):
+            yield from (equal_groups(cost, shape, load, kept[0]) for load in (most[0], most[2]))
 
 
 def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:
