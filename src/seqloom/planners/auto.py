@@ -17,7 +17,7 @@ from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
 from seqloom.planners.zones import plan_zones
 
-ZONE_FILLINGS = 12
+ZONE_FILLINGS = 4
 """Fillings of each round that ``zones`` may try here: more than by itself, where it has milliseconds."""
 SOLVER_LIMIT = 256
 """Documents times ranks up to which the published solver is quick enough to be asked as well."""
