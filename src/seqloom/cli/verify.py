@@ -28,7 +28,7 @@ Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    planners: Planners = "static,adaptive,flex",
+    planners: Planners = "static,adaptive,flex,zones",
     ranks: Ranks = None,
     dtype: Dtype = "float64",
     batches: Batches = 1,
