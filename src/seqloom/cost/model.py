@@ -205,6 +205,8 @@ class CostModel:
 
         None where the shape is not routed, the group stays in a node or a node has one card.
         """
+        if not shape.routed:
+            return None
         key = (shape, tuple(ranks))
         if key not in self._routes:
             self._routes[key] = self.engine.route(shape, key[1], min(self._capacity[v] for v in self.variants))
