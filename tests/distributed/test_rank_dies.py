@@ -93,7 +93,7 @@ def interrupted(place: Path, how: str, rank: int, by: signal.Signals, limit: int
     return launcher.returncode, said
 
 
-@pytest.mark.parametrize(("how", "rank"), [("processes", 0), ("torchrun", 1)])
+@pytest.mark.parametrize(("how", "rank"), [("processes", 0), pytest.param("torchrun", 1, marks=pytest.mark.slow)])
 def test_the_others_stop_with_step_plan_and_limit_and_the_run_goes_on(tmp_path, how, rank):
     code, said = interrupted(tmp_path, how, rank, signal.SIGKILL, limit=600)
     assert code != 0

@@ -116,6 +116,7 @@ def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(place, wh
     assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
 def test_compiled_layers_go_on_from_a_checkpoint_of_plain_ones_with_the_same_losses(place, whole):
     begin = place / "whole" / "checkpoints" / "step-00000003"
