@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -48,4 +49,5 @@ def groups_of(prices: Prices, seating: Seating, lengths: Sequence[int]) -> tuple
 
 
 def _spans(documents: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:
-    return tuple(Span(k, 0, lengths[k]) for k in sorted(documents))
+    ordered = sorted(documents)
+    return tuple(map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False)))

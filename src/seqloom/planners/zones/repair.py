@@ -7,7 +7,7 @@ import numpy as np
 from seqloom.planners.zones.prices import Prices
 from seqloom.planners.zones.seating import Seating
 
-SWEEPS = 16
+SWEEPS = 8
 """Times that the slow ranks are paired with the fast ones."""
 LOOKED = 8
 """Documents of a rank, the shortest ones, that may change places in a sweep."""
