@@ -17,8 +17,6 @@ from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
 from seqloom.planners.zones import plan_zones
 
-ZONE_FILLINGS = 4
-"""Fillings of each round that ``zones`` may try here: more than by itself, where it has milliseconds."""
 SOLVER_LIMIT = 256
 """Documents times ranks up to which the published solver is quick enough to be asked as well."""
 
@@ -45,7 +43,7 @@ def plan_auto(
         plan_flex(lengths, cost, evaluations=evaluations, seed=seed),
         plan_adaptive(lengths, cost),
         plan_static(lengths, cost),
-        plan_zones(lengths, cost, evaluations=ZONE_FILLINGS),
+        plan_zones(lengths, cost),
     ]
     if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
         from seqloom.planners.flexsp import plan_flexsp

@@ -17,7 +17,7 @@ from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import best_filling
 from seqloom.planners.zones.seating import Seating
 
-EVALUATIONS = 2_400
+EVALUATIONS = 1_200
 """Documents seated, over all fillings of the batch, where no budget is given."""
 LEAST, MOST = 2, 128
 """Fillings of each round then, at least and at most."""
