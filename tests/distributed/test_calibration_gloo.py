@@ -29,7 +29,8 @@ def measured(transport, sharding):
     return found.profile, tuple(trial.ns for trial in found.trials)
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
 def test_all_ranks_find_the_same_profile(gloo_pool, tmp_path, sharding):
     found = gloo_pool.run(measured, sharding, ranks=8, timeout_s=150)
     profile, times = found[0]

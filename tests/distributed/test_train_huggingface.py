@@ -105,6 +105,7 @@ def test_the_tokenizer_comes_along_and_nothing_half_written_stays(place, two):
     assert not list((place / "two").glob(".model*"))
 
 
+@pytest.mark.slow
 def test_a_finished_run_writes_a_model_that_was_lost(place, two):
     folder = place / "two" / "model"
     before = (folder / "model.safetensors").read_bytes()
