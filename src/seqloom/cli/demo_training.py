@@ -95,6 +95,6 @@ def print_training(console: Console, found: dict[str, dict[str, Any]]) -> None:
     console.print(
         f"The same model twice, on {RANKS} processes of this machine: whatever the plan, the losses agree to float32's "
         f"rounding. A fixed degree took {measured:.2f}x the time of a plan per step (predicted {predicted:.2f}x): "
-        "between processes of one machine messages cost little, and the planner runs on the same cores (seqloom\\[fast] "
-        "makes it about 20 times as fast); the figures above are for 64 GPUs."
+        "between processes of one machine messages cost little, and the planner runs on the same cores "
+        "(seqloom\\[fast] makes it about 20 times as fast); the figures above are for 64 GPUs."
     )
