@@ -36,20 +36,31 @@ BY_RANK = ("linear", "head", "remap")
 
 
 class StageShare(NamedTuple):
-    """What a stage of a pipeline has of the whole model."""
+    """What a stage of a pipeline has of the whole model: layers `first .. stop - 1` of `of`."""
 
-    layers: int
+    first: int
+    stop: int
     of: int
-    head: bool
+
+    @property
+    def begins(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the stage has the vocabulary projection and the loss."""
+        return self.stop == self.of
 
     def scale(self, table: np.ndarray) -> np.ndarray:
         """Parts of the stage, in a table of columns `NAMES`: by its layers; the vocabulary projection all or nothing.
 
-        What a round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
+        Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
+        round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
         """
-        own = table * self.layers // self.of
+        own = table * (self.stop - self.first) // self.of
         head = NAMES.index("head")
-        own[:, head] = table[:, head] if self.head else 0
+        own[:, head] = table[:, head] if self.ends else 0
         return own
 
 
@@ -103,7 +114,7 @@ def round_times(cost: CostModel, work: Work, variant: Variant, stage: StageShare
         degrees = np.append(degrees, 0)
     if stage is not None:
         table = stage.scale(table)
-        cards, links = (taken * stage.layers // stage.of for taken in (cards, links))
+        cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
         by_rank = None if by_rank is None else stage.scale(by_rank)
     parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
     np.add.at(parts, rank, table[group])
