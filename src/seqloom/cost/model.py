@@ -220,15 +220,22 @@ class CostModel:
         own = tuple(ranks)
         return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
 
-    def round_times(self, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+    def round_times(
+        self,
+        work: Work,
+        variant: Variant,
+        stage: StageShare | None = None,
+        priced: Sequence[Parts] | None = None,
+    ) -> RoundTimes:
         """Time of a round: of every rank in all its groups, of every network card and link.
 
         Args:
             work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
             variant: whose checkpoint the work has.
             stage: which part of the model the work is; None: all of it.
+            priced: parts of its groups, if they are known.
         """
-        return rounds.round_times(self, work, self._priced(variant), stage)
+        return rounds.round_times(self, work, self._priced(variant), stage, priced)
 
     def step_overhead_ns(self, variant: Variant) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""

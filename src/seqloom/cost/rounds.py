@@ -21,7 +21,7 @@ from seqloom.cost.values import LANES, Parts, Variant
 from seqloom.plan import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from seqloom.cost.model import CostModel
     from seqloom.cost.remapping import Remapping
@@ -91,9 +91,16 @@ class RoundTimes:
         return max(int(self.rank_ns[chosen].max()), taken)
 
 
-def round_times(cost: CostModel, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+def round_times(
+    cost: CostModel,
+    work: Work,
+    variant: Variant,
+    stage: StageShare | None = None,
+    priced: Sequence[Parts] | None = None,
+) -> RoundTimes:
     """Price a round; see `CostModel.round_times`."""
-    groups = [[getattr(parts, name) for name in NAMES] for parts in cost.groups_parts(work.groups, variant)]
+    parts_of = cost.groups_parts(work.groups, variant) if priced is None else priced
+    groups = [[getattr(parts, name) for name in NAMES] for parts in parts_of]
     table = np.array(groups, dtype=np.int64).reshape(-1, len(NAMES))
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
@@ -204,10 +211,9 @@ def tokens_on_ranks(cost: CostModel, work: Work) -> np.ndarray:
 
     Several groups add up; where linear layers have a layout of their own, the larger of both counts.
     """
-    tokens = np.zeros(cost.ranks, dtype=np.int64)
+    tokens, granule = np.zeros(cost.ranks, dtype=np.int64), cost.granule
     for group in work.groups:
-        edges = np.array([(span.start, span.stop) for span in group.spans], dtype=np.int64).reshape(-1, 2)
-        held = int((cost.tokens(edges[:, 1]) - cost.tokens(edges[:, 0])).sum())
+        held = sum(-(-stop // granule) - -(-start // granule) for _, start, stop in group.spans) * granule
         tokens[list(group.ranks)] += -(-held // group.degree)
     if work.linear is None:
         return tokens

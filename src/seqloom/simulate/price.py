@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import islice
 from typing import NamedTuple
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.rounds import StageShare
 from seqloom.cost.stages import stage_end_ns
-from seqloom.plan import Pipeline, Plan
+from seqloom.plan import Pipeline, Plan, Work
 from seqloom.simulate.window import Islands, Window, window_of
 
 
@@ -23,14 +25,25 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every `Work`, and turn it into its window."""
     islands = Islands.of(plan)
     windows = {}
+    for (variant, pipeline), works in _alike(plan).items():
+        shares = stage_shares(plan.pipelines[pipeline])
+        parts = iter(cost.groups_parts([group for _, work in works for group in work.groups], variant))
+        for place, work in works:
+            priced = list(islice(parts, len(work.groups)))
+            times = cost.round_times(work, variant, shares[place.stage], priced)
+            windows[place] = window_of(work, times, islands)
+    return windows
+
+
+def _alike(plan: Plan) -> dict[tuple[Variant, int], list[tuple[Place, Work]]]:
+    """Return the works of every variant and pipeline: what is priced in one go."""
+    works: dict[tuple[Variant, int], list[tuple[Place, Work]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.pipelines):
-        shares = stage_shares(pipeline)
+        resident = len(pipeline.stages) > 1
         for r, current in enumerate(pipeline.rounds):
             for s, work in enumerate(current.work):
-                variant = Variant(work.checkpoint, plan.reduce, resident=len(shares) > 1)
-                times = cost.round_times(work, variant, shares[s])
-                windows[Place(p, s, r)] = window_of(work, times, islands)
-    return windows
+                works[Variant(work.checkpoint, plan.reduce, resident), p].append((Place(p, s, r), work))
+    return works
 
 
 def stage_shares(pipeline: Pipeline) -> list[StageShare | None]:
