@@ -1,0 +1,166 @@
+"""Memory of an order: how much every host holds at most, and which units must keep less where that is too much.
+
+A host's row is walked once. Where it holds more than it may, the cheapest way out among the units that it holds is
+taken: the one that costs the least time per byte. Keeping less never asks for more room elsewhere in the row than
+what a unit needs while it is worked on, which the next walk sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from seqloom.cost.stage_limits import host_bytes
+from seqloom.plan import ActionKind
+from seqloom.plan.schedules import Schedule, Times
+from seqloom.planners.pipelines.line import island_of
+from seqloom.planners.pipelines.prices import UnitPrices
+from seqloom.planners.pipelines.seats import Level
+
+WALKS = 8
+"""Walks along a row before it is given up."""
+
+Choice = np.ndarray
+"""int64[stages, units]: index of the level of every unit on every stage."""
+
+
+class Ledger:
+    """What units hold under every level, bytes on the fullest rank."""
+
+    def __init__(self, prices: UnitPrices, levels: Sequence[Level]) -> None:
+        """Price the memory of all levels.
+
+        Args:
+            prices: of the units.
+            levels: from the one that keeps most.
+        """
+        self.prices, self.levels = prices, tuple(levels)
+        cost, line = prices.cost, prices.line
+        island = island_of(cost, line)
+        self.free = [cost.budget_bytes - host_bytes(cost, shares, island) for shares in line.of_hosts]
+        tokens = prices.tokens
+        holdings = [prices.holding(level) for level in self.levels]
+        shape = (len(self.levels), len(line.shares), len(tokens))
+        # [kind of holding][level][stage][unit]
+        self._bytes = [
+            np.array([[np.ceil(own[kind] * tokens) for own in stages] for stages in holdings]).reshape(shape).tolist()
+            for kind in range(5)
+        ]
+        self._carry = [column.tolist() for column in prices.carry]
+
+    def held(self, level: int) -> np.ndarray:
+        """int64[stages, units]: what a unit holds from F to backward; keys and values by its part of the document."""
+        held = np.array(self._bytes[0][level], dtype=np.int64)
+        return held + self._keys_by_unit()
+
+    def caps(self, level: int) -> list[int]:
+        """What units may hold on every host when one of them is worked on, and a document's gradients return."""
+        transient = np.maximum(np.array(self._bytes[1][level]), np.array(self._bytes[2][level]))
+        transient = np.maximum(transient, np.array(self._bytes[2][level]) + np.array(self._bytes[4][level]))
+        returning = np.array(self._carry[1])
+        most = transient.max(axis=1) + returning.max(axis=1)
+        places = self.prices.line.places
+        return [
+            int(free - max(most[s] for s, place in enumerate(places) if place == host))
+            for host, free in enumerate(self.free)
+        ]
+
+    def _keys_by_unit(self) -> np.ndarray:
+        """int64[stages, units]: keys and values of a document, over its pieces by their tokens, rounded up."""
+        units, tokens = self.prices.draft.units, self.prices.tokens
+        begun = np.array(self._carry[0], dtype=np.int64)
+        spread = np.zeros_like(begun)
+        chains: dict[int, list[int]] = {}
+        for number, unit in enumerate(units):
+            chains.setdefault(unit.sequence, []).append(number)
+        for members in chains.values():
+            total = max(1, int(tokens[members].sum()))
+            keys = begun[:, members].sum(axis=1)
+            spread[:, members] = -(-keys[:, None] * tokens[members][None, :] // total)
+        return spread
+
+    def peaks(self, order: Schedule, choice: Choice) -> list[int]:
+        """The most that units hold on every host, bytes beyond its state."""
+        chosen = choice.tolist()
+        return [self._walk(row, chosen) for row in order.rows]
+
+    def fitted(self, order: Schedule, choice: Choice, times: Sequence[Times]) -> Choice | None:
+        """The choice with as much less kept as every host needs; None where nothing is enough.
+
+        Args:
+            order: computation of every host.
+            choice: to begin with; only levels after it are taken.
+            times: under every level.
+        """
+        chosen = choice.tolist()
+        total = [[column.tolist() for column in np.stack([t.forward + t.backward + t.weights for t in times])]][0]
+        for host, row in enumerate(order.rows):
+            for _ in range(WALKS):
+                if self._walk(row, chosen) <= self.free[host]:
+                    break
+                if not self._lower(row, chosen, self.free[host], total):
+                    return None
+            else:
+                return None
+        return np.array(chosen, dtype=np.int64)
+
+    def _walk(self, row: Sequence, chosen: list[list[int]]) -> int:
+        live = most = 0
+        for action in row:
+            live, peak = self._step(action, chosen, live)
+            most = max(most, peak)
+        return most
+
+    def _step(self, action, chosen: list[list[int]], live: float) -> tuple[float, float]:
+        """(what is held after an action, the most while it runs)."""
+        s, u = action.stage, action.round
+        level = chosen[s][u]
+        held, forward, backward, deferred, split = (kind[level][s][u] for kind in self._bytes)
+        if action.kind is ActionKind.F:
+            live += held + self._carry[0][s][u]
+            return live, live + forward
+        if action.kind is ActionKind.W:
+            return live - deferred, live
+        live += self._carry[1][s][u]
+        halves = action.kind is ActionKind.I
+        peak = live + backward + (split if halves else 0)
+        live += (deferred if halves else 0) - held - self._carry[2][s][u]
+        return live, max(peak, live)
+
+    def _lower(self, row: Sequence, chosen: list[list[int]], free: float, total: list) -> bool:
+        """Walk a row; wherever it holds too much, let units keep less. Whether any did."""
+        live: float = 0
+        inside: dict[tuple[int, int], None] = {}
+        changed = False
+        for action in row:
+            key = action.stage, action.round
+            before = live
+            live, peak = self._step(action, chosen, before)
+            if action.kind is ActionKind.F:
+                inside[key] = None
+            while peak > free:
+                saved = self._cheapest(inside, chosen, total)
+                if saved is None:
+                    return changed
+                (s, u, level), less = saved
+                chosen[s][u] = level
+                changed = True
+                live, peak = live - less, peak - less
+            if action.kind in (ActionKind.B, ActionKind.I):
+                inside.pop(key, None)
+        return changed
+
+    def _cheapest(self, inside: dict, chosen: list[list[int]], total: list):
+        """The (stage, unit, level) that costs the least time per byte that it saves, and the bytes."""
+        best = None
+        for s, u in inside:
+            now = chosen[s][u]
+            for level in range(now + 1, len(self.levels)):
+                less = self._bytes[0][now][s][u] - self._bytes[0][level][s][u]
+                if less <= 0:
+                    continue
+                price = max(0, total[level][s][u] - total[now][s][u]) / less
+                if best is None or price < best[0]:
+                    best = price, (s, u, level), less
+        return None if best is None else (best[1], best[2])

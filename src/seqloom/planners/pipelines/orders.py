@@ -1,0 +1,63 @@
+"""Orders to choose from: the strict ones, those with split backwards, and the list schedule under the memory cap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from seqloom.errors import SeqloomError, unknown
+from seqloom.plan import PlanError
+from seqloom.plan.schedules import NAMES, Schedule, Times, Unit, schedule_of
+from seqloom.plan.schedules.balanced import balanced
+from seqloom.planners.pipelines.ledger import Ledger
+
+FOLDED = ("zb-v", "v-half", "v-min")
+"""Orders whose stages go down the hosts and up again."""
+ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
+
+
+def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
+    """The orders that are tried when a run asks for this one: all that suit the chunks, or the one it names."""
+    if schedule not in ("auto", *ALL_NAMES):
+        raise unknown("schedule", schedule, ("auto", *ALL_NAMES))
+    if schedule != "auto":
+        return (schedule,)
+    return ("seq1f1b", "balanced", "seq1f1b-zb") if chunks == 1 else ("seq1f1b-i", "balanced")
+
+
+def places_of(schedule: str, hosts: int, chunks: int) -> tuple[int, ...]:
+    """The host of every stage."""
+    row = tuple(range(hosts))
+    return row + row[::-1] if schedule in FOLDED and chunks == 2 else row * chunks
+
+
+def order_of(
+    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int
+) -> Schedule | None:
+    """The order of that name for these units; None where it cannot hold them.
+
+    Args:
+        name: one of `ALL_NAMES`.
+        places: the host of every stage.
+        units: in forward order.
+        times: of the units.
+        ledger: what they hold.
+        level: which level they hold it at.
+    """
+    hosts = max(places) + 1
+    if name == "balanced":
+        try:
+            return balanced(places, units, times, ledger.held(level), ledger.caps(level))
+        except PlanError:
+            return None
+    counts = [unit.pieces for unit in units if unit.piece == 0]
+    return schedule_of(name, hosts, len(counts), counts, len(places) // hosts, times)
+
+
+def require_order(name: str, hosts: int, chunks: int) -> None:
+    """Refuse a named order that such a pipeline cannot have, before any planning."""
+    if name == "auto":
+        return
+    if name != "balanced":
+        schedule_of(name, hosts, 1, 1, chunks)
+    elif hosts * chunks < 1:
+        raise SeqloomError("balanced needs a stage")
