@@ -67,11 +67,14 @@ def cut(hall: Hall, variant: Variant, document: int, shape: Shape, count: int, r
         room: tokens that a rank may hold in a unit.
     """
     length, grain = int(hall.lengths[document]), hall.grain(shape)
-    grid = np.unique(np.append(np.arange(0, length, max(grain, length // GRID)), length))
-    time = hall.cost.tables(grid, variant, (shape,)).cost.max(axis=0)[0]
+    step = max(grain, -(-length // GRID))
+    grid = np.minimum(np.arange(0, length + step, step), length)
+    time = hall.cost.tables(grid, variant, (shape,)).cost.max(axis=0)[0].tolist()
 
     def upto(tokens: int) -> int:
-        return int(np.interp(tokens, grid, time))
+        at = min(tokens // step, len(time) - 2)
+        width = min(length, (at + 1) * step) - at * step
+        return time[at] + (time[at + 1] - time[at]) * (tokens - at * step) // width
 
     most = room * shape.degree
     while True:

@@ -55,9 +55,11 @@ class Ledger:
         return held + self._keys_by_unit()
 
     def caps(self, level: int) -> list[int]:
-        """What units may hold on every host when one of them is worked on, and a document's gradients return."""
+        """What units may hold on every host when one of them is worked on, and a document's gradients return.
+
+        A backward in halves needs nothing more where `splits` holds.
+        """
         transient = np.maximum(np.array(self._bytes[1][level]), np.array(self._bytes[2][level]))
-        transient = np.maximum(transient, np.array(self._bytes[2][level]) + np.array(self._bytes[4][level]))
         returning = np.array(self._carry[1])
         most = transient.max(axis=1) + returning.max(axis=1)
         places = self.prices.line.places
@@ -65,6 +67,10 @@ class Ledger:
             int(free - max(most[s] for s, place in enumerate(places) if place == host))
             for host, free in enumerate(self.free)
         ]
+
+    def splits(self, level: int) -> bool:
+        """Whether a backward in halves holds no more from I to W than the unit held before."""
+        return not np.any(np.array(self._bytes[3][level]) > np.array(self._bytes[0][level]))
 
     def _keys_by_unit(self) -> np.ndarray:
         """int64[stages, units]: keys and values of a document, over its pieces by their tokens, rounded up."""

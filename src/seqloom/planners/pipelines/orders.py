@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import PlanError
+from seqloom.plan import Action, ActionKind, PlanError
 from seqloom.plan.schedules import NAMES, Schedule, Times, Unit, schedule_of
 from seqloom.plan.schedules.balanced import balanced
 from seqloom.planners.pipelines.ledger import Ledger
 
+B, W = ActionKind.B, ActionKind.W
+I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 FOLDED = ("zb-v", "v-half", "v-min")
 """Orders whose stages go down the hosts and up again."""
 ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
@@ -45,12 +50,28 @@ def order_of(
     """
     hosts = max(places) + 1
     if name == "balanced":
+        whole = not ledger.splits(level)
         try:
-            return balanced(places, units, times, ledger.held(level), ledger.caps(level))
+            found = balanced(places, units, fused(times) if whole else times, ledger.held(level), ledger.caps(level))
         except PlanError:
             return None
+        return joined(found) if whole else found
     counts = [unit.pieces for unit in units if unit.piece == 0]
     return schedule_of(name, hosts, len(counts), counts, len(places) // hosts, times)
+
+
+def fused(times: Times) -> Times:
+    """The same work with nothing left for the weight half."""
+    return Times(times.forward, times.backward + times.weights, np.zeros_like(times.weights))
+
+
+def joined(order: Schedule) -> Schedule:
+    """The order with whole backwards in place of their halves, where the input half is."""
+    rows = tuple(
+        tuple(Action(a.stage, B if a.kind is I else a.kind, a.round) for a in row if a.kind is not W)
+        for row in order.rows
+    )
+    return replace(order, rows=rows)
 
 
 def require_order(name: str, hosts: int, chunks: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,8 +12,9 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.plan import Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipelines.line import check_stages, island_of, line_of
+from seqloom.planners.pipelines.longest import longest_document, too_long
 from seqloom.planners.pipelines.orders import names_of, places_of, require_order
-from seqloom.planners.pipelines.search import Answer, Search, too_long
+from seqloom.planners.pipelines.search import Answer, Search
 from seqloom.planners.pipelines.seats import work_of
 from seqloom.simulate import predicted_ns
 
@@ -46,8 +47,7 @@ def plan_pipeline(
     array = Batch.of(lengths).lengths
     given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
     if stages is None:
-        plans = [plan_pipeline(array, cost, stages=n, **given) for n in _usual(cost, chunks)]
-        return min(plans, key=lambda plan: predicted_ns(plan, cost))
+        return _best_of(lambda n: plan_pipeline(array, cost, stages=n, **given), _usual(cost, chunks), cost)
     check_stages(cost, stages, chunks)
     names = names_of(schedule, chunks)
     require_order(schedule, stages, chunks)
@@ -58,11 +58,23 @@ def plan_pipeline(
     line = line_of(cost, places_of(schedule, stages, chunks), layers)
     limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
     search = Search(cost, line, limits, array, names, pieces)
-    answers = search.answers()
+    answers = search.answers() if int(array.max()) <= longest_document(search) else []
     if not answers:
         raise too_long(search)
     plans = [build(search, answer) for answer in answers[:FINALISTS]]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
+
+
+def _best_of(make: Callable[[int], Plan], options: Sequence[int], cost: CostModel) -> Plan:
+    """The fastest plan over numbers of stages; the last refusal where all are refused."""
+    plans: list[Plan] = []
+    for stages in options:
+        try:
+            plans.append(make(stages))
+        except SeqloomError:
+            if not plans and stages == options[-1]:
+                raise
+    return min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
 def _usual(cost: CostModel, chunks: int) -> list[int]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqloom.cost import CostModel, Variant
-from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Limits, Reduce
 from seqloom.plan.schedules import Schedule, Times, play
 from seqloom.planners.pipelines.draft import Draft, draft
@@ -23,7 +22,7 @@ from seqloom.planners.pipelines.orders import order_of
 from seqloom.planners.pipelines.prices import UnitPrices
 from seqloom.planners.pipelines.seats import Hall, Level
 
-PIECES = (1, 4, 8, 16, 32)
+PIECES = (1, 2, 4, 8, 16, 32)
 """Into how many pieces the longest document is cut, where nobody says."""
 ROUNDS_PER_STAGE = (2, 4)
 """Units per stage, where the batch and not its longest document decides how coarse they are."""
@@ -102,6 +101,8 @@ class Search:
         hall = Hall.of(self.lengths, self.cost, self.line, variant)
         room = dict(self.limits.capacity)[level.checkpoint]
         seen = set()
+        if int(hall.tokens.max()) > room * self.line.width * MOST_UNITS * self.line.hosts:
+            return  # more pieces than a plan may have units
         for target in self._targets(hall):
             made = draft(hall, variant, target, room)
             key = made.seats
@@ -156,9 +157,3 @@ def mixed(times: Sequence[Times], choice: Choice) -> Times:
     """The times of units of which each is kept in its own way."""
     columns = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
     return Times(*columns)
-
-
-def too_long(search: Search) -> SeqloomError:
-    """The error that says which document no choice can hold, and what would fit."""
-    longest = int(search.lengths.argmax())
-    return SeqloomError(f"sequence {longest} has {search.lengths[longest]} tokens")
