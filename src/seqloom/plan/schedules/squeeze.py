@@ -100,7 +100,7 @@ class _Run:
         width = len(schedule.rows)
         self.lanes = [_lanes(row) for row in schedule.rows]
         self.done: dict[tuple[int, bool, int], int] = {}
-        self.pending: list[deque[Action]] = [deque() for _ in range(width)]
+        self.pending: list[deque[tuple[int, int]]] = [deque() for _ in range(width)]
         self.live, self.free = [0] * width, [0] * width
         self.out: list[list[Action]] = [[] for _ in range(width)]
         self.heap = [(0, h) for h in range(width)]
@@ -120,17 +120,17 @@ class _Run:
         action, full, soon = self.choose(now, host)
         if action is not None:
             self.run(now, host, action)
-        elif self.pending[host] and (full or soon is None or self.worth(soon - now, self.pending[host][0])):
-            weights = self.pending[host].popleft()
-            self.out[host].append(weights)
-            self.live[host] -= self.held[weights.stage][weights.round]
-            self.busy(host, now + self.weights[weights.stage][weights.round])
+        elif self.pending[host] and (full or soon is None or self.worth(soon - now, *self.pending[host][0])):
+            stage, number = self.pending[host].popleft()
+            self.out[host].append(Action(stage, W, number))
+            self.live[host] -= self.held[stage][number]
+            self.busy(host, now + self.weights[stage][number])
         elif soon is not None:
             heapq.heappush(self.heap, (soon, host))
 
-    def worth(self, gap: int, weights: Action) -> bool:
+    def worth(self, gap: int, stage: int, number: int) -> bool:
         """Whether a W may go into a gap."""
-        return gap >= self.freedom.patience * self.weights[weights.stage][weights.round]
+        return gap >= self.freedom.patience * self.weights[stage][number]
 
     def choose(self, now: int, host: int) -> tuple[Action | None, bool, int | None]:
         """Return what to run now; whether only memory forbids it; and when the next one is known to be ready."""
@@ -175,7 +175,7 @@ class _Run:
             self.out[host].append(action)
         else:
             self.out[host].append(Action(stage, I, number))
-            self.pending[host].append(Action(stage, W, number))
+            self.pending[host].append((stage, number))
         self.done[stage, forward, number] = stop
         self.busy(host, stop)
         for other in self.neighbours[host] - {host}:
