@@ -4,7 +4,7 @@ Stage c * p + r is chunk c of host r. Units go through the chunks in blocks: a b
 same units through chunk 1, and so on, then the next block; backward likewise from the last chunk to the first.
 
     interleaved    blocks of p units: the least waiting, ((v - 1) p + 2 (p - 1) + k) units of size 1 / (k v) on host 0
-    breadth-first  one block of all units
+    breadth-first  one block of all units, and backwards after all forwards
 
 The published Seq1F1B-I counts forwards by a formula that is wrong where a block of p units ends inside a sequence:
 it then asks for a backward of a sequence that has not gone forward yet. Here the count comes from what every
@@ -13,6 +13,7 @@ backward needs, which is the formula where k divides p, and other blocks are tri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from seqloom.plan.action import Action, ActionKind
@@ -25,7 +26,7 @@ F, B = ActionKind.F, ActionKind.B
 
 
 def breadth_first(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
-    """All units forward through a chunk before any goes through the next; backward likewise.
+    """All units forward through a chunk before any goes through the next; then backward likewise.
 
     Args:
         name: of the schedule.
@@ -34,7 +35,7 @@ def breadth_first(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> 
         pieces: how many each sequence has, in forward order.
     """
     units = units_of(pieces)
-    return _looped(name, hosts, chunks, units, len(units), len(units))
+    return _looped(name, hosts, chunks, units, len(units), len(units), late=True)
 
 
 def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
@@ -51,35 +52,31 @@ def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Sc
         return _looped(name, hosts, chunks, units, hosts, hosts)
     most = max(pieces, default=1)
     sizes = sorted({hosts, most, most * max(1, hosts // most), most * -(-hosts // most)})
-    found = [breadth_first(name, hosts, chunks, pieces)]
-    for forward in sizes:
-        for backward in sizes:
-            found += _that_ends(_looped(name, hosts, chunks, units, forward, backward))
-    return min(found, key=_memory_times_time)
+    orders = [breadth_first(name, hosts, chunks, pieces)]
+    orders += [_looped(name, hosts, chunks, units, forward, backward) for forward in sizes for backward in sizes]
+    return min(orders, key=_memory_times_time)
 
 
-def _that_ends(schedule: Schedule) -> list[Schedule]:
+def _memory_times_time(schedule: Schedule) -> float:
+    """What to keep small; units are equal and a backward takes twice its forward. Infinite for an order that stops."""
     try:
-        schedule.validate()
+        played = play(schedule, Times.equal(schedule))
     except PlanError:
-        return []
-    return [schedule]
-
-
-def _memory_times_time(schedule: Schedule) -> int:
-    """What to keep small; units are equal and a backward takes twice its forward."""
-    played = play(schedule, Times.equal(schedule))
+        return math.inf
     return max(played.peak, default=0) * played.makespan
 
 
-def _looped(name: str, hosts: int, chunks: int, units: tuple[Unit, ...], forward: int, backward: int) -> Schedule:
-    """Build the order with blocks of so many units forward and backward."""
+def _looped(
+    name: str, hosts: int, chunks: int, units: tuple[Unit, ...], forward: int, backward: int, late: bool = False
+) -> Schedule:
+    """Build the order with blocks of so many units forward and backward; `late`: backwards after all forwards."""
     back = list(backward_order(units))
     forwards = [(c, u) for block in _blocks(range(len(units)), forward) for c in range(chunks) for u in block]
     backwards = [(c, u) for block in _blocks(back, backward) for c in reversed(range(chunks)) for u in block]
     place = {entry: number for number, entry in enumerate(forwards)}
     last = {unit.sequence: number for number, unit in enumerate(units)}
-    before = one_more_each([place[c, last[units[u].sequence]] + 1 for c, u in backwards], len(forwards))
+    needed = [len(forwards) if late else place[c, last[units[u].sequence]] + 1 for c, u in backwards]
+    before = one_more_each(needed, len(forwards))
     rows = []
     for r in range(hosts):
         mine = [Action(c * hosts + r, F, u) for c, u in forwards]
