@@ -7,12 +7,12 @@ what a unit needs while it is worked on, which the next walk sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from seqloom.cost.stage_limits import host_bytes
-from seqloom.plan import ActionKind
+from seqloom.plan import Action, ActionKind
 from seqloom.plan.schedules import Schedule, Times
 from seqloom.planners.pipelines.line import island_of
 from seqloom.planners.pipelines.prices import UnitPrices
@@ -21,6 +21,9 @@ from seqloom.planners.pipelines.seats import Level
 WALKS = 8
 """Walks along a row before it is given up."""
 
+Row = Sequence[Action]
+Table = Sequence[list[list[int]]]
+"""By level, stage and unit."""
 Choice = np.ndarray
 """int64[stages, units]: index of the level of every unit on every stage."""
 
@@ -86,7 +89,7 @@ class Ledger:
             spread[:, members] = -(-keys[:, None] * tokens[members][None, :] // total)
         return spread
 
-    def peaks(self, order: Schedule, choice: Choice) -> list[int]:
+    def peaks(self, order: Schedule, choice: Choice) -> list[float]:
         """The most that units hold on every host, bytes beyond its state."""
         chosen = choice.tolist()
         return [self._walk(row, chosen) for row in order.rows]
@@ -94,33 +97,40 @@ class Ledger:
     def fitted(self, order: Schedule, choice: Choice, times: Sequence[Times]) -> Choice | None:
         """The choice with as much less kept as every host needs; None where nothing is enough.
 
+        Host memory is used only where recomputing is not enough.
+
         Args:
             order: computation of every host.
             choice: to begin with; only levels after it are taken.
             times: under every level.
         """
+        total = [(each.forward + each.backward + each.weights).tolist() for each in times]
         chosen = choice.tolist()
-        total = [[column.tolist() for column in np.stack([t.forward + t.backward + t.weights for t in times])]][0]
+        here = sum(not level.offload for level in self.levels)
         for host, row in enumerate(order.rows):
-            for _ in range(WALKS):
-                if self._walk(row, chosen) <= self.free[host]:
-                    break
-                if not self._lower(row, chosen, self.free[host], total):
-                    return None
-            else:
+            if not any(self._fit(row, chosen, self.free[host], total[:count]) for count in (here, len(total))):
                 return None
         return np.array(chosen, dtype=np.int64)
 
-    def _walk(self, row: Sequence, chosen: list[list[int]]) -> int:
-        live = most = 0
+    def _fit(self, row: Row, chosen: list[list[int]], free: int, total: Table) -> bool:
+        """Let units of one host keep less until they fit, by the levels that have times; whether they do."""
+        for _ in range(WALKS):
+            if self._walk(row, chosen) <= free:
+                return True
+            if not self._lower(row, chosen, free, total):
+                return False
+        return False
+
+    def _walk(self, row: Row, chosen: list[list[int]]) -> float:
+        live = most = 0.0
         for action in row:
             live, peak = self._step(action, chosen, live)
             most = max(most, peak)
         return most
 
-    def _step(self, action, chosen: list[list[int]], live: float) -> tuple[float, float]:
+    def _step(self, action: Action, chosen: list[list[int]], live: float) -> tuple[float, float]:
         """(what is held after an action, the most while it runs)."""
-        s, u = action.stage, action.round
+        s, u = action.stage, action.round or 0
         level = chosen[s][u]
         held, forward, backward, deferred, split = (kind[level][s][u] for kind in self._bytes)
         if action.kind is ActionKind.F:
@@ -134,22 +144,21 @@ class Ledger:
         live += (deferred if halves else 0) - held - self._carry[2][s][u]
         return live, max(peak, live)
 
-    def _lower(self, row: Sequence, chosen: list[list[int]], free: float, total: list) -> bool:
+    def _lower(self, row: Row, chosen: list[list[int]], free: int, total: Table) -> bool:
         """Walk a row; wherever it holds too much, let units keep less. Whether any did."""
         live: float = 0
         inside: dict[tuple[int, int], None] = {}
         changed = False
         for action in row:
-            key = action.stage, action.round
-            before = live
-            live, peak = self._step(action, chosen, before)
+            key = action.stage, action.round or 0
+            live, peak = self._step(action, chosen, live)
             if action.kind is ActionKind.F:
                 inside[key] = None
             while peak > free:
                 saved = self._cheapest(inside, chosen, total)
                 if saved is None:
                     return changed
-                (s, u, level), less = saved
+                s, u, level, less = saved
                 chosen[s][u] = level
                 changed = True
                 live, peak = live - less, peak - less
@@ -157,16 +166,18 @@ class Ledger:
                 inside.pop(key, None)
         return changed
 
-    def _cheapest(self, inside: dict, chosen: list[list[int]], total: list):
-        """The (stage, unit, level) that costs the least time per byte that it saves, and the bytes."""
-        best = None
+    def _cheapest(
+        self, inside: Iterable[tuple[int, int]], chosen: list[list[int]], total: Table
+    ) -> tuple[int, int, int, float] | None:
+        """(stage, unit, level, bytes saved) of what costs the least time per byte that it saves."""
+        best: tuple[float, tuple[int, int, int, float]] | None = None
         for s, u in inside:
             now = chosen[s][u]
-            for level in range(now + 1, len(self.levels)):
+            for level in range(now + 1, len(total)):
                 less = self._bytes[0][now][s][u] - self._bytes[0][level][s][u]
                 if less <= 0:
                     continue
                 price = max(0, total[level][s][u] - total[now][s][u]) / less
                 if best is None or price < best[0]:
-                    best = price, (s, u, level), less
-        return None if best is None else (best[1], best[2])
+                    best = price, (s, u, level, less)
+        return None if best is None else best[1]

@@ -55,24 +55,28 @@ class Line:
         return tuple(range(host * self.width, (host + 1) * self.width))
 
 
-def line_of(cost: CostModel, places: Sequence[int], layers: Sequence[int] | None = None) -> Line:
+def line_of(
+    cost: CostModel, hosts: int, chunks: int = 1, layers: Sequence[int] | None = None, *, folded: bool = False
+) -> Line:
     """Cut the ranks into hosts and the layers into stages; SeqloomError if that cannot be.
 
     Args:
         cost: prices the layers.
-        places: the host of every stage: 0 1, or with two stages on each host 0 1 0 1 or 0 1 1 0.
+        hosts: stages that work side by side.
+        chunks: stages of every host; they take turns, 0 1 0 1.
         layers: of every stage; None levels the stages' times.
+        folded: whether two stages per host go down the hosts and up again, 0 1 1 0.
     """
-    hosts = max(places) + 1
-    chunks = len(places) // hosts
     check_stages(cost, hosts, chunks)
+    row = tuple(range(hosts))
+    places = row + row[::-1] if folded and chunks == 2 else row * chunks
     levelled = stage_layers(cost, hosts, chunks, places) if layers is None else tuple(layers)
     if len(levelled) != hosts * chunks or min(levelled) < 1 or sum(levelled) != cost.model.layers:
         raise SeqloomError(
             f"layers per stage {list(levelled)}: {hosts} hosts x {chunks} stages need {hosts * chunks} numbers of at "
             f"least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them out to level them"
         )
-    return Line(hosts, cost.ranks // hosts, tuple(places), levelled)
+    return Line(hosts, cost.ranks // hosts, places, levelled)
 
 
 def island_of(cost: CostModel, line: Line) -> int:

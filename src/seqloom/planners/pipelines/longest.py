@@ -47,6 +47,11 @@ def too_long(search: Search) -> SeqloomError:
     """The error that says which document no choice can hold, and what would fit."""
     longest = int(search.lengths.argmax())
     room = longest_document(search)
+    if int(search.lengths[longest]) <= room:
+        return SeqloomError(
+            f"order {search.names[0]} cannot hold sequence {longest} of {search.lengths[longest]} tokens here; take "
+            "schedule 'auto', which cuts it into pieces and keeps less of them, or raise the memory budget"
+        )
     return SeqloomError(
         f"sequence {longest} has {search.lengths[longest]} tokens, more than the {search.line.hosts} stages of "
         f"{search.line.width} ranks hold even in pieces, recomputed and in host memory (about {room} tokens); "

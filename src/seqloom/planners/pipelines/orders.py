@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import unknown
 from seqloom.plan import Action, ActionKind, PlanError
 from seqloom.plan.schedules import NAMES, Schedule, Times, Unit, schedule_of
 from seqloom.plan.schedules.balanced import balanced
@@ -16,7 +16,9 @@ from seqloom.planners.pipelines.ledger import Ledger
 B, W = ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 FOLDED = ("zb-v", "v-half", "v-min")
-"""Orders whose stages go down the hosts and up again."""
+"""Orders whose stages go down the hosts and up again; they run whole micro-batches only."""
+WHOLE = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *FOLDED)
+"""Orders that cut no document unless memory asks for it."""
 ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
 
 
@@ -27,12 +29,6 @@ def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
     if schedule != "auto":
         return (schedule,)
     return ("seq1f1b", "balanced", "seq1f1b-zb") if chunks == 1 else ("seq1f1b-i", "balanced")
-
-
-def places_of(schedule: str, hosts: int, chunks: int) -> tuple[int, ...]:
-    """The host of every stage."""
-    row = tuple(range(hosts))
-    return row + row[::-1] if schedule in FOLDED and chunks == 2 else row * chunks
 
 
 def order_of(
@@ -57,6 +53,8 @@ def order_of(
             return None
         return joined(found) if whole else found
     counts = [unit.pieces for unit in units if unit.piece == 0]
+    if name in FOLDED and max(counts) > 1:
+        return None
     return schedule_of(name, hosts, len(counts), counts, len(places) // hosts, times)
 
 
@@ -76,9 +74,5 @@ def joined(order: Schedule) -> Schedule:
 
 def require_order(name: str, hosts: int, chunks: int) -> None:
     """Refuse a named order that such a pipeline cannot have, before any planning."""
-    if name == "auto":
-        return
-    if name != "balanced":
+    if name not in ("auto", "balanced"):
         schedule_of(name, hosts, 1, 1, chunks)
-    elif hosts * chunks < 1:
-        raise SeqloomError("balanced needs a stage")

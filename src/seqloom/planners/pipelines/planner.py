@@ -13,7 +13,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipelines.line import check_stages, island_of, line_of
 from seqloom.planners.pipelines.longest import longest_document, too_long
-from seqloom.planners.pipelines.orders import names_of, places_of, require_order
+from seqloom.planners.pipelines.orders import FOLDED, names_of, require_order
 from seqloom.planners.pipelines.search import Answer, Search
 from seqloom.planners.pipelines.seats import work_of
 from seqloom.simulate import predicted_ns
@@ -55,7 +55,7 @@ def plan_pipeline(
         raise SeqloomError(
             f"{pieces} pieces of a longest sequence of {array.max()} tokens; give 1 to {array.max()}, or leave it out"
         )
-    line = line_of(cost, places_of(schedule, stages, chunks), layers)
+    line = line_of(cost, stages, chunks, layers, folded=schedule in FOLDED)
     limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
     search = Search(cost, line, limits, array, names, pieces)
     answers = search.answers() if int(array.max()) <= longest_document(search) else []

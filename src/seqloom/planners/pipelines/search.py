@@ -18,7 +18,7 @@ from seqloom.plan.schedules import Schedule, Times, play
 from seqloom.planners.pipelines.draft import Draft, draft
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
-from seqloom.planners.pipelines.orders import order_of
+from seqloom.planners.pipelines.orders import WHOLE, order_of
 from seqloom.planners.pipelines.prices import UnitPrices
 from seqloom.planners.pipelines.seats import Hall, Level
 
@@ -118,6 +118,8 @@ class Search:
         work = int((hall.degree[:, None] * hall.time).min(axis=0).sum()) // self.line.width
         wanted = [longest // k for k in PIECES]
         wanted += [work // (self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
+        if self.names[0] in WHOLE:
+            wanted = [max(longest, target) for target in wanted]
         kept: list[int] = []
         for target in sorted({max(1, w) for w in wanted}, reverse=True):
             if not kept or kept[-1] * 100 >= target * APART_PERCENT:
