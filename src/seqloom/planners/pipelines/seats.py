@@ -66,19 +66,28 @@ class Hall:
         )
 
     @property
-    def longest(self) -> int:
-        """ns of the document that takes longest, on a whole host."""
-        return max(int(self.time[self.widest(k), k]) for k in np.argsort(-self.lengths)[:1].tolist())
+    def degrees(self) -> tuple[int, ...]:
+        """Ranks that the group of a document in pieces may have: those with a ring or without one."""
+        return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
 
     def grain(self, shape: Shape) -> int:
         """Tokens of which pieces have whole multiples, so that the ranks of a group share them evenly."""
         return self.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
 
-    def widest(self, document: int) -> int:
-        """The shape that is fastest for a document in pieces, among those of the most ranks."""
-        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING]
-        most = max(self.degree[rows])
-        return min((s for s in rows if self.degree[s] == most), key=lambda s: (int(self.time[s, document]), s))
+    def fastest(self, document: int, degree: int) -> int:
+        """The shape of this degree that is fastest for a document in pieces."""
+        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        return min(rows, key=lambda s: (int(self.time[s, document]), s))
+
+    def longest(self, degree: int) -> int:
+        """ns of the longest document in a group of this degree."""
+        document = int(self.lengths.argmax())
+        return int(self.time[self.fastest(document, degree), document])
+
+    @property
+    def work(self) -> int:
+        """rank-ns of all documents, each in its cheapest shape."""
+        return int((self.degree[:, None] * self.time).min(axis=0).sum())
 
 
 class Level(NamedTuple):
