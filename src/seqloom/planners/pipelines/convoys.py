@@ -63,7 +63,7 @@ def _cut_of(
     hall: Hall, variant: Variant, document: int, degree: int, target: int, room: int
 ) -> tuple[int, tuple[Span, ...]]:
     """(shape, pieces) of a document."""
-    shape = hall.fastest(document, degree)
+    shape = hall.fastest(document, degree, target)
     wanted = max(-(-int(hall.time[shape, document]) // target), -(-int(hall.tokens[document]) // (room * degree)))
     return shape, cut(hall, variant, document, hall.shapes[shape], wanted, room)
 

@@ -118,16 +118,17 @@ class Search:
                     yield made
 
     def _degrees(self, hall: Hall) -> list[int]:
-        """Ranks of the groups of documents in pieces: the whole host, or the fewest that the longest can do with.
+        """Ranks of the groups of documents in pieces: of a whole host, of a node, or as few as the longest can do with.
 
         A document may take half of what a host works in a step. Narrow groups exchange less and have others beside
-        them; where that is little, the host as a whole is enough.
+        them; where that is little, the widest are enough.
         """
-        widest = hall.degrees[-1]
         half = hall.work // (2 * self.line.width)
-        narrow = next((degree for degree in hall.degrees if hall.longest(degree) <= half), widest)
-        saves = widest * hall.longest(widest) * 100 > narrow * hall.longest(narrow) * WORTH_PERCENT
-        return [widest, narrow] if narrow < widest and saves else [widest]
+        fast = [degree for degree in hall.degrees if hall.longest(degree) <= half]
+        widest = hall.degrees[-1]
+        narrow = [degree for degree in (self.cost.node_size, *fast[:1]) if degree in fast and degree < widest]
+        spent = {degree: degree * hall.longest(degree) for degree in (widest, *narrow)}
+        return [widest, *(d for d in dict.fromkeys(narrow) if spent[widest] * 100 > spent[d] * WORTH_PERCENT)]
 
     def _targets(self, hall: Hall, degree: int) -> list[int]:
         """ns that a unit shall take, the longest first."""
