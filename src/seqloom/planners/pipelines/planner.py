@@ -19,7 +19,7 @@ from seqloom.planners.pipelines.seats import work_of
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
-NEAR_PERCENT = 103
+NEAR_PERCENT = 101
 """Answers that are this near to the fastest by `play` are simulated before one is taken."""
 
 

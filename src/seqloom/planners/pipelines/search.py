@@ -30,7 +30,7 @@ APART_PERCENT = 140
 """Sizes nearer to each other than this are not tried both."""
 WORTH_PERCENT = 105
 """Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
-MOST_UNITS = 24
+MOST_UNITS = 16
 """Units per stage that a plan may have."""
 BINDING_PERCENT = 90
 """A plan that fills less of the memory than this gains nothing by keeping less."""
