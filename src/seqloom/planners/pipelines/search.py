@@ -15,6 +15,7 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.plan import Checkpoint, Limits, Reduce
 from seqloom.plan.schedules import Schedule, Times, play
+from seqloom.plan.schedules.balanced import BUDGET
 from seqloom.planners.pipelines.draft import Draft, draft
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
@@ -85,18 +86,19 @@ class Search:
             if best and (level.offload or level.checkpoint == Checkpoint.STAGE):
                 break
             for made in self._drafts(base):
-                self._try(made, base, self.names[:QUICK], best)
+                self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
             if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
                 break
         chosen = _fastest(best)
         if chosen is not None:
-            self._try(chosen.draft, int(chosen.choice.min()), self.names[QUICK:], best)
+            again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
+            self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
         return sorted(best.values(), key=lambda answer: answer.makespan)
 
-    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer]) -> None:
+    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
-        for answer in self._orders(made, base, names):
+        for answer in self._orders(made, base, names, budget):
             known = best.get(answer.order.name)
             if known is None or answer.makespan < known.makespan:
                 best[answer.order.name] = answer
@@ -145,7 +147,7 @@ class Search:
                 kept.append(target)
         return kept
 
-    def _orders(self, made: Draft, base: int, names: Sequence[str]) -> Iterator[Answer]:
+    def _orders(self, made: Draft, base: int, names: Sequence[str], budget: int) -> Iterator[Answer]:
         """The draft in each of these orders, as far as it fits."""
         prices = UnitPrices(self.cost, self.line, made, self.lengths)
         ledger = Ledger(prices, self.levels)
@@ -155,7 +157,7 @@ class Search:
         for name in names:
             if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
                 continue  # it is the same order by another name
-            order = order_of(name, self.line.places, made.units, times, ledger, base)
+            order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
             if order is None:
                 continue
             choice: Choice | None = np.full(shape, base, dtype=np.int64)
