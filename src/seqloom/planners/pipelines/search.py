@@ -90,6 +90,9 @@ class Search:
             fastest = _fastest(best)
             if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
                 break
+        for base in reversed(range(0 if best else len(self.levels))):  # the smallest pieces, the least kept
+            for made in self._smallest(base):
+                self._try(made, base, self.names[:QUICK], best, budget=1)
         chosen = _fastest(best)
         if chosen is not None:
             again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
@@ -105,19 +108,36 @@ class Search:
 
     def _drafts(self, base: int) -> Iterator[Draft]:
         """Units of every size that is tried."""
-        level = self.levels[base]
-        variant = Variant(level.checkpoint, Reduce.STEP, resident=True)
-        hall = Hall.of(self.lengths, self.cost, self.line, variant)
-        room = dict(self.limits.capacity)[level.checkpoint]
+        hall, variant, room = self._hall(base)
         seen = set()
-        if int(hall.tokens.max()) > room * self.line.width * MOST_UNITS * self.line.hosts:
+        if int(hall.tokens.max()) > room * self.line.width * self.most_units:
             return  # more pieces than a plan may have units
         for degree in self._degrees(hall):
             for target in self._targets(hall, degree):
                 made = draft(hall, variant, degree, target, room)
-                if made.seats not in seen and len(made.units) <= MOST_UNITS * self.line.hosts:
+                if made.seats not in seen and len(made.units) <= self.most_units:
                     seen.add(made.seats)
                     yield made
+
+    def _smallest(self, base: int) -> Iterator[Draft]:
+        """Units as small as a plan may have, for documents that nothing else holds."""
+        hall, variant, room = self._hall(base)
+        degree = hall.degrees[-1]
+        least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
+        made = draft(hall, variant, degree, max(1, 2 * hall.longest(degree) // self.most_units), min(room, least))
+        if self.pieces is None and len(made.units) <= 2 * self.most_units:
+            yield made
+
+    def _hall(self, base: int) -> tuple[Hall, Variant, int]:
+        """The batch priced for a level, its variant, and the tokens that a rank may hold in a unit."""
+        checkpoint = self.levels[base].checkpoint
+        variant = Variant(checkpoint, Reduce.STEP, resident=True)
+        return Hall.of(self.lengths, self.cost, self.line, variant), variant, dict(self.limits.capacity)[checkpoint]
+
+    @property
+    def most_units(self) -> int:
+        """Units that a plan may have."""
+        return MOST_UNITS * self.line.hosts
 
     def _degrees(self, hall: Hall) -> list[int]:
         """Ranks of the groups of documents in pieces: of a whole host, of a node, or as few as the longest can do with.
