@@ -195,7 +195,8 @@ def _works(
     for span, shape in zip(spans, shapes, strict=True):
         by_shape.setdefault(shape, []).append(span)
     groups = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
-    work = Work(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
+    checkpoint, offload = draw(st.sampled_from(Checkpoint)), draw(st.booleans())
+    work = Work(in_order(groups, own.node_size), checkpoint, offload=offload)
     if draw(st.integers(0, 3)):
         return work
     shift = draw(st.integers(0, 1))

@@ -150,6 +150,33 @@ class Planning:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipelining:
+    """Whether the model's layers are cut into stages, each on ranks of its own, through which documents flow."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    stages: Whole | Literal["auto"] = 1
+    """Groups of ranks that follow each other, for the whole run; 1: no pipeline; auto: the fastest for the data."""
+    chunks: Whole = 1
+    """Stages of the model that each of them holds."""
+    schedule: str = "auto"
+    """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.stages != "auto":
+            at_least("pipeline", self, 1, "stages")
+        at_least("pipeline", self, 1, "chunks")
+        changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
+        if self.stages == 1 and changed:
+            name = changed[0]
+            raise SeqloomError(
+                f"pipeline.{name} = {getattr(self, name)!r} with pipeline.stages = 1, which is no pipeline; "
+                f"set stages to 2 or more, or leave {name} out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Optimiser:
     """AdamW. Matrices are decayed, norms and biases are not."""
 
