@@ -8,6 +8,7 @@ attention call meets other ranks. Parameters have the names and shapes of Huggin
 from __future__ import annotations
 
 import hashlib
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,16 +122,24 @@ class Decoder(nn.Module):
             positions: int64[tokens], the place of each in its document, from 0.
             context: what the round is for this rank; says who attends to whom.
         """
+        x = self.embed(ids, positions)
+        return self.norm(self.body(x, positions, context, 0, len(self.layers)))
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer is given, [tokens, hidden]; arguments as in `forward`."""
         if ids.ndim != 1 or ids.shape != positions.shape:
             raise SeqloomError(
                 f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], packed, one position "
                 "for each token; drop the batch axis, and pass context.positions"
             )
-        x = self.embed_tokens(ids)
+        return self.embed_tokens(ids)
+
+    def body(self, x: torch.Tensor, positions: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
+        """Run layers first .. stop - 1 on `x` [tokens, hidden]; the result has its shape."""
         table = self.rope.table(positions, self.dim, x.dtype)  # once, for all layers
-        for layer in self.layers:
+        for layer in islice(self.layers, first, stop):
             x = layer(x, table, context)
-        return self.norm(x)
+        return x
 
 
 class Transformer(nn.Module):

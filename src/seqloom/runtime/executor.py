@@ -20,6 +20,7 @@ from seqloom.plan import Action, ActionKind
 from seqloom.runtime.bind import BoundPlan
 from seqloom.runtime.clock import Clock
 from seqloom.runtime.loss import valid_tokens
+from seqloom.runtime.network import Part
 from seqloom.runtime.parameters import Parameters
 
 Rows = Callable[[Context], tuple[torch.Tensor, torch.Tensor]]
@@ -91,7 +92,7 @@ class _Run:
             if action.kind == ActionKind.F:
                 self._forward(self._number(action))
             elif action.kind == ActionKind.B:
-                self._parameters.backward(self._open.pop(self._number(action)) / self._valid, reduce=reduce)
+                self._parameters.backward(self._open.pop(self._number(action)) / self._valid, None, reduce=reduce)
 
     def result(self) -> StepResult:
         """End the step."""
@@ -131,7 +132,7 @@ class _Run:
                 f"ids {list(ids.shape)} and labels {list(labels.shape)} for round {number}: rank {context.rank} holds "
                 f"{context.tokens} tokens in it; give one id and one label for every token of context.spans"
             )
-        loss = self._parameters.loss(ids, labels, context)
+        loss = self._parameters.run(Part(0, 1, 1), ids, labels, context)
         self._open[number] = loss
         self._seen += torch.stack((loss.detach(), valid_tokens(labels))).double()
 

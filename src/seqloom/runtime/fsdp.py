@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,7 +26,7 @@ from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
 from seqloom.plan import Sharding
 from seqloom.runtime.loss import CHUNK
-from seqloom.runtime.network import LossOf, Network
+from seqloom.runtime.network import LossOf, Network, Part
 from seqloom.runtime.parameters import squared_norm, sum_gradients, trained
 
 REPLICA, SHARD = "replica", "shard"
@@ -79,18 +80,32 @@ class Sharded:
         """See `Parameters.sharers`."""
         return tuple(self._mesh[SHARD].mesh.flatten().tolist())
 
-    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """See `Parameters.loss`."""
-        loss = self._loss(ids, labels, context)
+    def acquire(self, part: Part) -> None:
+        """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""
+
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """See `Parameters.run`; the part is the whole model."""
+        if not (part.begins and part.ends):
+            raise SeqloomError(
+                f"layers {part.first} to {part.stop - 1} of {part.of} asked of parameters that FSDP2 shards over all "
+                "ranks: they run the whole model; plan with one stage, or keep the stages' parameters apart"
+            )
+        loss = self._loss(given, labels, context)
         if not torch.is_grad_enabled():  # no backward will release what forward has gathered
             for part in self._parts:
                 part.reshard()
         return loss
 
-    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Without `reduce`, whole gradients stay on this rank and add up."""
         self._root.set_requires_gradient_sync(reduce)
-        loss.backward()
+        torch.autograd.backward((output,), (gradient,))
+
+    def reduce(self, part: Part) -> None:
+        """See `Parameters.reduce`; the last backward did it."""
+
+    def release(self, part: Part) -> None:
+        """See `Parameters.release`; layers are released one by one."""
 
     def finish(self) -> None:
         """See `Parameters.finish`."""

@@ -11,12 +11,13 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
 from seqloom.runtime.loss import CHUNK
-from seqloom.runtime.network import LossOf, Network
+from seqloom.runtime.network import LossOf, Network, Part
 
 BUCKET = 1 << 26
 """Elements that are summed over ranks in one call."""
@@ -33,12 +34,40 @@ class Parameters(Protocol):
         """Ranks that have shards of the same parameters, this one among them: they run the same rounds."""
         ...
 
-    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """Run the model forward and return the sum of this rank's token losses."""
+    def acquire(self, part: Part) -> None:
+        """Gather the parameters of a part, for all its rounds: UNSHARD. A plan may leave this to `run`."""
         ...
 
-    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
-        """Run the model backward; the gradients are added to what is there, and if asked reduced to the shards."""
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """Run a part of the model forward.
+
+        Args:
+            part: the whole model, or the layers of a stage.
+            given: token ids int64[tokens] for a part that begins, else hidden states [tokens, hidden].
+            labels: int64[tokens] for a part that ends, else None.
+            context: of the round, on this part's stage.
+
+        Returns:
+            The sum of this rank's token losses, a scalar, for a part that ends, else hidden states [tokens, hidden].
+        """
+        ...
+
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
+        """Run what `run` has run backward; the gradients are added to what is there, and if asked reduced.
+
+        Args:
+            output: what `run` returned, or its place in the graph (which does not hold its memory).
+            gradient: of the step's loss by `output`; None: 1.
+            reduce: whether gradients are reduced to the shards with this backward; not if `reduce` is called later.
+        """
+        ...
+
+    def reduce(self, part: Part) -> None:
+        """Reduce the gradients of a part to the shards, after all its backwards: REDUCE of a step."""
+        ...
+
+    def release(self, part: Part) -> None:
+        """Drop what `acquire` has gathered: RESHARD."""
         ...
 
     def finish(self) -> None:
@@ -81,13 +110,22 @@ class Replicated:
         """This rank alone."""
         return (self._transport.rank,)
 
-    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """See `Parameters.loss`."""
-        return self._loss(ids, labels, context)
+    def acquire(self, part: Part) -> None:
+        """See `Parameters.acquire`; everything is here."""
 
-    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """See `Parameters.run`."""
+        return self._loss(given, labels, context, part)
+
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. A shard group of one rank has nothing to reduce."""
-        loss.backward()
+        torch.autograd.backward((output,), (gradient,))
+
+    def reduce(self, part: Part) -> None:
+        """See `Parameters.reduce`; a shard group of one rank has nothing to reduce."""
+
+    def release(self, part: Part) -> None:
+        """See `Parameters.release`; nothing was gathered."""
 
     def finish(self) -> None:
         """See `Parameters.finish`."""
