@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from seqloom.models import Details
@@ -17,6 +18,7 @@ from seqloom.plan import (
     Limits,
     Pipeline,
     Plan,
+    PlanError,
     Reduce,
     Remap,
     Round,
@@ -26,6 +28,7 @@ from seqloom.plan import (
     Work,
     in_order,
 )
+from seqloom.plan.schedules.registry import schedule_of
 from seqloom.testing.steps import Step, tiny_spec
 from seqloom.testing.strategies_groups import Shape, group_shapes
 from seqloom.testing.tables import Table, later_pieces, rows_in_order
@@ -152,6 +155,36 @@ def pipeline_plans(draw: st.DrawFn, step: Step, *, max_hosts: int = 4) -> Plan:
 
 
 @st.composite
+def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
+    """Draw a step and its plan in the order of a schedule that has a name, if it takes the sizes drawn.
+
+    A sequence of the schedule is a document in as many pieces, with whole documents beside some of the pieces.
+    """
+    hosts, width = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    micro_batches, pieces = hosts * draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    try:
+        schedule = schedule_of(name, hosts, micro_batches, pieces)
+    except PlanError:
+        reject()
+    spans = [[] for _ in schedule.units]
+    lengths = [draw(st.integers(pieces, 9)) for _ in range(micro_batches)]
+    for number, (sequence, piece, count) in enumerate(schedule.units):
+        low, high = (lengths[sequence] * (piece + k) // count for k in (0, 1))
+        spans[number].append(Span(sequence, low, high))
+    for place in draw(st.lists(st.integers(0, len(spans) - 1), max_size=2)):
+        spans[place].append(Span(len(lengths), 0, length := draw(st.integers(1, 5))))
+        lengths.append(length)
+    spec = tiny_spec(layers=len(schedule.hosts), tied=draw(st.booleans()), hidden=8, ffn=8)
+    own = ample(hosts * width, spec.heads)
+    stages = stages_on(schedule.hosts, width, spec.layers)
+    rounds = draw(_rounds(spans, len(lengths), stages, own, Sharding.FULL))
+    line = Pipeline(stages, rounds, schedule.rows_of_plan())
+    plan = Plan(own, Sharding.FULL, Reduce.STEP, tuple(lengths), (line,), name)
+    plan.validate()
+    return Step(tuple(lengths), spec), plan
+
+
+@st.composite
 def piece_rounds(
     draw: st.DrawFn, lengths: Sequence[int], stages: Sequence[Stage], own: Limits, sharding: Sharding
 ) -> tuple[Round, ...]:
@@ -171,8 +204,21 @@ def piece_rounds(
         where = sorted(draw(st.permutations(range(count)))[: len(cuts) + 1])
         for number, (start, stop) in zip(where, pairwise([0, *sorted(cuts), length]), strict=True):
             seats[number].append(Span(document, start, stop))
+    return draw(_rounds([spans for spans in seats if spans], len(lengths), stages, own, sharding))
+
+
+@st.composite
+def _rounds(
+    draw: st.DrawFn,
+    seats: Sequence[list[Span]],
+    documents: int,
+    stages: Sequence[Stage],
+    own: Limits,
+    sharding: Sharding,
+) -> tuple[Round, ...]:
+    """Draw the groups of every stage for the spans of every round."""
     shapes = [[draw(group_shapes(own, stage.ranks)) for _ in range(2)] for stage in stages]
-    home = [[draw(st.sampled_from(choice)) for choice in shapes] for _ in lengths]
+    home = [[draw(st.sampled_from(choice)) for choice in shapes] for _ in range(documents)]
     islands = {rank: island for stage in stages for island in own.islands(sharding, stage.ranks) for rank in island}
     return tuple(
         Round(
@@ -182,7 +228,6 @@ def piece_rounds(
             )
         )
         for spans in seats
-        if spans
     )
 
 
