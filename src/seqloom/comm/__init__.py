@@ -8,6 +8,7 @@ from seqloom.comm.counting import Counting, Traffic
 from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
+from seqloom.comm.pieces import pieces_of_plan
 from seqloom.comm.remap import remapped
 from seqloom.comm.transport import Handle, Parcel, Transport
 
@@ -26,6 +27,7 @@ __all__ = [
     "Transport",
     "bind",
     "bind_alone",
+    "pieces_of_plan",
     "remapped",
     "run_ranks",
 ]
