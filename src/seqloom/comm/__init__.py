@@ -8,11 +8,8 @@ from seqloom.comm.counting import Counting, Traffic
 from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
-<<<<<<< HEAD
 from seqloom.comm.lanes import Lane, Message, Way
-=======
 from seqloom.comm.pieces import pieces_of_plan
->>>>>>> p6attn
 from seqloom.comm.remap import remapped
 from seqloom.comm.transport import Handle, Parcel, Transport
 
