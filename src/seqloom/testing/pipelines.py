@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 
-from hypothesis import reject
 from hypothesis import strategies as st
 
 from seqloom.models import Details
@@ -18,7 +17,6 @@ from seqloom.plan import (
     Limits,
     Pipeline,
     Plan,
-    PlanError,
     Reduce,
     Remap,
     Round,
@@ -28,7 +26,7 @@ from seqloom.plan import (
     Work,
     in_order,
 )
-from seqloom.plan.schedules.registry import schedule_of
+from seqloom.plan.schedules.registry import FAMILIES, schedule_of
 from seqloom.testing.steps import Step, tiny_spec
 from seqloom.testing.strategies_groups import Shape, group_shapes
 from seqloom.testing.tables import Table, later_pieces, rows_in_order
@@ -156,18 +154,15 @@ def pipeline_plans(draw: st.DrawFn, step: Step, *, max_hosts: int = 4) -> Plan:
 
 @st.composite
 def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
-    """Draw a step and its plan in the order of a schedule that has a name, if it takes the sizes drawn.
+    """Draw a step and its plan in the order of a schedule that has a name.
 
     A sequence of the schedule is a document in as many pieces, with whole documents beside some of the pieces.
     """
     hosts, width = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    micro_batches, pieces = hosts * draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    try:
-        schedule = schedule_of(name, hosts, micro_batches, pieces)
-    except PlanError:
-        reject()
+    pieces = [draw(st.integers(1, 1 if FAMILIES[name].whole else 3)) for _ in range(draw(st.integers(1, 6)))]
+    schedule = schedule_of(name, hosts, len(pieces), pieces)
     spans = [[] for _ in schedule.units]
-    lengths = [draw(st.integers(pieces, 9)) for _ in range(micro_batches)]
+    lengths = [draw(st.integers(count, 9)) for count in pieces]
     for number, (sequence, piece, count) in enumerate(schedule.units):
         low, high = (lengths[sequence] * (piece + k) // count for k in (0, 1))
         spans[number].append(Span(sequence, low, high))
