@@ -52,6 +52,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, details: Details, layer: int, **options: Any) -> None:
         """Make the attention of one layer, with that layer's window."""
         super().__init__()
+        self.layer_idx = layer
         self.heads, self.kv_heads, self.dim, self.window = spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer]
         queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, details.qkv_bias
         self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **options)
@@ -67,7 +68,8 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim)))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
         q, k = rotate(q, table), rotate(k, table)
-        mixed = attention(q, k, v, context, causal=True, window=self.window, scale=self.dim**-0.5)
+        options = {"window": self.window, "scale": self.dim**-0.5, "layer": self.layer_idx}
+        mixed = attention(q, k, v, context, causal=True, **options)
         return self.o_proj(mixed.flatten(1))
 
 

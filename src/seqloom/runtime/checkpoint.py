@@ -2,6 +2,7 @@
 
 none        everything is kept (profile: the same; plans of published constants say no more)
 full        the layer's input; backward runs the layer forward again, exchanges included
+stage       no layer keeps less: the whole stage is run forward without a graph, and once more before its backward
 selective   the layer's input, attention outputs and log-sum-exp; backward runs the layer forward again, but attention
             answers from what was kept: no kernel runs and no key or value goes round a second time
 
@@ -30,7 +31,7 @@ from seqloom.plan import Checkpoint
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
-KEEP_ALL = (Checkpoint.NONE, Checkpoint.PROFILE)
+KEEP_ALL = (Checkpoint.NONE, Checkpoint.STAGE, Checkpoint.PROFILE)
 
 
 def recompute_layers(layers: Iterable[nn.Module], *, keep_exchanged: bool = False) -> None:
@@ -142,7 +143,8 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        super().__init__(own.work, own.transport, *rows, own.node_size, kept=own._kept)
+        more = {"kept": own._kept, "pieces": own.pieces, "carry": own.carry}
+        super().__init__(own.work, own.transport, *rows, own.node_size, **more)
         self.tape, self.around_mlp = tape, own.around_mlp
         if own.around_attention is not None:
             self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)

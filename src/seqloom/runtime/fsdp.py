@@ -11,6 +11,7 @@ Rows may run different rounds, or none. Sums are sums: the loss is scaled alread
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from seqloom.plan import Sharding
 from seqloom.runtime.loss import CHUNK
 from seqloom.runtime.network import LossOf, Network, Part
 from seqloom.runtime.parameters import squared_norm, sum_gradients, trained
+from seqloom.runtime.split_backward import WeightGradients
 
 REPLICA, SHARD = "replica", "shard"
 
@@ -68,6 +70,7 @@ class Sharded:
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         for layer in network.layers:
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
+        self._network, self._compute = network, compute
         self._loss = LossOf(network, chunk)
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
@@ -80,6 +83,16 @@ class Sharded:
     def sharers(self) -> tuple[int, ...]:
         """See `Parameters.sharers`."""
         return tuple(self._mesh[SHARD].mesh.flatten().tolist())
+
+    @property
+    def weights(self) -> WeightGradients:
+        """See `Parameters.weights`."""
+        return self._network.weights
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.room`."""
+        head = cast("torch.Tensor", self._network.head.weight)
+        return torch.empty(tokens, head.shape[1], dtype=self._compute or head.dtype, device=head.device)
 
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""

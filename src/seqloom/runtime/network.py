@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -14,6 +14,7 @@ from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.runtime.loss import CHUNK, summed_loss
+from seqloom.runtime.split_backward import WeightGradients
 
 
 class Part(NamedTuple):
@@ -52,6 +53,7 @@ class Network:
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
         body: body(hidden [tokens, hidden], context, first, stop) -> the same shape, after layers first .. stop - 1.
         norm: the final norm, [tokens, hidden] -> the same shape.
+        weights: what `split_weights(layers)` returned; without that a backward's halves are one, all in I.
         embedding: has the parameters that `embed` needs.
         whole: why the model cannot be cut into stages, where that is known.
     """
@@ -64,6 +66,7 @@ class Network:
     embed: Callable[[torch.Tensor, Context], torch.Tensor] | None = None
     body: Callable[[torch.Tensor, Context, int, int], torch.Tensor] | None = None
     norm: nn.Module | None = None
+    weights: WeightGradients = field(default_factory=WeightGradients)
     embedding: nn.Module | None = None
     whole: str = ""
 

@@ -7,7 +7,7 @@ It works on every transport. `fsdp.Sharded` keeps the same interface with shards
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
 from seqloom.runtime.loss import CHUNK
 from seqloom.runtime.network import LossOf, Network, Part
+from seqloom.runtime.split_backward import WeightGradients
 
 BUCKET = 1 << 26
 """Elements that are summed over ranks in one call."""
@@ -32,6 +33,15 @@ class Parameters(Protocol):
     @property
     def sharers(self) -> tuple[int, ...]:
         """Ranks that have shards of the same parameters, this one among them: they run the same rounds."""
+        ...
+
+    @property
+    def weights(self) -> WeightGradients:
+        """Where gradients of weights wait between the two halves of a split backward: those of the network."""
+        ...
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """Return memory for hidden states, [tokens, hidden]: on the device, in the dtype that layers compute in."""
         ...
 
     def acquire(self, part: Part) -> None:
@@ -113,6 +123,16 @@ class Replicated:
     def sharers(self) -> tuple[int, ...]:
         """This rank alone."""
         return (self._transport.rank,)
+
+    @property
+    def weights(self) -> WeightGradients:
+        """See `Parameters.weights`."""
+        return self._network.weights
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.room`."""
+        head = cast("torch.Tensor", self._network.head.weight)
+        return head.new_empty(tokens, head.shape[1])
 
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`; everything is here."""

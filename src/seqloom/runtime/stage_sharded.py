@@ -34,6 +34,7 @@ from seqloom.runtime.network import LossOf, Network, Part
 from seqloom.runtime.parameters import complete_gradients, squared_norm, sum_gradients, trained
 from seqloom.runtime.placement import Placement, exchange, held_by, keep_only, parameters_of
 from seqloom.runtime.shards import Kept, buckets, gather, scatter
+from seqloom.runtime.split_backward import WeightGradients
 
 HOST, REPLICA, SHARD = "host", "replica", "shard"
 
@@ -91,6 +92,17 @@ class StageSharded:
     def sharers(self) -> tuple[int, ...]:
         """See `Parameters.sharers`."""
         return tuple(self._mesh[SHARD].mesh.flatten().tolist())
+
+    @property
+    def weights(self) -> WeightGradients:
+        """See `Parameters.weights`."""
+        return self._network.weights
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.room`."""
+        head = cast("torch.Tensor", self._network.head.weight)
+        dtype = next(iter(self._kept.values())).copy.dtype
+        return torch.empty((tokens, head.shape[1]), dtype=dtype, device=self._device)
 
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`."""
