@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from seqloom.errors import SeqloomError
 from seqloom.train.folders import AtomicWriter, complete, folder_of, partials
-from seqloom.train.manifest import Manifest
+from seqloom.train.manifest import Manifest, described
 
 Tensors = Mapping[str, torch.Tensor]
 States = Mapping[str, Tensors]
@@ -97,8 +98,8 @@ class Checkpoints:
 
         Args:
             step: steps that are done, more than those of any checkpoint in the folder.
-            model: parameters by canonical name, on this rank.
-            optimiser: see `named_state`.
+            model: parameters by canonical name, on this rank: whole or shards, all of them or those of its stages.
+            optimiser: see `named_state`, of the same parameters.
             extra: what else a run goes on from (sampler, RNG, plan settings), as JSON can hold it. The first rank's
                 is written.
         """
@@ -111,7 +112,7 @@ class Checkpoints:
                 "resume from it, or choose another run.output"
             )
         self._saves += 1
-        text = Manifest.of(step, model, _flat(optimiser), extra).to_json()
+        text = Manifest.of(step, *self._everywhere(model, optimiser), extra).to_json()
         partial = self._folder / f".{folder_of(self._folder, step).name}.partial-{self._saves}"
         writer = AtomicWriter(partial, folder_of(self._folder, step), text, self._keep)
         state = _state(model, optimiser)
@@ -147,7 +148,8 @@ class Checkpoints:
 
         Args:
             path: folder of a complete checkpoint, of this run or another.
-            model: parameters by canonical name. Names, shapes and dtypes must be those of the checkpoint.
+            model: parameters by canonical name. Names, shapes and dtypes, of all ranks together, must be those of the
+                checkpoint.
             optimiser: see `named_state`, the same way.
 
         Raises:
@@ -155,7 +157,7 @@ class Checkpoints:
         """
         self.wait()
         manifest = Manifest.read(path)
-        manifest.check(path, model, _flat(optimiser))
+        manifest.check(path, *self._everywhere(model, optimiser))
         state = _state(model, optimiser)
         group = self._group
         try:
@@ -169,6 +171,15 @@ class Checkpoints:
         if path == self.latest:
             self._own = manifest.step
         return manifest
+
+    def _everywhere(self, model: Tensors, optimiser: States) -> tuple[dict[str, str], dict[str, str]]:
+        """Return what all ranks hold, as `described`: stages of a pipeline hold different parameters."""
+        mine = described(model), described(_flat(optimiser))
+        if self._group is None:
+            return mine
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, mine, group=self._group)
+        return dict(ChainMap(*(held for held, _ in found))), dict(ChainMap(*(held for _, held in found)))
 
     def close(self) -> None:
         """Wait for what is being written, raise its error, and give the communicator back."""

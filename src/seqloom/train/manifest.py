@@ -45,12 +45,12 @@ class Manifest:
     def of(
         cls,
         step: int,
-        model: Mapping[str, torch.Tensor],
-        optimiser: Mapping[str, torch.Tensor],
+        model: Mapping[str, str],
+        optimiser: Mapping[str, str],
         extra: Mapping[str, Any],
     ) -> Manifest:
-        """Describe what is about to be written."""
-        return cls(step, _described(model), _described(optimiser), dict(extra), str(torch.__version__))
+        """Say what is about to be written; tensors as `described`, those of all ranks."""
+        return cls(step, dict(model), dict(optimiser), dict(extra), str(torch.__version__))
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -76,12 +76,14 @@ class Manifest:
                 "dictionaries, and RNG states by rng_state()"
             ) from None
 
-    def check(self, path: Path, model: Mapping[str, torch.Tensor], optimiser: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a checkpoint whose tensors are not those that are to be loaded, and list the differences."""
-        for what, saved, wanted in (
-            ("model", self.model, _described(model)),
-            ("optimiser", self.optimiser, _described(optimiser)),
-        ):
+    def check(self, path: Path, model: Mapping[str, str], optimiser: Mapping[str, str]) -> None:
+        """Refuse a checkpoint whose tensors are not those that are to be loaded, and list the differences.
+
+        Args:
+            path: of the checkpoint.
+            model, optimiser: what is to be loaded as `described`, that of all ranks.
+        """
+        for what, saved, wanted in (("model", self.model, model), ("optimiser", self.optimiser, optimiser)):
             differences = _differences(saved, wanted)
             if differences:
                 raise SeqloomError(
@@ -106,7 +108,8 @@ def set_rng_state(states: Mapping[str, str]) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return dtype and global shape of tensors by name, `float32[4, 8]`."""
     return {name: f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in tensors.items()}
 
 
