@@ -10,7 +10,7 @@ Rows may run different rounds, or none. Sums are sums: the loss is scaled alread
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -64,9 +64,9 @@ class Sharded:
             chunk: as in `summed_loss`.
         """
         parameters = list(network.module.parameters())
-        device = _device_of(parameters)
+        device = device_of(parameters)
         self._mesh = _mesh(transport, Sharding(sharding), node_size, device)
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_reduce_dtype(parameters))
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype(parameters))
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         for layer in network.layers:
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
@@ -76,6 +76,7 @@ class Sharded:
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             _sum_only(part)
+        self._module = network.module
         self._masters = trained(network.module)  # while nothing is gathered, these are the shards
 
     @property
@@ -139,6 +140,12 @@ class Sharded:
             assert parameter.grad is not None
             yield name, parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
 
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.values`; each is gathered when its turn comes."""
+        for name, parameter in self._module.named_parameters():
+            held = parameter.detach()
+            yield name, held.full_tensor() if isinstance(held, DTensor) else held
+
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`; all of them are distributed tensors."""
         return dict(self._masters)
@@ -151,13 +158,8 @@ class Sharded:
 
 def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, device: torch.device) -> DeviceMesh:
     """Make the table of ranks. All processes of the job take part."""
+    check_job(transport)
     world = transport.ranks
-    if not dist.is_initialized() or dist.get_world_size() != world:
-        job = f"a job of {dist.get_world_size()}" if dist.is_initialized() else "no torch.distributed job"
-        raise SeqloomError(
-            f"sharded parameters on {world} ranks in {job}: they need all ranks of a torch.distributed job; start it "
-            "with torchrun, or use Replicated"
-        )
     width = {Sharding.FULL: world, Sharding.HYBRID: node_size, Sharding.NONE: 1}[sharding]
     if width is None or width < 1 or world % width:
         raise SeqloomError(
@@ -171,6 +173,17 @@ def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, devic
     return mesh
 
 
+def check_job(transport: Transport) -> None:
+    """Refuse a transport that is not all of a torch.distributed job."""
+    world = transport.ranks
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        job = f"a job of {dist.get_world_size()}" if dist.is_initialized() else "no torch.distributed job"
+        raise SeqloomError(
+            f"sharded parameters on {world} ranks in {job}: they need all ranks of a torch.distributed job; start it "
+            "with torchrun, or use Replicated"
+        )
+
+
 def _sum_only(part: FSDPModule) -> None:
     """Make reductions plain sums over all parameters, also those that a rank without tokens never touched."""
     part.set_gradient_divide_factor(1.0)
@@ -179,7 +192,8 @@ def _sum_only(part: FSDPModule) -> None:
         part.set_reduce_scatter_unused_params(True)
 
 
-def _device_of(parameters: list[nn.Parameter]) -> torch.device:
+def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the device of parameters; refuse several, and parameters without values."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise SeqloomError(
@@ -189,7 +203,8 @@ def _device_of(parameters: list[nn.Parameter]) -> torch.device:
     return devices.pop()
 
 
-def _reduce_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
+def reduce_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """Return the dtype that their gradients are added up in; refuse parameters of several."""
     dtypes = {sum_dtype(parameter.dtype) for parameter in parameters}
     if len(dtypes) != 1:
         raise SeqloomError(

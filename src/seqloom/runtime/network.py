@@ -52,8 +52,10 @@ class Network:
         calls: the attention calls of the layers, each distinct one once, for `prepare`.
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
         body: body(hidden [tokens, hidden], context, first, stop) -> the same shape, after layers first .. stop - 1.
-        norm: norm(hidden [tokens, hidden]) -> the same shape, after the final norm.
+        norm: the final norm, [tokens, hidden] -> the same shape.
         weights: what `split_weights(layers)` returned; without that a backward's halves are one, all in I.
+        embedding: has the parameters that `embed` needs.
+        whole: why the model cannot be cut into stages, where that is known.
     """
 
     module: nn.Module
@@ -63,8 +65,10 @@ class Network:
     calls: tuple[ModelCall, ...] = ()
     embed: Callable[[torch.Tensor, Context], torch.Tensor] | None = None
     body: Callable[[torch.Tensor, Context, int, int], torch.Tensor] | None = None
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+    norm: nn.Module | None = None
     weights: WeightGradients = field(default_factory=WeightGradients)
+    embedding: nn.Module | None = None
+    whole: str = ""
 
     @classmethod
     def of(cls, model: Transformer) -> Network:
@@ -85,6 +89,16 @@ class Network:
             embed=lambda ids, c: decoder.embed(ids, c.positions),
             body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
             norm=decoder.norm,
+            embedding=decoder.embed_tokens,
+        )
+
+    @property
+    def uncut(self) -> str:
+        """What to say where this model shall be cut into stages and cannot."""
+        why = self.whole or "it is not known how to run some of its layers"
+        return (
+            f"{type(self.module).__name__} cannot be cut into stages: {why}; plan with one stage "
+            "(pipeline.stages = 1), or say how its parts are called: Network(.., embed=, body=, norm=, embedding=)"
         )
 
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
@@ -113,10 +127,7 @@ class Network:
                 "make the plan for this model"
             )
         if self.embed is None or self.body is None or self.norm is None:
-            raise SeqloomError(
-                f"{type(self.module).__name__} cannot be cut into stages: it is not known how to run some of its "
-                "layers; say it with Network(.., embed=.., body=.., norm=..), or plan with one stage"
-            )
+            raise SeqloomError(self.uncut)
         states = self.embed(given, context) if part.begins else given
         states = self.body(states, context, part.first, part.stop)
         return self.norm(states) if part.ends else states

@@ -92,6 +92,10 @@ class Parameters(Protocol):
         """Yield every trained parameter's canonical name and whole gradient, one at a time; all ranks iterate."""
         ...
 
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter's canonical name and whole value, one at a time; all ranks iterate. Tied ones once."""
+        ...
+
     def masters(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
         ...
@@ -164,6 +168,11 @@ class Replicated:
         for name, parameter in self.masters().items():
             assert parameter.grad is not None
             yield name, parameter.grad
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.values`."""
+        for name, parameter in self._network.module.named_parameters():
+            yield name, parameter.detach()
 
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`."""

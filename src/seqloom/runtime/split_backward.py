@@ -12,7 +12,7 @@ came back, which are kept until W. Norms, the table of tokens and the head insid
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class WeightGradients:
         self._open: list[_Product] | None = None
 
     @contextmanager
-    def deferred(self, key: Hashable) -> Iterator[None]:
+    def deferred(self, key: Hashable) -> Generator[None]:
         """Put off the weights' gradients of every backward in this block; `run(key)` finds them."""
         if self._open is not None or key in self._waiting:
             raise SeqloomError(
@@ -92,7 +92,7 @@ def split_weights(layers: Iterable[nn.Module]) -> WeightGradients:
                 raise SeqloomError("a linear layer's backward is split already; call split_weights once for a layer")
             if type(module) is nn.Linear:
                 module.__class__ = _Split
-                module.weight_gradients = weights
+                module.weight_gradients = weights  # pyrefly: ignore[bad-argument-type]
     return weights
 
 
