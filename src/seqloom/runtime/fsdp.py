@@ -70,7 +70,7 @@ class Sharded:
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         for layer in network.layers:
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
-        self._network, self._compute = network, compute
+        self._network, self._compute, self._weights = network, compute, WeightGradients()
         self._loss = LossOf(network, chunk)
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
@@ -86,8 +86,8 @@ class Sharded:
 
     @property
     def weights(self) -> WeightGradients:
-        """See `Parameters.weights`."""
-        return self._network.weights
+        """See `Parameters.weights`. Nothing waits there: FSDP2 reduces a layer's gradients in its backward."""
+        return self._weights
 
     def room(self, tokens: int) -> torch.Tensor:
         """See `Parameters.room`."""

@@ -13,6 +13,7 @@ backward needs, which is the formula where k divides p, and other blocks are tri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from seqloom.plan.action import Action, ActionKind
@@ -51,24 +52,17 @@ def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Sc
         return _looped(name, hosts, chunks, units, hosts, hosts)
     most = max(pieces, default=1)
     sizes = sorted({hosts, most, most * max(1, hosts // most), most * -(-hosts // most)})
-    found = [breadth_first(name, hosts, chunks, pieces)]
-    for forward in sizes:
-        for backward in sizes:
-            found += _that_ends(_looped(name, hosts, chunks, units, forward, backward))
-    return min(found, key=_memory_times_time)
+    orders = [breadth_first(name, hosts, chunks, pieces)]
+    orders += [_looped(name, hosts, chunks, units, forward, backward) for forward in sizes for backward in sizes]
+    return min(orders, key=_memory_times_time)
 
 
-def _that_ends(schedule: Schedule) -> list[Schedule]:
+def _memory_times_time(schedule: Schedule) -> float:
+    """What to keep small; units are equal and a backward takes twice its forward. Infinite for an order that stops."""
     try:
-        schedule.validate()
+        played = play(schedule, Times.equal(schedule))
     except PlanError:
-        return []
-    return [schedule]
-
-
-def _memory_times_time(schedule: Schedule) -> int:
-    """What to keep small; units are equal and a backward takes twice its forward."""
-    played = play(schedule, Times.equal(schedule))
+        return math.inf
     return max(played.peak, default=0) * played.makespan
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from seqloom.errors import unknown
 from seqloom.plan.error import PlanError
-from seqloom.plan.schedules import looped, split, strict
+from seqloom.plan.schedules import looped, strict, vee, zero_bubble
 from seqloom.plan.schedules.play import Times
 from seqloom.plan.schedules.schedule import Schedule
 
@@ -48,15 +48,15 @@ FAMILIES: dict[str, Family] = {
     "1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
     "interleaved": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
     "breadth-first": Family(lambda r: looped.breadth_first(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
-    "zb-h1": Family(lambda r: split.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
-    "zb-h2": Family(lambda r: split.zero_bubble(r.name, r.hosts, r.pieces, r.times, 2), _ONE),
-    "zb-v": Family(lambda r: split.zb_v(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
-    "v-half": Family(lambda r: split.v_half(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
-    "v-min": Family(lambda r: split.v_min(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b"),
+    "zb-h1": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
+    "zb-h2": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times, 2), _ONE),
+    "zb-v": Family(lambda r: vee.zb_v(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
+    "v-half": Family(lambda r: vee.v_half(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
+    "v-min": Family(lambda r: vee.v_min(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b"),
     "terapipe": Family(lambda r: strict.all_forwards_first(r.name, r.hosts, r.pieces), _ONE),
     "seq1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
     "seq1f1b-i": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
-    "seq1f1b-zb": Family(lambda r: split.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
+    "seq1f1b-zb": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
 }
 
 NAMES = tuple(FAMILIES)

@@ -4,17 +4,20 @@ Given are rows of forwards and backwards. Every backward becomes an I, which the
 which nobody waits for. The rows are run in time: a host takes its next action as soon as it can, and a W when it
 would otherwise wait or when its memory is full. What it did is the new order. A unit is held from F to W.
 
-Three knobs say how far a host may depart from its row; who calls tries several and keeps the best.
+Three knobs say how far a host may depart from its row; `best_of` tries several and keeps the fastest.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from seqloom.plan.action import Action, ActionKind
-from seqloom.plan.schedules.play import Times
+from seqloom.plan.error import PlanError
+from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
@@ -31,6 +34,35 @@ class Freedom:
     """An action may come before others of its row that are not ready, this many places early."""
     reserve: int = 0
     """A forward that comes early leaves this many units of memory free."""
+
+
+IN_ORDER = tuple(Freedom(patience) for patience in (0.0, 0.5, 1.0))
+RUN_AHEAD = tuple(Freedom(patience, 4, reserve) for patience, reserve in product((0.0, 0.5, 1.0), (0, 1, 2, 5)))
+
+
+def best_of(
+    order: Schedule, times: Times | tuple[int, int, int], caps: Iterable[int], freedoms: Iterable[Freedom]
+) -> Schedule:
+    """Return the fastest of several ways to place the weight halves, then the one with the least memory.
+
+    Args:
+        order: rows of F and B in an order that ends.
+        times: of every unit on every stage, or F, I and W of all of them.
+        caps: units of a stage that a host may hold, to try.
+        freedoms: to try.
+    """
+    known = times if isinstance(times, Times) else Times.equal(order, *times)
+    best: tuple[tuple[int, int, int], Schedule] | None = None
+    for cap, freedom in product(caps, freedoms):
+        found = squeezed(order, known, cap, freedom)
+        if found is not None:
+            played = play(found, known)
+            score = played.span, max(played.peak, default=0), played.makespan
+            if best is None or score < best[0]:
+                best = score, found
+    if best is None:
+        raise PlanError(f"{order.name} finds no order for {len(order.units)} units; use 1f1b, or more micro-batches")
+    return best[1]
 
 
 def squeezed(schedule: Schedule, times: Times, cap: int, freedom: Freedom) -> Schedule | None:
