@@ -14,11 +14,10 @@ from typing import cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from seqloom.models import Transformer
 from seqloom.models.files import config_of, details_of, read_parameters, write_model
-from seqloom.runtime import Network
+from seqloom.runtime import Network, Parameters
 from seqloom.train.config import Config
 from seqloom.train.folders import replaced
 from seqloom.train.setup import model_spec
@@ -72,23 +71,18 @@ def dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, dtype) if dtype == torch.bfloat16 else (dtype, None)
 
 
-def gathered(module: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+def gathered(parameters: Parameters, module: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by name, whole and on the CPU; tied ones once, by the first name.
 
-    All ranks take part, one tensor after the other.
+    All ranks take part, one parameter after the other.
 
     Args:
-        module: sharded or not.
+        parameters: of the module, however they are kept.
+        module: has buffers, the same on all ranks.
         keep: whether this rank wants them; others get nothing.
     """
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        held = tensor.detach()
-        whole = held.full_tensor() if isinstance(held, DTensor) else held
-        if keep:
-            found[name] = whole.cpu()
+    found = {name: value.cpu() for name, value in parameters.values() if keep}
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    found |= {name: state[name].cpu() for name in state if keep and name not in own}
     return found
