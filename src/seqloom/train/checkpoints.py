@@ -7,14 +7,14 @@
       .step-00000060.partial-2/ being written, or left by a crash: nobody reads it, the next run removes it
 
 Tensors are whole ones or shards (DTensor); torch's format keeps their global shapes, so another number of ranks reads
-what it needs.
+what it needs. Ranks may hold different tensors, as the stages of a pipeline do; what several hold is written once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import warnings
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -98,8 +98,8 @@ class Checkpoints:
 
         Args:
             step: steps that are done, more than those of any checkpoint in the folder.
-            model: parameters by canonical name, on this rank: whole or shards, all of them or those of its stages.
-            optimiser: see `named_state`, of the same parameters.
+            model: parameters by canonical name, on this rank.
+            optimiser: see `named_state`.
             extra: what else a run goes on from (sampler, RNG, plan settings), as JSON can hold it. The first rank's
                 is written.
         """
@@ -112,7 +112,7 @@ class Checkpoints:
                 "resume from it, or choose another run.output"
             )
         self._saves += 1
-        text = Manifest.of(step, *self._everywhere(model, optimiser), extra).to_json()
+        text = Manifest.of(step, *self._of_all_ranks(model, optimiser), extra).to_json()
         partial = self._folder / f".{folder_of(self._folder, step).name}.partial-{self._saves}"
         writer = AtomicWriter(partial, folder_of(self._folder, step), text, self._keep)
         state = _state(model, optimiser)
@@ -148,7 +148,7 @@ class Checkpoints:
 
         Args:
             path: folder of a complete checkpoint, of this run or another.
-            model: parameters by canonical name. Names, shapes and dtypes, of all ranks together, must be those of the
+            model: parameters by canonical name. Names, shapes and dtypes must, over all ranks, be those of the
                 checkpoint.
             optimiser: see `named_state`, the same way.
 
@@ -157,7 +157,7 @@ class Checkpoints:
         """
         self.wait()
         manifest = Manifest.read(path)
-        manifest.check(path, *self._everywhere(model, optimiser))
+        manifest.check(path, *self._of_all_ranks(model, optimiser))
         state = _state(model, optimiser)
         group = self._group
         try:
@@ -172,14 +172,23 @@ class Checkpoints:
             self._own = manifest.step
         return manifest
 
-    def _everywhere(self, model: Tensors, optimiser: States) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what all ranks hold, as `described`: stages of a pipeline hold different parameters."""
-        mine = described(model), described(_flat(optimiser))
+    def _of_all_ranks(self, model: Tensors, optimiser: States) -> tuple[dict[str, str], dict[str, str]]:
+        """Describe the tensors of all ranks. Ranks that hold the same say it only once: compared are hashes."""
+        mine = (described(model), described(_flat(optimiser)))
         if self._group is None:
             return mine
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, mine, group=self._group)
-        return dict(ChainMap(*(held for held, _ in found))), dict(ChainMap(*(held for _, held in found)))
+        digests = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest(), group=self._group)
+        sources = sorted({digests.index(digest) for digest in digests})
+        if len(sources) == 1:
+            return mine
+        found: tuple[dict[str, str], dict[str, str]] = ({}, {})
+        for source in sources:
+            told = [mine]
+            dist.broadcast_object_list(told, group_src=source, group=self._group)
+            for known, new in zip(found, told[0], strict=True):
+                known.update(new)
+        return found
 
     def close(self) -> None:
         """Wait for what is being written, raise its error, and give the communicator back."""

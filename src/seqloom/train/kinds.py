@@ -71,18 +71,18 @@ def dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, dtype) if dtype == torch.bfloat16 else (dtype, None)
 
 
-def gathered(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[str, torch.Tensor]:
+def gathered(parameters: Parameters, module: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by name, whole and on the CPU; tied ones once, by the first name.
 
-    All ranks take part, one tensor after the other.
+    All ranks take part, one parameter after the other.
 
     Args:
-        module: of the model; every rank has its buffers.
-        parameters: keeps its parameters, in shards or not.
+        parameters: of the module, however they are kept.
+        module: has buffers, the same on all ranks.
         keep: whether this rank wants them; others get nothing.
     """
-    found = {name: whole.cpu() for name, whole in parameters.values() if keep}
-    if not keep:
-        return found
-    saved = module.state_dict(keep_vars=True)
-    return found | {name: each.detach().cpu() for name, each in module.named_buffers() if name in saved}
+    found = {name: value.cpu() for name, value in parameters.values() if keep}
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    found |= {name: state[name].cpu() for name in state if keep and name not in own}
+    return found

@@ -16,6 +16,8 @@ from seqloom.errors import SeqloomError
 from seqloom.train.folders import MANIFEST
 
 FORMAT, VERSION = "seqloom checkpoint", 1
+Described = Mapping[str, str]
+"""See `described`."""
 _SHOWN = 4
 """Differences of each kind that a message lists."""
 
@@ -42,14 +44,8 @@ class Manifest:
     version: int = VERSION
 
     @classmethod
-    def of(
-        cls,
-        step: int,
-        model: Mapping[str, str],
-        optimiser: Mapping[str, str],
-        extra: Mapping[str, Any],
-    ) -> Manifest:
-        """Say what is about to be written; tensors as `described`, those of all ranks."""
+    def of(cls, step: int, model: Described, optimiser: Described, extra: Mapping[str, Any]) -> Manifest:
+        """Say what is about to be written, by all ranks."""
         return cls(step, dict(model), dict(optimiser), dict(extra), str(torch.__version__))
 
     @classmethod
@@ -76,13 +72,8 @@ class Manifest:
                 "dictionaries, and RNG states by rng_state()"
             ) from None
 
-    def check(self, path: Path, model: Mapping[str, str], optimiser: Mapping[str, str]) -> None:
-        """Refuse a checkpoint whose tensors are not those that are to be loaded, and list the differences.
-
-        Args:
-            path: of the checkpoint.
-            model, optimiser: what is to be loaded as `described`, that of all ranks.
-        """
+    def check(self, path: Path, model: Described, optimiser: Described) -> None:
+        """Refuse a checkpoint whose tensors are not those that all ranks want to load, and list the differences."""
         for what, saved, wanted in (("model", self.model, model), ("optimiser", self.optimiser, optimiser)):
             differences = _differences(saved, wanted)
             if differences:
@@ -109,7 +100,7 @@ def set_rng_state(states: Mapping[str, str]) -> None:
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return dtype and global shape of tensors by name, `float32[4, 8]`."""
+    """Return the dtype and the global shape of every tensor, `float32[4, 8]`."""
     return {name: f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in tensors.items()}
 
 
