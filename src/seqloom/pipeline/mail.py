@@ -91,7 +91,7 @@ class Mail:
         """Run a SEND of the row: start to send what was put there."""
         whole, lane = self._here.pop(action), LANES[action.kind]
         for peer, rows, _ in shares:
-            part = whole[rows]
+            part = whole[rows].contiguous()
             if peer == self._transport.rank:
                 self._local[action] = part
             else:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, Pipeline
+from seqloom.plan import Action, ActionKind, Pipeline
 from seqloom.plan.schedules.grid import grid
+
+MAKES = {
+    True: (ActionKind.F,),
+    False: (ActionKind.B, ActionKind.I),
+}
+"""What makes a message, whether it goes forward."""
 
 
 class Progress:
@@ -53,7 +59,18 @@ class Progress:
 
     def report(self) -> str:
         """Say what this rank is at, and draw the rows of all hosts around that action."""
-        rows, mark = self._pipeline.actions, None
-        if self._host is not None and self._action in rows[self._host]:
-            mark = (self._host, rows[self._host].index(self._action))
+        rows = self._pipeline.actions
+        mark = None if self._host is None else (self._host, _place_in(rows[self._host], self._action))
         return f"{self.place()}:\n{grid(rows, mark=mark)}"
+
+
+def _place_in(row: Sequence[Action], action: Action | None) -> int:
+    """Return the place of an action in a row; messages among a host's own ranks are not in it, but what makes them."""
+    if action is None:
+        return len(row) - 1
+    if action in row:
+        return row.index(action)
+    forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
+    stage = action.stage - (action.kind == ActionKind.RECV_F) + (action.kind == ActionKind.RECV_B)
+    makers = [Action(stage, kind, action.round) for kind in MAKES[forward]]
+    return next(k for k, each in enumerate(row) if each in makers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -115,8 +116,16 @@ def bind_plan(
         _check_hash(plan, transport, torch.device(device))
     pipeline, rank, carry = plan.pipelines[0], transport.rank, Carry()
     islands = plan.islands
-    over = {"node_size": plan.limits.node_size, "islands": islands, "family": plan.limits.family}
-    over |= {"pieces": pieces_of_plan(plan), "carry": carry, "device": device}
+    bind_work = partial(
+        bind,
+        transport=transport,
+        device=device,
+        node_size=plan.limits.node_size,
+        islands=islands,
+        family=plan.limits.family,
+        pieces=pieces_of_plan(plan),
+        carry=carry,
+    )
     island = next((island for island in islands if rank in island), ())
     host = next((h for h, ranks in enumerate(pipeline.hosts) if rank in ranks), None)
     handovers = Handovers(pipeline, rank, torch.device(device))
@@ -125,7 +134,7 @@ def bind_plan(
         part, rounds = Part(*pipeline.stages[stage].layers, pipeline.stages[-1].layers[1]), []
         for number, current in enumerate(pipeline.rounds):
             work = current.work[stage]
-            context = bind(work, transport, **over) if _takes_part(work, island) else None
+            context = bind_work(work) if _takes_part(work, island) else None
             if prepare is not None and context is not None:
                 prepare(context)
             sides = (None, None) if context is None else handovers.of(stage, number, context.tokens)

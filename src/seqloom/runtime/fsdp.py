@@ -105,14 +105,14 @@ class Sharded:
             )
         loss = self._loss(given, labels, context)
         if not torch.is_grad_enabled():  # no backward will release what forward has gathered
-            for part in self._parts:
-                part.reshard()
+            for sharded in self._parts:
+                sharded.reshard()
         return loss
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Without `reduce`, whole gradients stay on this rank and add up."""
         self._root.set_requires_gradient_sync(reduce)
-        torch.autograd.backward((output,), (gradient,))
+        torch.autograd.backward(output, gradient)
 
     def reduce(self, part: Part) -> None:
         """See `Parameters.reduce`; the last backward did it."""

@@ -135,6 +135,8 @@ class Step:
     ) -> Found:
         """Return what a rank of a plan finds, with layers compiled if there is a backend. All ranks call it."""
         network = self.network()
+        if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
+            network = replace(network, weights=split_weights(network.layers))
         if backend is not None:
             compile_layers(network.layers, backend=backend)
         recompute_layers(network.layers)
