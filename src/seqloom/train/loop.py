@@ -228,7 +228,7 @@ class Trainer:
     def _write_model(self) -> None:
         """Write the trained model; also when nothing was left to do, since a crash may have been."""
         leads = self.transport.rank == 0
-        state = gathered(self.parameters, self._network.module, keep=leads)
+        state = gathered(self._network.module, self.parameters, keep=leads)
         if leads:
             self._kind.save(self.config, self._network.module, state)
 
