@@ -104,7 +104,8 @@ def parts_of(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Modul
     if len(lists) != 1:
         raise Whole(f"its {len(layers)} layers are not one list of {type(decoder).__name__}")
     weight: Any = embedding.weight
-    frame = Frame(weight, bind_alone((1,), device=weight.device).positions[None], bind_alone((1,)), ())
+    context = bind_alone((1,), device="cpu" if weight.is_meta else weight.device)
+    frame = Frame(weight, context.positions[None], context, ())
     calls, result = _watched(decoder, lists[0], embedding, frame)
     numbers = [number for number, call in enumerate(calls) if call.module in layers]
     first = numbers[0] if numbers else len(calls)
@@ -152,12 +153,13 @@ def _watched(decoder: nn.Module, lists: str, embedding: nn.Module, frame: Frame)
     weight: Any = embedding.weight
 
     def embedded(ids: torch.Tensor) -> torch.Tensor:
-        return weight.new_empty((*ids.shape, weight.shape[1]))
+        return weight.new_empty((*ids.shape, weight.shape[1]), device=ids.device)
 
     def answer(child: nn.Module) -> Callable[..., Any]:
         if child is embedding:
             return embedded
-        return lambda *args, **options: child(*args, **options) if not _begun(calls, layers) else _new(args)
+        able = _able(child)
+        return lambda *args, **options: able(*args, **options) if not _begun(calls, layers) else _new(args)
 
     ghost = copy.copy(decoder)
     ghost._modules = {
@@ -173,6 +175,13 @@ def _watched(decoder: nn.Module, lists: str, embedding: nn.Module, frame: Frame)
             return calls, ghost(**given).last_hidden_state
     except Exception as error:  # whatever the model's own code may raise
         raise Whole(f"its forward cannot be followed ({type(error).__name__}: {error})") from error
+
+
+def _able(child: nn.Module) -> nn.Module:
+    """Return a child that can be called: a copy with any values if its own are on "meta"."""
+    if any(each.is_meta for each in (*child.parameters(), *child.buffers())):
+        return copy.deepcopy(child).to_empty(device="cpu")
+    return child
 
 
 def _begun(calls: list[_Call], layers: list[nn.Module]) -> bool:
@@ -225,9 +234,8 @@ def _used(call: _Call, layers: list[_Call]) -> bool:
 def _recipe(call: _Call, frame: Frame) -> Recipe:
     name = type(call.module).__name__
     args = tuple(_pick(each, frame, f"argument {number} of {name}") for number, each in enumerate(call.args))
-    return Recipe(
-        call.module, args, {key: _pick(each, frame, f"{key} of {name}") for key, each in call.options.items()}
-    )
+    options = {key: _pick(each, frame, f"{key} of {name}") for key, each in call.options.items()}
+    return Recipe(call.module, args, options)
 
 
 def _pick(value: Any, frame: Frame, what: str) -> Pick:

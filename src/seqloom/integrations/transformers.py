@@ -119,14 +119,10 @@ def network(model: nn.Module) -> Network:
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
         return hidden_states(model, ids, context.positions, context)
 
+    known: dict[str, Any]
     try:
         parts = parts_of(causal.get_decoder(), causal.get_input_embeddings(), layers)
-        known: dict[str, Any] = {
-            "embed": parts.embed,
-            "body": parts.body,
-            "norm": parts.norm,
-            "embedding": parts.embedding,
-        }
+        known = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
     except Whole as reason:
         known = {"whole": str(reason)}
     return Network(model, layers, hidden, causal.get_output_embeddings(), calls(layers), **known)

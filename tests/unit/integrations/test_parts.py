@@ -62,9 +62,15 @@ def test_granite_is_refused_where_it_is_cut():
     """It multiplies embeddings in its own forward."""
     found = network(attach(tiny_model("granite")))
     context = bind_alone((2,))
-    with pytest.raises(SeqloomError, match="layer 0 is not given what its embedding returned.*pipeline.stages = 1"):
+    with pytest.raises(SeqloomError, match=r"layer 0 is not given what its embedding returned.*pipeline\.stages = 1"):
         found.run(Part(0, 1, 2), torch.zeros(2, dtype=torch.int64), context)
     assert found.run(Part(0, 2, 2), torch.zeros(2, dtype=torch.int64), context).shape == (2, SIZES["hidden_size"])
+
+
+def test_parts_are_found_without_values():
+    with torch.device("meta"):
+        found = network(attach(tiny_model("qwen3")))
+    assert not found.whole and found.embedding is found.module.model.embed_tokens
 
 
 class Decoder(nn.Module):
