@@ -12,12 +12,13 @@ import numpy as np
 from seqloom.cost import closed_form, rounds
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.pieces import span_sums
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.reach import Reach, reach_of
 from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.cost.values import LANES, CostTables, Parts, Shape, Variant
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import Group, GroupFamily, Limits, Reduce, Route, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Route, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,8 +79,9 @@ class CostModel:
         self.granule: int = self.engine.granule
         if capacity is not None and capacity < self.granule:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.granule} or more, or leave it out")
-        most = math.inf if capacity is None else capacity - capacity % self.granule
-        self._capacity = {v: int(min(self._tokens_that_fit(v), most)) for v in self.engine.variants}
+        self.most = None if capacity is None else capacity - capacity % self.granule
+        fits = {v: self._tokens_that_fit(v) for v in self.engine.variants}
+        self._capacity = {v: tokens if self.most is None else min(tokens, self.most) for v, tokens in fits.items()}
         self.variants: tuple[Variant, ...] = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
         if not self.variants:
             raise self._too_small()
@@ -151,12 +153,12 @@ class CostModel:
         self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[Shape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
-        self._check(variant)
+        variant = self._priced(variant)
         tokens = self.tokens(np.asarray(lengths))
         shapes = self.shapes if shapes is None else tuple(shapes)
         places = [(shape, self._aligned(shape)) for shape in shapes]
         cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
-        for name, values in self._documents(tokens, places, variant).items():
+        for name, values in self.document_parts(tokens, places, variant).items():
             for lane, members in enumerate(LANES):
                 if name in members:
                     cost[lane] += values
@@ -169,7 +171,7 @@ class CostModel:
             cost=cost,
             fixed=np.array(fixed, dtype=np.int64).T.copy(),
             tokens=tokens,
-            capacity=self._capacity[variant],
+            capacity=self._capacity.get(variant, 0),  # a stage of a pipeline has a limit of its own
         )
 
     def group_parts(self, group: Group, variant: Variant) -> Parts:
@@ -179,16 +181,17 @@ class CostModel:
     def groups_parts(self, groups: Sequence[Group], variant: Variant) -> list[Parts]:
         """``group_parts`` of many groups, priced together.
 
-        A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``.
+        A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``, and in a ring what it takes
+        to share the keys and values of ``[0, a)`` again.
         """
-        self._check(variant)
+        variant = self._priced(variant)
         alike: dict[tuple[Shape, Reach], list[int]] = {}
         for i, group in enumerate(groups):
             alike.setdefault(self.place(group), []).append(i)
         priced: list[Parts] = [Parts()] * len(groups)
         for place, members in alike.items():
             fixed = self._fixed_parts(place[0], variant, place[1])
-            sums = self._sums([groups[i] for i in members], place, variant)
+            sums = span_sums(self, [groups[i] for i in members], place, variant)
             for row, i in enumerate(members):
                 added = {name: int(values[row]) for name, values in sums.items()}
                 priced[i] = Parts(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
@@ -217,15 +220,22 @@ class CostModel:
         own = tuple(ranks)
         return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
 
-    def round_times(self, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+    def round_times(
+        self,
+        work: Work,
+        variant: Variant,
+        stage: StageShare | None = None,
+        priced: Sequence[Parts] | None = None,
+    ) -> RoundTimes:
         """Time of a round: of every rank in all its groups, of every network card and link.
 
         Args:
             work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
             variant: whose checkpoint the work has.
             stage: which part of the model the work is; None: all of it.
+            priced: parts of its groups, if they are known.
         """
-        return rounds.round_times(self, work, variant, stage)
+        return rounds.round_times(self, work, self._priced(variant), stage, priced)
 
     def step_overhead_ns(self, variant: Variant) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
@@ -241,7 +251,7 @@ class CostModel:
         """Step time of a plan in closed form (one-stage pipelines)."""
         return closed_form.plan_ns(self, plan)
 
-    def _documents(
+    def document_parts(
         self, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
     ) -> dict[str, np.ndarray]:
         """int64[S, n] per part: ns that each document adds to a group of each shape.
@@ -263,18 +273,6 @@ class CostModel:
         parts["attention"] = np.rint(attention).astype(np.int64)
         return parts
 
-    def _sums(self, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant) -> dict[str, np.ndarray]:
-        """int64[G] per part: ns that the spans of each of these alike groups add up to."""
-        edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
-        tokens, inverse = np.unique(self.tokens(edges), return_inverse=True)
-        start, stop = inverse.reshape(-1, 2).T
-        owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
-        sums = {}
-        for name, values in self._documents(tokens, [place], variant).items():
-            sums[name] = np.zeros(len(groups), dtype=np.int64)
-            np.add.at(sums[name], owner, values[0, stop] - values[0, start])
-        return sums
-
     def _aligned(self, shape: Shape) -> Reach:
         """Reach of the shape on any aligned block."""
         ranks = tuple(range(shape.degree))
@@ -292,7 +290,16 @@ class CostModel:
             self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
         return self._fixed[key]
 
+    def _priced(self, variant: Variant) -> Variant:
+        """The variant by whose constants this one takes as long: running a stage again is running its layers again."""
+        if variant.checkpoint == Checkpoint.STAGE:
+            variant = variant._replace(checkpoint=Checkpoint.FULL)
+        self._check(variant)
+        return variant
+
     def _check(self, variant: Variant) -> None:
+        if variant.resident and any(variant.checkpoint == known.checkpoint for known in self.engine.variants):
+            return  # the memory of a stage has other limits
         if self._capacity.get(variant, 0) < 1:
             legal = ", ".join(str(v) for v in self.variants)
             raise SeqloomError(f"variant {variant} is not possible here; choose one of {legal}")

@@ -33,8 +33,12 @@ class Shape(NamedTuple):
 
     @property
     def kernels(self) -> int:
-        """Kernel calls that a document takes on a rank: one per ring step; one per chunk of gathered keys."""
-        return self.ring if self.hides else min(self.ring, 2)
+        """Kernel calls that a document takes on the rank that has most of them.
+
+        A ring takes one per step. Of gathered keys, each of a rank's two chunks takes its own causal square and all
+        keys before it; only the first chunk of a document, which a ring of two has on one of its ranks, has none.
+        """
+        return self.ring if self.ring == 1 or self.hides else min(self.ring + 1, 4)
 
     def __str__(self) -> str:
         kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")
@@ -42,13 +46,18 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a whole step decides once: which activations are kept, and when gradients are reduced."""
+    """What a whole step decides once: which activations are kept, and when gradients are reduced.
+
+    ``resident``: parameters stay gathered and gradients whole from the first round to the last, as in pipelines of
+    several stages; rounds then neither gather nor reduce.
+    """
 
     checkpoint: Checkpoint
     reduce: Reduce
+    resident: bool = False
 
     def __str__(self) -> str:
-        return f"{self.checkpoint.value}/{self.reduce.value}"
+        return f"{self.checkpoint.value}/{self.reduce.value}" + ("/resident" if self.resident else "")
 
 
 # Which part counts in which lane. A group takes as long as its longest lane, so parts that run side by side

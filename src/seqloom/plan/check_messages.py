@@ -91,10 +91,11 @@ def deadlock(plan: Plan) -> None:
     """All rows can be run to their end when a receive waits for its send."""
     for current in tables(plan):
         if current.width > 1:
-            ending(current, _send_of, "a receive waits for its send")
+            ending(current, send_of, "a receive waits for its send")
 
 
-def _send_of(action: Action) -> Action | None:
+def send_of(action: Action) -> Action | None:
+    """Return what a RECV waits for."""
     return other_side(action) if action.kind in _RECEIVES else None
 
 

@@ -70,7 +70,7 @@ class Sharded:
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         for layer in network.layers:
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
-        self._network, self._compute = network, compute
+        self._network, self._compute, self._weights = network, compute, WeightGradients()
         self._loss = LossOf(network, chunk)
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
@@ -85,8 +85,8 @@ class Sharded:
 
     @property
     def weights(self) -> WeightGradients:
-        """See `Parameters.weights`."""
-        return self._network.weights
+        """See `Parameters.weights`. Nothing waits there: FSDP2 reduces a layer's gradients in its backward."""
+        return self._weights
 
     def room(self, tokens: int) -> torch.Tensor:
         """See `Parameters.room`."""
@@ -105,14 +105,14 @@ class Sharded:
             )
         loss = self._loss(given, labels, context)
         if not torch.is_grad_enabled():  # no backward will release what forward has gathered
-            for part in self._parts:
-                part.reshard()
+            for sharded in self._parts:
+                sharded.reshard()
         return loss
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Without `reduce`, whole gradients stay on this rank and add up."""
         self._root.set_requires_gradient_sync(reduce)
-        torch.autograd.backward((output,), (gradient,))
+        torch.autograd.backward(output, gradient)
 
     def reduce(self, part: Part) -> None:
         """See `Parameters.reduce`; the last backward did it."""

@@ -143,7 +143,7 @@ class Replicated:
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. A shard group of one rank has nothing to reduce."""
-        torch.autograd.backward((output,), (gradient,))
+        torch.autograd.backward(output, gradient)
 
     def reduce(self, part: Part) -> None:
         """See `Parameters.reduce`; a shard group of one rank has nothing to reduce."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -107,9 +108,10 @@ def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) 
             missing = f"{waiting} of pipeline {number} is never sent; add {Action(stage, kind, r)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
     host = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
+    price = cache(partial(message_ns, cost, pipeline))
     for stage, kind, r in sorted(sends):
         other = stage + _TO_NEXT[kind]
-        ns = message_ns(cost, pipeline, r, min(stage, other))
+        ns = price(r, min(stage, other))
         links = ((number, host[stage], "out"), (number, host[other], "in"))
         task = engine.add(ns, links=links)
         yield Message(Place(number, stage, r), Place(number, other, r), kind, ns, task)

@@ -25,6 +25,7 @@ from seqloom.train.sections import (
     Logging,
     Model,
     Optimiser,
+    Pipelining,
     Planning,
     Run,
     Schedule,
@@ -53,6 +54,7 @@ class Config:
     model: Model
     data: Data
     plan: Planning = field(default_factory=Planning)
+    pipeline: Pipelining = field(default_factory=Pipelining)
     optimiser: Optimiser = field(default_factory=Optimiser)
     schedule: Schedule = field(default_factory=Schedule)
     evaluation: Evaluation = field(default_factory=Evaluation)

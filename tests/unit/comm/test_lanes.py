@@ -53,7 +53,7 @@ def test_another_dtype_is_reported(strict):
         tensor = torch.zeros(3, dtype=torch.float64 if transport.rank else torch.float32)
         (transport.receive(tensor, 0, B) if transport.rank else transport.send(tensor, 1, B)).wait()
 
-    with pytest.raises(SeqloomError, match="sends 3 float32 to rank 1, but .* receives 3 float64 from rank 0"):
+    with pytest.raises(SeqloomError, match=r"sends 3 float32 to rank 1, but .* receives 3 float64 from rank 0"):
         run_ranks(2, body, strict=strict)
 
 

@@ -3,25 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from seqloom.errors import unknown
 from seqloom.plan.error import PlanError
-from seqloom.plan.schedules import strict
+from seqloom.plan.schedules import looped, strict, vee, zero_bubble
+from seqloom.plan.schedules.play import Times
 from seqloom.plan.schedules.schedule import Schedule
 
-_SCHEDULES: dict[str, Callable[[str, int, Sequence[int]], Schedule]] = {
-    "gpipe": strict.all_forwards_first,
-    "1f1b": strict.one_forward_one_backward,
-    "terapipe": strict.all_forwards_first,
-    "seq1f1b": strict.one_forward_one_backward,
+MOST_CELLS = 1 << 18
+"""Stages times units: the largest table that is built by name."""
+
+
+class Request(NamedTuple):
+    """What is asked for, checked."""
+
+    name: str
+    hosts: int
+    chunks: int
+    pieces: tuple[int, ...]
+    """Of every micro-batch."""
+    times: Times | tuple[int, int, int]
+
+    @property
+    def micro_batches(self) -> int:
+        """How many there are."""
+        return len(self.pieces)
+
+
+class Family(NamedTuple):
+    """How a schedule is built, and what it takes."""
+
+    build: Callable[[Request], Schedule]
+    chunks: tuple[int, int | None]
+    """The least and the most stages per host; None for any number."""
+    whole: str = ""
+    """What to use for sequences in pieces, where this one takes only whole micro-batches."""
+
+
+_ONE, _LOOPED, _VEE = (1, 1), (2, None), (2, 2)
+
+FAMILIES: dict[str, Family] = {
+    "gpipe": Family(lambda r: strict.all_forwards_first(r.name, r.hosts, r.pieces), _ONE),
+    "1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
+    "interleaved": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
+    "breadth-first": Family(lambda r: looped.breadth_first(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
+    "zb-h1": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
+    "zb-h2": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times, 2), _ONE),
+    "zb-v": Family(lambda r: vee.zb_v(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
+    "v-half": Family(lambda r: vee.v_half(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
+    "v-min": Family(lambda r: vee.v_min(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b"),
+    "terapipe": Family(lambda r: strict.all_forwards_first(r.name, r.hosts, r.pieces), _ONE),
+    "seq1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
+    "seq1f1b-i": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
+    "seq1f1b-zb": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
 }
 
-NAMES = tuple(_SCHEDULES)
+NAMES = tuple(FAMILIES)
 """Every schedule that can be asked for by name."""
 
 
 def schedule_of(
-    name: str, stages: int, micro_batches: int, pieces: int | Sequence[int] = 1, chunks: int | None = None
+    name: str,
+    stages: int,
+    micro_batches: int,
+    pieces: int | Sequence[int] = 1,
+    chunks: int | None = None,
+    times: Times | tuple[int, int, int] = (1, 1, 1),
 ) -> Schedule:
     """Build a schedule by its name.
 
@@ -31,10 +79,48 @@ def schedule_of(
         micro_batches: sequences (or packs) of the step.
         pieces: pieces of every sequence, or one number per sequence.
         chunks: stages per host; None takes the least that the schedule allows.
+        times: forward, input half and weight half of a unit: orders with split backwards are fitted to them.
     """
-    if name not in _SCHEDULES:
+    if name not in FAMILIES:
         raise unknown("schedule", name, NAMES)
-    counts = [pieces] * micro_batches if isinstance(pieces, int) else list(pieces)
+    family = FAMILIES[name]
+    counts = [pieces] * max(0, micro_batches) if isinstance(pieces, int) else list(pieces)
+    for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", min(counts, default=1))):
+        if value < 1:
+            raise PlanError(f"{name} with {value} {what}; there is at least 1; use 1 or more")
     if len(counts) != micro_batches:
         raise PlanError(f"{len(counts)} numbers of pieces for {micro_batches} micro-batches; give one for each")
-    return _SCHEDULES[name](name, stages, counts)
+    if family.whole and max(counts) > 1:
+        raise PlanError(
+            f"{name} with {max(counts)} pieces per micro-batch; it runs whole micro-batches, because it orders their "
+            f"backwards first in, first out; use 1 piece, or the schedule {family.whole}"
+        )
+    asked = _chunks(name, family, chunks)
+    _size(name, stages * asked, micro_batches, sum(counts))
+    return family.build(Request(name, stages, asked, tuple(counts), times))
+
+
+def _chunks(name: str, family: Family, chunks: int | None) -> int:
+    """Return the stages per host."""
+    least, most = family.chunks
+    if chunks is None:
+        return least
+    if chunks < least or (most is not None and chunks > most):
+        must = f"{least}" if most == least else f"at least {least}"
+        other = {1: "interleaved or seq1f1b-i take more", 2: "1f1b or seq1f1b take 1"}[least]
+        nearest = max(chunks, least) if most is None else min(max(chunks, least), most)
+        raise PlanError(f"{name} with {chunks} chunks per stage; it has {must}, {other}; use {nearest}")
+    return chunks
+
+
+def _size(name: str, stages: int, micro_batches: int, units: int) -> None:
+    """Refuse a table that nobody could want."""
+    if stages * units > MOST_CELLS:
+        most = MOST_CELLS // max(stages, 1)
+        way_out = (
+            f"use at most {most // micro_batches:,} pieces"
+            if most >= micro_batches
+            else (f"use at most {most:,} micro-batches" if most else f"use at most {MOST_CELLS:,} stages")
+        )
+        value = f"{name} with {stages:,} stages and {units:,} units"
+        raise PlanError(f"{value}; a table has at most {MOST_CELLS:,} cells; {way_out}")

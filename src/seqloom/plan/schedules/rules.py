@@ -7,7 +7,8 @@ that have no messages yet: a forward waits for the stage before it, a backward f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from seqloom.plan.schedules.grid import grid
 from seqloom.plan.table import Table
 
 if TYPE_CHECKING:
-    from seqloom.plan.schedules.schedule import Schedule
+    from seqloom.plan.schedules.schedule import Rows, Schedule
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
@@ -36,17 +37,23 @@ def validate(schedule: Schedule, cap: int | Sequence[int] | None = None, held: n
     """
     _shape(schedule)
     table = Table(schedule.name, schedule.hosts, len(schedule.units), schedule.rows, schedule.links)
-    try:
+    with drawn(schedule.rows):
         complete(table)
         ordered(table)
         ending(table, _waits(schedule), "a forward waits for the stage before, a backward for the stage after")
         if cap is not None:
             _memory(schedule, cap, held)
+
+
+@contextmanager
+def drawn(rows: Rows) -> Iterator[None]:
+    """Add the grid, with the failing step marked, to an error that names one."""
+    try:
+        yield
     except PlanError as error:
         if error.at is None:
             raise
-        picture = grid(schedule.rows, mark=error.at)
-        raise PlanError(f"{error}\n{picture}", rule=error.rule, at=error.at) from None
+        raise PlanError(f"{error}\n{grid(rows, mark=error.at)}", rule=error.rule, at=error.at) from None
 
 
 def _shape(schedule: Schedule) -> None:

@@ -78,6 +78,19 @@ class Schedule:
 
         return with_messages(self.hosts, self.rows)
 
+    def to_csv(self) -> str:
+        """The rows as a CSV file that torch.distributed.pipelining loads; see `files`."""
+        from seqloom.plan.schedules.files import to_csv
+
+        return to_csv(self.rows)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "file", pieces: int | Sequence[int] = 1) -> Schedule:
+        """Read and check a CSV file whose units are sequences of so many pieces; see `files`."""
+        from seqloom.plan.schedules.files import from_csv
+
+        return from_csv(text, name, pieces)
+
     def rows_of_plan(self) -> Rows:
         """The rows of a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once."""
         rows = []

@@ -1,4 +1,4 @@
-"""Orders with one stage per host and whole backwards: GPipe, 1F1B, TeraPipe and Seq1F1B.
+"""Orders with one stage per host: GPipe, 1F1B, TeraPipe and Seq1F1B.
 
 All of them run forwards in the order of the units and backwards in the order of `backward_order`: sequences first
 in, first out; pieces last in, first out. They differ in how many forwards come before which backward.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from seqloom.plan.action import Action, ActionKind
+from seqloom.plan.schedules.pace import one_more_each, paced
 from seqloom.plan.schedules.schedule import Schedule, Unit, backward_order, units_of
 
 F, B = ActionKind.F, ActionKind.B
@@ -29,42 +30,28 @@ def all_forwards_first(name: str, stages: int, pieces: Sequence[int]) -> Schedul
         pieces: how many each sequence has, in forward order.
     """
     units = units_of(pieces)
-    back = list(backward_order(units))
-    rows = tuple(
-        (*(Action(s, F, u) for u in range(len(units))), *(Action(s, B, u) for u in back)) for s in range(stages)
-    )
-    return Schedule(name, tuple(range(stages)), units, rows)
+    return _paced(name, stages, units, [len(units)] * len(units), 0)
 
 
-def one_forward_one_backward(name: str, stages: int, pieces: Sequence[int]) -> Schedule:
+def one_forward_one_backward(name: str, stages: int, pieces: Sequence[int], lead: int = 1) -> Schedule:
     """1F1B over pieces, which is Seq1F1B: warm-up of p - r - 2 + k forwards on host r where all have k pieces.
 
     Args:
         name: of the schedule.
         stages: one per host.
         pieces: how many each sequence has, in forward order.
+        lead: forwards that a host is ahead of the next one; 1 is the least that never waits for itself.
     """
     units = units_of(pieces)
-    back, lead = list(backward_order(units)), forwards_before(units)
-    rows = []
-    for s in range(stages):
-        row, done = [], 0
-        for u, least in zip(back, lead, strict=True):
-            until = min(len(units), least + stages - 1 - s)
-            row += [Action(s, F, number) for number in range(done, until)]
-            row.append(Action(s, B, u))
-            done = max(done, until)
-        rows.append(tuple(row))
+    ends = {unit.sequence: number + 1 for number, unit in enumerate(units)}
+    before = one_more_each([ends[units[u].sequence] for u in backward_order(units)], len(units))
+    return _paced(name, stages, units, before, lead)
+
+
+def _paced(name: str, stages: int, units: tuple[Unit, ...], before: Sequence[int], lead: int) -> Schedule:
+    back = list(backward_order(units))
+    rows = [
+        paced([Action(s, F, u) for u in range(len(units))], [Action(s, B, u) for u in back], before, lead * d)
+        for s, d in zip(range(stages), reversed(range(stages)), strict=True)
+    ]
     return Schedule(name, tuple(range(stages)), units, tuple(rows))
-
-
-def forwards_before(units: Sequence[Unit]) -> list[int]:
-    """How many forwards the last host runs before its 1st, 2nd, .. backward: one more each time, or what it needs.
-
-    A backward needs the forwards of its whole sequence. With k pieces each: k, k + 1, k + 2, .., all.
-    """
-    ends: dict[int, int] = {unit.sequence: number + 1 for number, unit in enumerate(units)}
-    lead: list[int] = []
-    for u in backward_order(units):
-        lead.append(min(len(units), max(ends[units[u].sequence], lead[-1] + 1 if lead else 0)))
-    return lead
