@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from seqloom.comm import Ranks
 from seqloom.plan import Plan
 from seqloom.plan.schedules.registry import NAMES
-from seqloom.testing.pipelines import pipeline_plans, pipeline_steps, scheduled_steps
+from seqloom.testing.pipelines import pipeline_plans, pipeline_steps
+from seqloom.testing.scheduled import scheduled_steps
 
 torch.set_num_threads(1)
 

@@ -76,7 +76,6 @@ class Sharded:
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             _sum_only(part)
-        self._module = network.module
         self._masters = trained(network.module)  # while nothing is gathered, these are the shards
 
     @property
@@ -142,7 +141,7 @@ class Sharded:
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.values`; each is gathered when its turn comes."""
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._network.module.named_parameters():
             held = parameter.detach()
             yield name, held.full_tensor() if isinstance(held, DTensor) else held
 

@@ -26,7 +26,6 @@ from seqloom.plan import (
     Work,
     in_order,
 )
-from seqloom.plan.schedules.registry import FAMILIES, schedule_of
 from seqloom.testing.steps import Step, tiny_spec
 from seqloom.testing.strategies_groups import Shape, group_shapes
 from seqloom.testing.tables import Table, later_pieces, rows_in_order
@@ -153,33 +152,6 @@ def pipeline_plans(draw: st.DrawFn, step: Step, *, max_hosts: int = 4) -> Plan:
 
 
 @st.composite
-def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
-    """Draw a step and its plan in the order of a schedule that has a name.
-
-    A sequence of the schedule is a document in as many pieces, with whole documents beside some of the pieces.
-    """
-    hosts, width = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    pieces = [draw(st.integers(1, 1 if FAMILIES[name].whole else 3)) for _ in range(draw(st.integers(1, 6)))]
-    schedule = schedule_of(name, hosts, len(pieces), pieces)
-    spans = [[] for _ in schedule.units]
-    lengths = [draw(st.integers(count, 9)) for count in pieces]
-    for number, (sequence, piece, count) in enumerate(schedule.units):
-        low, high = (lengths[sequence] * (piece + k) // count for k in (0, 1))
-        spans[number].append(Span(sequence, low, high))
-    for place in draw(st.lists(st.integers(0, len(spans) - 1), max_size=2)):
-        spans[place].append(Span(len(lengths), 0, length := draw(st.integers(1, 5))))
-        lengths.append(length)
-    spec = tiny_spec(layers=len(schedule.hosts), tied=draw(st.booleans()), hidden=8, ffn=8)
-    own = ample(hosts * width, spec.heads)
-    stages = stages_on(schedule.hosts, width, spec.layers)
-    rounds = draw(_rounds(spans, len(lengths), stages, own, Sharding.FULL))
-    line = Pipeline(stages, rounds, schedule.rows_of_plan())
-    plan = Plan(own, Sharding.FULL, Reduce.STEP, tuple(lengths), (line,), name)
-    plan.validate()
-    return Step(tuple(lengths), spec), plan
-
-
-@st.composite
 def piece_rounds(
     draw: st.DrawFn, lengths: Sequence[int], stages: Sequence[Stage], own: Limits, sharding: Sharding
 ) -> tuple[Round, ...]:
@@ -199,11 +171,11 @@ def piece_rounds(
         where = sorted(draw(st.permutations(range(count)))[: len(cuts) + 1])
         for number, (start, stop) in zip(where, pairwise([0, *sorted(cuts), length]), strict=True):
             seats[number].append(Span(document, start, stop))
-    return draw(_rounds([spans for spans in seats if spans], len(lengths), stages, own, sharding))
+    return draw(grouped_rounds([spans for spans in seats if spans], len(lengths), stages, own, sharding))
 
 
 @st.composite
-def _rounds(
+def grouped_rounds(
     draw: st.DrawFn,
     seats: Sequence[list[Span]],
     documents: int,

@@ -19,7 +19,8 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.models import Transformer
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.runtime import Network, Replicated, bind_plan, recompute_layers, run_step
+from seqloom.runtime import Network, Replicated, bind_plan, run_step
+from seqloom.train.model import made_ready
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Largest relative difference of loss, norm and gradients that rounding explains."""
@@ -94,9 +95,7 @@ def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Netwo
     networks = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
 
     def body(transport: Transport) -> Outcome | None:
-        network = networks[transport.rank]
-        recompute_layers(network.layers)
-        parameters = Replicated(network, transport)
+        parameters = Replicated(made_ready(networks[transport.rank]), transport)
         bound = bind_plan(plan, transport)
         result = run_step(bound, parameters, lambda context: rank_rows(source, context, batch), batch.valid_tokens)
         if transport.rank:
