@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 PIECES = (Span(0, 0, 8), Span(0, 8, 11), Span(0, 11, 20))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "checkpoint"), [("llama", "none"), ("qwen2-windows", "selective")])
 def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
     plain, model = tiny_model(name), tiny_model(name)
