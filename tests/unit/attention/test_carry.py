@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqloom.attention import Carry, attention
 from seqloom.attention.kernels.reference import Reference
-from seqloom.comm import Alone, bind, run_ranks
+from seqloom.comm import Alone, Counting, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Group, Layout, Method, Route, Span, Work
 from seqloom.testing.attention_cases import Case, assemble, worst
@@ -108,6 +108,24 @@ def test_evaluation_frees_a_document_after_its_last_piece():
         forward(context)
         held.append(carry.bytes)
     assert held == [30 * ROW * 8, 30 * ROW * 8, 0]
+
+
+def test_a_ring_sends_the_prefix_beside_the_piece():
+    """The second piece: 4 rows of its own and 6 before them go round, gradients in float32 one hop more."""
+    pieces = [[Span(0, 0, 12)], [Span(0, 12, 20)]]
+
+    def body(transport):
+        counting, outs, sent = Counting(transport), [], []
+        for context in case(1, 2, pieces, (20,)).bind(counting, Carry()):
+            outs.append(forward(context, torch.bfloat16))
+        for out in reversed(outs):
+            counting.reset()
+            out.sum().backward()
+            sent.append((counting.traffic("exchange").calls, counting.traffic("exchange").bytes))
+        return sent
+
+    last, first = (4 + 6) * ROW * (2 + 2 * 4), 6 * ROW * (2 + 2 * 4)
+    assert run_ranks(2, body, strict=True) == [[(3, last), (3, first)]] * 2
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
