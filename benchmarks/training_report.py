@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import record
 from common import Check, show, show_checks
 
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, Shape
 from seqloom.cost.calibrate import Calibration, Trial
+from seqloom.plan import Group
 from seqloom.planners.registry import Planned
 
 TIE = 1.01
@@ -39,7 +41,7 @@ class Report:
             "predicted_ms": cost.plan_ns(made.plan) / 1e6,
             "plan_ms": made.plan_ns / 1e6,
             "rounds": len(rounds),
-            "groups": {f"{u}x{r}": sum((g.ulysses, g.ring) == (u, r) for g in groups) for u, r in shapes(groups)},
+            "groups": {str(shape): count for shape, count in sorted(Counter(map(shape_of, groups)).items())},
             "plan": made.plan.hash[:12],
         }
 
@@ -117,8 +119,8 @@ class Report:
         return np.array([row[name][key] for row in self.rows], dtype=float)
 
 
-def shapes(groups: Any) -> list[tuple[int, int]]:
-    return sorted({(group.ulysses, group.ring) for group in groups})
+def shape_of(group: Group) -> Shape:
+    return Shape(group.ulysses, group.ring, group.method)
 
 
 def described(trial: Trial, predicted_ns: float) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def described(trial: Trial, predicted_ns: float) -> dict[str, Any]:
     rounds = trial.plan.pipelines[0].rounds
     group = rounds[0].work[0].groups[0]
     return {
-        "shape": f"{group.ulysses}x{group.ring}",
+        "shape": str(shape_of(group)),
         "documents": len(group.spans),
         "length": group.spans[0].tokens,
         "rounds": len(rounds),

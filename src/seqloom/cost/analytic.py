@@ -101,7 +101,7 @@ class AnalyticEngine:
             "ulysses": ulysses.time,
             "ring": ring,
             "network": ulysses.network + sharing.network,
-            "kv_gather": 0.0 if shape.hides else sharing.time,
+            "kv_gather": 0.0 if shape.hides else sharing.time + self.links.gathered(shape),
             "link": ulysses.link + sharing.link,
         }
 

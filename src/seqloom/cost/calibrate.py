@@ -25,7 +25,9 @@ CONSTANTS = (
     "matmul",
     "memory",
     "attention",
+    "tile",
     "document",
+    "gathered",
     "layer",
     "ring_step",
     "step",
@@ -68,6 +70,8 @@ class Calibration:
 def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, float]) -> Calibration:
     """Fit the constants of a profile to measured steps. One that no step depends on stays as it is at the start.
 
+    Without a ring among the steps, tiles are as much dearer as causal documents are: the kernels are the same.
+
     Args:
         cost: prices the plans; its profile is the start, in which every fitted constant costs something.
         trials: steps of equal groups, so that no group waits for another.
@@ -87,6 +91,8 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
         target.append(np.array([weight * float(name in fitted)]))
     found = non_negative(np.concatenate(design), np.concatenate(target))
     factors = dict.fromkeys(CONSTANTS, 1.0) | dict(zip(fitted, found.tolist(), strict=True))
+    if "tile" not in fitted:
+        factors["tile"] = factors["attention"]
     profile = scaled(start, factors)
     return Calibration(profile, factors, tuple(trials), tuple(_prices(cost, profile, trials).tolist()))
 
@@ -113,13 +119,14 @@ def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticPr
         matmul_tflops=profile.matmul_tflops * _rate(dearer["matmul"]),
         memory_efficiency=profile.memory_efficiency * _rate(dearer["memory"]),
         attention=_curve(profile.attention, dearer["attention"]),
-        tile=_curve(profile.tile, dearer["attention"]),
+        tile=_curve(profile.tile, dearer["tile"]),
         intra=links(profile.intra, "intra"),
         network=links(profile.network, "network"),
         layer_us=profile.layer_us * dearer["layer"],
         round_us=profile.round_us * dearer["layer"],
         ring_step_us=profile.ring_step_us * dearer["ring_step"],
         document_us=profile.document_us * dearer["document"],
+        gathered_us=profile.gathered_us * dearer["gathered"],
         step_us=profile.step_us * dearer["step"],
     )
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
 KV_GRADIENT_BYTES = 4  # dK and dV travel in float32: they are sums of many steps
+MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,16 @@ class Communication:
         crossing = reach.once if reach.proxies else reach.gather
         forward = self._sharing(keys, "collective", reach, crossing, reach.gather)
         return forward + self._sharing(gradients, "collective", reach, reach.gather, reach.gather)
+
+    def gathered(self, shape: Shape) -> float:
+        """ns per token of a rank's own work on gathered keys: sorting them, adding up and sorting their gradients.
+
+        Every rank does it for all tokens of the group, so it weighs most where a wide ring has many short documents.
+        """
+        if shape.method != Method.GATHER or shape.ring == 1:
+            return 0.0
+        size = self.model.layers * self._kv_values(shape) * KV_GRADIENT_BYTES
+        return size / MIB * self.profile.gathered_us * 1e3
 
     def _sharing(self, message: float, kind: str, reach: Reach, crossing: Traffic, wanted: Traffic) -> Flow:
         """ns of messages of so many bytes, routed where the reach says so."""

@@ -136,7 +136,8 @@ class AnalyticProfile(Profile):
     workspace_gib: float  # CUDA context, communicator buffers, fragmentation
     head_chunk: int  # tokens of logits alive at once
     sources: dict[str, str]
-    document_us: float = 0.0  # per document, layer and ring step: kernels that take one document at a time
+    document_us: float = 0.0  # per document, layer and kernel call: kernels that take one document at a time
+    gathered_us: float = 0.0  # per MiB of float32 keys and values gathered in a layer: sorting, adding up gradients
     step_us: float = 0.0  # host time of a step beyond its rounds
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
 

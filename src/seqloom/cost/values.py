@@ -33,8 +33,12 @@ class Shape(NamedTuple):
 
     @property
     def kernels(self) -> int:
-        """Kernel calls that a document takes on a rank: one per ring step; one per chunk of gathered keys."""
-        return self.ring if self.hides else min(self.ring, 2)
+        """Kernel calls that a document takes on the rank that has most of them.
+
+        A ring takes one per step. Of gathered keys, each of a rank's two chunks takes its own causal square and all
+        keys before it; only the first chunk of a document, which a ring of two has on one of its ranks, has none.
+        """
+        return self.ring if self.ring == 1 or self.hides else min(self.ring + 1, 4)
 
     def __str__(self) -> str:
         kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")

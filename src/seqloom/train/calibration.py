@@ -28,6 +28,8 @@ from seqloom.errors import SeqloomError
 from seqloom.train.trials import StepTimer, described, trial_plans
 
 REPEATS = 3
+BRIEF_S, OFTENER = 0.25, 3
+"""Steps of fewer seconds are repeated that many times as often: a delay of the host weighs more in them."""
 KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
 """Documents whose kernels are timed; what the shortest costs is what any document costs, however short."""
 MESSAGES = (1 << 12, 1 << 22)
@@ -36,6 +38,8 @@ TOKENS = 2048
 """Rows of the matrix products."""
 START_US = {"step_us": 1_000.0, "layer_us": 500.0, "ring_step_us": 300.0, "round_us": 0.0}
 """Where the fit of constants begins that cannot be measured apart."""
+GATHERED_US = 1_000.0
+"""The same for work on gathered keys; on a CPU alone, since elsewhere it is a kernel that hides among others."""
 
 Report = Callable[[str], None]
 Send = Callable[[torch.Tensor], None]
@@ -70,9 +74,9 @@ class Machine:
         trials = []
         for plan in trial_plans(cost, longest):
             report(f"trial {len(trials) + 1}: {described(plan)}")
-            self.timer.seconds(plan)
-            trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(REPEATS))))
-        apart = ["matmul", "attention", "document"]
+            repeats = REPEATS if self.timer.seconds(plan) > BRIEF_S else OFTENER * REPEATS
+            trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(repeats))))
+        apart = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
             apart.append(f"{self._links}.collective.bytes")
         return calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
@@ -92,6 +96,8 @@ class Machine:
         apart = dict.fromkeys(changes, f"measured apart, {ranks}, then fitted to steps of {spec.name}")
         fitted = dict.fromkeys(("memory_efficiency", *START_US), f"fitted to steps of {spec.name}, {ranks}")
         fitted |= {"round_us": "in layer_us", "overlap": "0: traffic is fitted as what does not hide"}
+        if self.device.type == "cpu":
+            changes["gathered_us"], fitted["gathered_us"] = GATHERED_US, fitted["layer_us"]
         changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | apart | fitted}
         return replace(self.given, **changes, **START_US)
 

@@ -79,6 +79,9 @@ class Load(NamedTuple):
 def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
     """Plans of equal groups side by side: every power of two as degree, from next to nothing to full ranks.
 
+    Full ranks have short documents, middling ones, or the longest, and keys that go round a ring or are gathered:
+    what a document costs and what a token costs differs between these, and plans have all of them.
+
     Args:
         cost: of the machine; its capacity bounds the loads.
         longest: tokens of the longest document that is tried.
@@ -96,7 +99,7 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
             Load(1, TINY * degree),
             Load(max(1, degree * capacity // 2 // SHORT), min(SHORT, capacity)),
             Load(2 * degree, capacity // 2),
-            Load(1, room),
+            Load(max(1, degree * capacity // room), room),
         ]
         first, *others = (shape for shape in shapes if shape.degree == degree)
         yield from (equal_groups(cost, first, load, kept[0]) for load in most)
@@ -105,8 +108,8 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
         narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
         rings = [shape for shape in narrow if shape.method == Method.RING]
         gathers = [shape._replace(method=Method.GATHER) for shape in (first, *rings) if shape.ring > 1]
-        for shape in (*rings, *gathers):
-            yield from (equal_groups(cost, shape, load, kept[0]) for load in (most[0], most[2]))
+        yield from (equal_groups(cost, shape, load, kept[0]) for shape in rings for load in (most[0], most[2]))
+        yield from (equal_groups(cost, shape, load, kept[0]) for shape in gathers for load in most)
 
 
 def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:

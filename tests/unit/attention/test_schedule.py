@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from seqloom.attention.schedule import Chunks, gather_schedule, ring_tiles
-from seqloom.plan import Group, Span
+from seqloom.cost import Shape
+from seqloom.plan import Group, Method, Span
 from seqloom.testing.attention_oracle import visible
 
 PACKS = [(1,), (2, 1), (9,), (40,), (3, 17, 1, 8), (1,) * 12, (64, 33)]
@@ -134,3 +135,14 @@ def test_a_window_skips_steps_and_fetches_neighbours_only():
     schedule = gather_schedule(chunks, 1, causal=True, window=4)  # chunks 1 and 6, behind chunks 0 and 5
     assert schedule.counts == (3, 16, 3, 0)
     assert len(schedule.tiles) == 1, "no key is seen by both chunks"
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
+def test_a_document_takes_as_many_kernel_calls_as_the_cost_model_counts(ring):
+    group = group_of((64, 96, 80), ring)
+    chunks = [Chunks.of(group, index) for index in range(ring)]
+    gathers = [gather_schedule(chunks, index, causal=True, window=None).tiles for index in range(ring)]
+    rings = [[t for keys in chunks for t in ring_tiles(own, keys, causal=True, window=None)] for own in chunks]
+    for method, tiles in ((Method.GATHER, gathers), (Method.RING, rings)):
+        calls = [sum(len(list(tile.segments.rows())) for tile in own) for own in tiles]
+        assert max(calls) == len(group.spans) * Shape(1, ring, method).kernels

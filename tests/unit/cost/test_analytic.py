@@ -240,6 +240,23 @@ def test_what_a_document_and_a_step_cost_however_short():
         assert after.group_parts(empty, variant) == before.group_parts(empty, variant)
 
 
+def test_gathered_keys_cost_every_rank_what_the_whole_group_holds():
+    cluster, model = Cluster.parse("1x8xCPU"), ModelSpec.load("qwen3-0.6b")
+    variant, plain = Variant(Checkpoint.NONE, Reduce.STEP), replace(Profile.load("cpu"), gathered_us=0.0)
+    before, after = (
+        CostModel(cluster, model, profile, "none", budget_gib=100)
+        for profile in (plain, replace(plain, gathered_us=500.0))
+    )
+    for ulysses, ring in ((1, 1), (1, 2), (1, 4), (2, 2), (8, 1)):
+        for method in Method:
+            spans = (Span(0, 0, 300), Span(1, 0, 724))
+            group = Group(tuple(range(ulysses * ring)), ulysses, ring, spans, method)
+            added = after.group_parts(group, variant).kv_gather - before.group_parts(group, variant).kv_gather
+            mib = 1024 * 2 * model.kv_heads // ulysses * model.head_dim * 4 / 2**20
+            expected = model.layers * mib * 500e3 if method == Method.GATHER and ring > 1 else 0
+            assert added == pytest.approx(expected, abs=2)
+
+
 def test_traffic_that_does_not_hide_adds_up():
     cluster, model = Cluster.parse("1x4xCPU"), ModelSpec.load("qwen3-0.6b")
     group = Group((0, 1, 2, 3), 1, 4, (Span(0, 0, 4000),))

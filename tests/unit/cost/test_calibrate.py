@@ -14,6 +14,8 @@ from seqloom.planners import make_plan
 
 MODEL = ModelSpec("m", 2, 64, 2, 2, 32, 128, gated=True, vocabulary=256, tied=False)
 START = replace(Profile.load("cpu"), document_us=50.0, step_us=900.0, overlap=0.0)
+LOADS = [(1, 64), (4, 200), (2, 500), (1, 1000), (6, 64)]
+"""Documents of every group, and their tokens for each of its ranks."""
 
 
 def cost_of(profile):
@@ -22,9 +24,8 @@ def cost_of(profile):
 
 def trial_plans(cost):
     """Groups of equal work: as many equal documents as blocks, in one round or several."""
-    loads = [(1, 64), (4, 200), (2, 500), (1, 1000), (6, 64)]
     for degree in (1, 2, 4):
-        for documents, length in loads:
+        for documents, length in LOADS:
             lengths = np.full(documents * (4 // degree), length * degree)
             yield make_plan(f"static:{degree}", lengths, cost)
 
@@ -55,6 +56,19 @@ def test_a_dearer_document_is_found():
     assert found.profile.document_us == pytest.approx(250, rel=0.02)
     true, fitted = (cost.step_overhead_ns(cost.variants[0]) for cost in (cost_of(machine), cost_of(found.profile)))
     assert fitted == pytest.approx(true, rel=0.02)  # in all: its parts, summed once per step, cannot be told apart
+
+
+def test_tiles_are_told_from_causal_documents_where_a_ring_has_them():
+    found = calibrate(cost_of(START), measured(scaled(START, {"attention": 1.5, "tile": 2.5})), {})
+    assert found.factors["attention"] == pytest.approx(1.5, abs=0.05)
+    assert found.factors["tile"] == pytest.approx(2.5, abs=0.05)
+
+
+def test_without_a_ring_tiles_go_with_causal_documents():
+    machine, start = scaled(START, {"attention": 1.5}), cost_of(START)
+    plans = [make_plan("static:1", np.full(4 * documents, length), start) for documents, length in LOADS]
+    found = calibrate(start, [Trial(plan, cost_of(machine).plan_ns(plan)) for plan in plans], {})
+    assert found.factors["tile"] == found.factors["attention"] == pytest.approx(1.5, abs=0.05)
 
 
 def test_published_constants_cannot_be_calibrated():

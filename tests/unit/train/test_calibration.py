@@ -16,7 +16,8 @@ from seqloom.train.calibration import matmul_tflops  # noqa: E402
 from seqloom.train.trials import described, trial_plans  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
-START = replace(Profile.load("cpu"), document_us=50.0, step_us=900.0, round_us=0.0, overlap=0.0)
+OWN = {"document_us": 50.0, "gathered_us": 700.0, "step_us": 900.0}
+START = replace(Profile.load("cpu"), **OWN, round_us=0.0, overlap=0.0)
 
 
 def cost_of(profile, sharding="none", ranks=8):
