@@ -26,7 +26,7 @@ from seqloom.train.config import Config
 from seqloom.train.display import open_display
 from seqloom.train.kinds import REFERENCE, Kind, dtypes, gathered
 from seqloom.train.metrics import Metrics, StepRecord
-from seqloom.train.model import made_ready, place
+from seqloom.train.model import made_ready, parts_of, place
 from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
 from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
@@ -66,7 +66,8 @@ class Trainer:
         self._closing, self._kind, self._watch = ExitStack(), kind, watch
         masters, compute = dtypes(config)
         self._compute = compute or masters
-        built, stages = kind.build(config, self.device, masters), setup.planners.stages
+        stages = setup.planners.stages
+        built = kind.build(config, self.device, masters, parts=parts_of(stages, setup.cost, transport.rank))
         self._network = made_ready(built, compiled=config.model.compile, split=len(stages) > 1)
         self.parameters = place(self._network, transport, stages, setup.cost, compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
