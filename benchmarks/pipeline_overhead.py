@@ -141,7 +141,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     figures = {name: measure(plan_of(name, 8, 16, *sizes), 3, arguments.repeat) for name, sizes in SCHEDULES.items()}
     for name, each in figures.items():
-        print(f"{name:12} {each['actions']:4} actions  {each['us_per_action']:6.1f} us each  bind {each['bind_ms']:.1f} ms")
+        count, each_us, bind_ms = each["actions"], each["us_per_action"], each["bind_ms"]
+        print(f"{name:12} {count:4} actions, {each_us:6.1f} us each, bind {bind_ms:.1f} ms")
     worst = max(each["us_per_action"] for each in figures.values())
     print(f"worst {worst:.1f} us, target {TARGET_US:.0f}: {'met' if worst <= TARGET_US else 'MISSED'}")
     if arguments.out:

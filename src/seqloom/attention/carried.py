@@ -125,7 +125,7 @@ class Carried(Shared):
             self.carry.begin_backward(self.layer, piece)
         wide = sum_dtype(saved.q.dtype)
         keys, gradients = self._keys(saved.k, saved.v), []
-        dq = Sum(saved.q, self.joins)
+        begun, dq = self._begun(), Sum(saved.q, self.joins)
         for step in range(self.ring):
             coming = self._rooms(keys, step + 1, keys[0].dtype) if step + 1 < self.ring else []
             arriving = self._rooms(keys, step, wide) if step else []
@@ -137,8 +137,8 @@ class Carried(Shared):
             meanwhile(step)
             handle.wait()
             gradients = []
-            for number, (kv, parts) in enumerate(zip(keys, found, strict=True)):
-                total = add_key_gradients(arriving[number] if arriving else None, len(kv), parts, self.joins)
+            for kv, parts, so_far in zip(keys, found, arriving or begun, strict=True):
+                total = add_key_gradients(so_far, len(kv), parts, self.joins)
                 gradients.append(kv.new_zeros(kv.shape, dtype=wide) if total is None else total)
             keys = coming or keys
         if self.ring > 1:
@@ -147,7 +147,7 @@ class Carried(Shared):
             meanwhile(self.ring)
             handle.wait()
             gradients = home
-        dk, dv = self._settled(gradients).tensor_split(2, dim=1)
+        dk, dv = self._settled(gradients, begun).tensor_split(2, dim=1)
         return dq.result(), dk, dv
 
     def saved(self, saved: Saved, delivered: bool) -> Saved:
@@ -195,13 +195,20 @@ class Carried(Shared):
         views = [self.carry.keys(self.layer, each.piece)[_read(each, self.index)] for each in prefixes]
         return [own, *views]
 
-    def _settled(self, gradients: Tensors) -> torch.Tensor:
+    def _begun(self) -> list[torch.Tensor | None]:
+        """Return the sums that the first step goes on with: where nothing travels, those of the carry, in place."""
+        prefixes = [source.prefix for source in self.sources]
+        if self.ring > 1:
+            return [None for _ in prefixes]
+        return [None if each is None else self.carry.left(self.layer, each.piece, each.begins[0]) for each in prefixes]
+
+    def _settled(self, gradients: Tensors, begun: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Leave the gradients of prefixes in the carry; return those of the round, with what later pieces left."""
         own = gradients[0]
         for piece in self.pieces:
             self.carry.take(self.layer, piece, own[piece.rows])
-        for source, gradient in zip(self.sources, gradients, strict=True):
-            if source.prefix is not None:
+        for source, gradient, before in zip(self.sources, gradients, begun, strict=True):
+            if source.prefix is not None and before is None:
                 self.carry.add(self.layer, source.prefix.piece, source.prefix.begins[self.index], gradient)
         return own
 

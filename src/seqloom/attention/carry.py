@@ -141,6 +141,11 @@ class Carry:
             kept.gradient = gradient.new_zeros((piece.start, *gradient.shape[1:]))
         kept.gradient[first : first + len(gradient)] += gradient
 
+    def left(self, layer: int, piece: Piece, first: int) -> torch.Tensor | None:
+        """Return what is left for the rows from `first` to those of a piece, to be added to; None: nothing."""
+        gradient = self._of(layer, piece).gradient
+        return None if gradient is None else gradient[first : piece.start]
+
     def take(self, layer: int, piece: Piece, total: torch.Tensor) -> None:
         """Add to `total` [rows of the piece, 2 * kv heads, dim] what later pieces have left for it, and close it."""
         kept = self._of(layer, piece)

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import numpy as np
 import torch
 
-from seqloom.comm.pieces import pieces_of_round
+from seqloom.comm.pieces import check_documents, pieces_of_round
 from seqloom.comm.remap import Crossing, bind_crossing
 from seqloom.comm.rows import columns, expand, first_rows, inverse, rows_of
 from seqloom.comm.transport import Transport
@@ -171,7 +171,7 @@ def bind(
     _check_ranks(work, transport)
     _check_routes(work, transport, node_size)
     _check_layouts(work)
-    _check_documents(work)
+    check_documents(work)
     in_pieces = pieces_of_round(work, pieces or {})
     rank, device = transport.rank, torch.device(device)
     own = [group for group in work.groups if rank in group.ranks]
@@ -288,14 +288,3 @@ def _check_layouts(work: Work) -> None:
             "groups deal their tokens to ranks in one way, which their kernels and rings rely on; leave the attention "
             "layout out, and give tokens other places in the linear layout"
         )
-
-
-def _check_documents(work: Work) -> None:
-    seen: set[int] = set()
-    for document, _, _ in work.spans():
-        if document in seen:
-            raise SeqloomError(
-                f"document {document} is twice in one round's work; a document, or a piece of one, belongs to one "
-                "group of a round: give the other piece to another round"
-            )
-        seen.add(document)

@@ -41,3 +41,15 @@ def pieces_of_round(work: Work, pieces: Mapping[int, tuple[Span, ...]]) -> dict[
             )
         found[span.document] = every
     return found
+
+
+def check_documents(work: Work) -> None:
+    """Refuse a round with two pieces of one document."""
+    seen: set[int] = set()
+    for document, _, _ in work.spans():
+        if document in seen:
+            raise SeqloomError(
+                f"document {document} is twice in one round's work; a document, or a piece of one, belongs to one "
+                "group of a round: give the other piece to another round"
+            )
+        seen.add(document)

@@ -171,6 +171,7 @@ class Transformer(nn.Module):
         self.spec, self.details = spec, details
         self.model = Decoder(spec, details, dtype=dtype, device="meta")  # no time spent on values that are replaced
         self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False, dtype=dtype, device="meta")
+        self._tie()
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialise(seed)
@@ -181,20 +182,25 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all parameters: norms 1, biases 0, matrices normal with standard deviation 0.02.
+        """Draw all parameters that have memory: norms 1, biases 0, matrices normal with standard deviation 0.02.
 
         Every matrix has a generator of its own, seeded by `seed` and its name, on the CPU and in float32. So its values
         do not depend on what else is drawn, and in another dtype they are the same numbers, rounded.
         """
-        if self.spec.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self._tie()  # `to_empty` has undone it
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # of another rank's stage
+                continue
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
             parameter.copy_(INITIAL_STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+
+    def _tie(self) -> None:
+        if self.spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
 
 def _refuse(spec: ModelSpec, rope: Rope) -> None:

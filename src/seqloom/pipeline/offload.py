@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 LEAST = 1024
@@ -27,7 +28,7 @@ class Offload:
             stays: parameters; what shares memory with them is not moved.
             stream: for the copies; None: the current one.
         """
-        self._stays = {each.untyped_storage().data_ptr() for each in stays}
+        self._stays = set(map(_memory, stays))
         self._stream = stream
         self._tensors: list[torch.Tensor] = []
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -63,8 +64,8 @@ class Offload:
         self._tensors = back
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | int:
-        storage = tensor.untyped_storage().data_ptr()
-        if tensor.numel() < LEAST or storage in self._stays:
+        origin = tensor if tensor._base is None else tensor._base
+        if tensor.numel() < LEAST or isinstance(origin, nn.Parameter) or _memory(tensor) in self._stays:
             return tensor
         # Several nodes may save one tensor. All are alive until the forward ends, so an address means one of them.
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -90,3 +91,8 @@ class Offload:
             host.copy_(tensor, non_blocking=True)
             tensor.record_stream(stream)
         return host
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Name the memory that a tensor is in; others may be in it too."""
+    return tensor.untyped_storage().data_ptr()

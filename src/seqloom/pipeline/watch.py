@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -45,8 +46,8 @@ class Progress:
             error.add_note(self.report())
             raise
         except RuntimeError as error:  # what transports raise for a rank that is gone or late
-            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise SeqloomError(f"{self.place()} ({line})\n{self.report()}") from error
+            line = re.sub(r"^\[\S+:\d+\] ", "", next(iter(str(error).strip().splitlines()), type(error).__name__))
+            raise SeqloomError(self.report(f" ({line})")) from error
         self._awaited = None
 
     def place(self) -> str:
@@ -57,11 +58,11 @@ class Progress:
         action, peer = self._awaited
         return f"{words} and waits for {action}{'' if peer is None else f' from rank {peer}'}"
 
-    def report(self) -> str:
-        """Say what this rank is at, and draw the rows of all hosts around that action."""
+    def report(self, why: str = "") -> str:
+        """Say what this rank is at, and why if that is known, and draw the rows of all hosts around that action."""
         rows = self._pipeline.actions
         mark = None if self._host is None else (self._host, _place_in(rows[self._host], self._action))
-        return f"{self.place()}:\n{grid(rows, mark=mark)}"
+        return f"{self.place()}{why}:\n{grid(rows, mark=mark)}"
 
 
 def _place_in(row: Sequence[Action], action: Action | None) -> int:

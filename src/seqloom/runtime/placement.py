@@ -141,6 +141,18 @@ def materialise(network: Network, parts: Iterable[Part], device: torch.device) -
     exchange(network.module, {id(each): _like(each, device) for each in missing})
 
 
+def move(network: Network, device: torch.device) -> None:
+    """Bring what has values to a device, buffers included; what is on "meta" stays there."""
+    moved = {id(each): each for each in network.module.parameters() if not each.is_meta}
+    exchange(
+        network.module,
+        {key: nn.Parameter(each.detach().to(device), requires_grad=each.requires_grad) for key, each in moved.items()},
+    )
+    for owner in network.module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.to(device))
+
+
 def exchange(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
     """Put parameters in the place of others, wherever these are: what was tied stays tied.
 

@@ -4,7 +4,7 @@ Stage c * p + r is chunk c of host r. Units go through the chunks in blocks: a b
 same units through chunk 1, and so on, then the next block; backward likewise from the last chunk to the first.
 
     interleaved    blocks of p units: the least waiting, ((v - 1) p + 2 (p - 1) + k) units of size 1 / (k v) on host 0
-    breadth-first  one block of all units
+    breadth-first  one block of all units, and backwards after all forwards
 
 The published Seq1F1B-I counts forwards by a formula that is wrong where a block of p units ends inside a sequence:
 it then asks for a backward of a sequence that has not gone forward yet. Here the count comes from what every
@@ -26,7 +26,7 @@ F, B = ActionKind.F, ActionKind.B
 
 
 def breadth_first(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
-    """All units forward through a chunk before any goes through the next; backward likewise.
+    """All units forward through a chunk before any goes through the next; then backward likewise.
 
     Args:
         name: of the schedule.
@@ -35,7 +35,7 @@ def breadth_first(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> 
         pieces: how many each sequence has, in forward order.
     """
     units = units_of(pieces)
-    return _looped(name, hosts, chunks, units, len(units), len(units))
+    return _looped(name, hosts, chunks, units, len(units), len(units), late=True)
 
 
 def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
@@ -66,14 +66,17 @@ def _memory_times_time(schedule: Schedule) -> float:
     return max(played.peak, default=0) * played.makespan
 
 
-def _looped(name: str, hosts: int, chunks: int, units: tuple[Unit, ...], forward: int, backward: int) -> Schedule:
-    """Build the order with blocks of so many units forward and backward."""
+def _looped(
+    name: str, hosts: int, chunks: int, units: tuple[Unit, ...], forward: int, backward: int, late: bool = False
+) -> Schedule:
+    """Build the order with blocks of so many units forward and backward; `late`: backwards after all forwards."""
     back = list(backward_order(units))
     forwards = [(c, u) for block in _blocks(range(len(units)), forward) for c in range(chunks) for u in block]
     backwards = [(c, u) for block in _blocks(back, backward) for c in reversed(range(chunks)) for u in block]
     place = {entry: number for number, entry in enumerate(forwards)}
     last = {unit.sequence: number for number, unit in enumerate(units)}
-    before = one_more_each([place[c, last[units[u].sequence]] + 1 for c, u in backwards], len(forwards))
+    needed = [len(forwards) if late else place[c, last[units[u].sequence]] + 1 for c, u in backwards]
+    before = one_more_each(needed, len(forwards))
     rows = []
     for r in range(hosts):
         mine = [Action(c * hosts + r, F, u) for c, u in forwards]

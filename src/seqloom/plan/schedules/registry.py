@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from seqloom.errors import unknown
 from seqloom.plan.error import PlanError
 from seqloom.plan.schedules import looped, strict, vee, zero_bubble
-from seqloom.plan.schedules.play import Times
-from seqloom.plan.schedules.schedule import Schedule
+from seqloom.plan.schedules.balanced import balanced
+from seqloom.plan.schedules.figures import shares, sizes
+from seqloom.plan.schedules.play import Times, play
+from seqloom.plan.schedules.schedule import Schedule, units_of
 
 MOST_CELLS = 1 << 18
 """Stages times units: the largest table that is built by name."""
@@ -24,6 +28,8 @@ class Request(NamedTuple):
     pieces: tuple[int, ...]
     """Of every micro-batch."""
     times: Times | tuple[int, int, int]
+    memory: Fraction | None
+    """What a host may hold, in micro-batches on all its stages; None for no limit."""
 
     @property
     def micro_batches(self) -> int:
@@ -57,6 +63,7 @@ FAMILIES: dict[str, Family] = {
     "seq1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
     "seq1f1b-i": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
     "seq1f1b-zb": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
+    "balanced": Family(lambda request: _balanced(request), (1, None)),
 }
 
 NAMES = tuple(FAMILIES)
@@ -70,6 +77,7 @@ def schedule_of(
     pieces: int | Sequence[int] = 1,
     chunks: int | None = None,
     times: Times | tuple[int, int, int] = (1, 1, 1),
+    memory: Fraction | None = None,
 ) -> Schedule:
     """Build a schedule by its name.
 
@@ -79,7 +87,10 @@ def schedule_of(
         micro_batches: sequences (or packs) of the step.
         pieces: pieces of every sequence, or one number per sequence.
         chunks: stages per host; None takes the least that the schedule allows.
-        times: forward, input half and weight half of a unit: orders with split backwards are fitted to them.
+        times: forward, input half and weight half of a micro-batch on a stage, or of every unit on every stage: orders
+            with split backwards are fitted to them.
+        memory: the most that a host may hold, in micro-batches on all its stages; a schedule that holds more is
+            refused. `balanced` uses what it may, without a limit as much as seq1f1b.
     """
     if name not in FAMILIES:
         raise unknown("schedule", name, NAMES)
@@ -97,7 +108,25 @@ def schedule_of(
         )
     asked = _chunks(name, family, chunks)
     _size(name, stages * asked, micro_batches, sum(counts))
-    return family.build(Request(name, stages, asked, tuple(counts), times))
+    made = family.build(Request(name, stages, asked, tuple(counts), times, memory))
+    if memory is not None:
+        held, one = sizes(made)
+        made.validate(math.floor(memory * one), held)
+    return made
+
+
+def _balanced(request: Request) -> Schedule:
+    """Equal pieces on equal stages, for the memory of Seq1F1B or what is asked for."""
+    hosts, units = tuple(range(request.hosts)) * request.chunks, units_of(request.pieces)
+    held, one = shares(hosts, units)
+    times = request.times
+    if not isinstance(times, Times):
+        times = Times(*(held * value for value in times))
+    if request.memory is not None:
+        return balanced(hosts, units, times, held, math.floor(request.memory * one))
+    order = strict.one_forward_one_backward(request.name, request.hosts, request.pieces)
+    most = max(play(order, Times.equal(order), held[: request.hosts]).peak)
+    return balanced(hosts, units, times, held, most * request.chunks)
 
 
 def _chunks(name: str, family: Family, chunks: int | None) -> int:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+
+import numpy as np
 
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.error import PlanError
@@ -33,7 +35,7 @@ class Freedom:
     reach: int = 0
     """An action may come before others of its row that are not ready, this many places early."""
     reserve: int = 0
-    """A forward that comes early leaves this many units of memory free."""
+    """A forward that comes early leaves this much memory free."""
 
 
 IN_ORDER = tuple(Freedom(patience) for patience in (0.0, 0.5, 1.0))
@@ -41,7 +43,7 @@ RUN_AHEAD = tuple(Freedom(patience, 4, reserve) for patience, reserve in product
 
 
 def best_of(
-    order: Schedule, times: Times | tuple[int, int, int], caps: Iterable[int], freedoms: Iterable[Freedom]
+    order: Schedule, times: Times | tuple[int, int, int], caps: Iterable[int], freedoms: Iterable[Freedom] = IN_ORDER
 ) -> Schedule:
     """Return the fastest of several ways to place the weight halves, then the one with the least memory.
 
@@ -54,7 +56,7 @@ def best_of(
     known = times if isinstance(times, Times) else Times.equal(order, *times)
     best: tuple[tuple[int, int, int], Schedule] | None = None
     for cap, freedom in product(caps, freedoms):
-        found = squeezed(order, known, cap, freedom)
+        found = squeezed(order, known, cap, freedom=freedom)
         if found is not None:
             played = play(found, known)
             score = played.span, max(played.peak, default=0), played.makespan
@@ -65,30 +67,40 @@ def best_of(
     return best[1]
 
 
-def squeezed(schedule: Schedule, times: Times, cap: int, freedom: Freedom) -> Schedule | None:
+def squeezed(
+    schedule: Schedule,
+    times: Times,
+    cap: int | Sequence[int],
+    held: np.ndarray | None = None,
+    freedom: Freedom = IN_ORDER[0],
+) -> Schedule | None:
     """Return the schedule with split backwards, or None where it comes to a stop at this memory.
 
     Args:
         schedule: rows of F and B in an order that ends.
         times: of every unit on every stage.
-        cap: units of a stage that a host may hold.
+        cap: the most that a host may hold, or one number per host.
+        held: int64[stages, units], what a unit holds on a stage from its F to its W; 1 without it.
         freedom: how far a host may depart from its row.
     """
-    rows = _Run(schedule, times, cap, freedom).rows()
+    caps = [cap] * len(schedule.rows) if isinstance(cap, int) else list(cap)
+    sizes = np.ones((len(schedule.hosts), len(schedule.units)), dtype=np.int64) if held is None else held
+    rows = _Run(schedule, times, caps, sizes, freedom).rows()
     return None if rows is None else replace(schedule, rows=rows)
 
 
 class _Run:
     """All hosts in time."""
 
-    def __init__(self, schedule: Schedule, times: Times, cap: int, freedom: Freedom) -> None:
-        self.hosts, self.cap, self.freedom = schedule.hosts, cap, freedom
+    def __init__(self, schedule: Schedule, times: Times, caps: list[int], held: np.ndarray, freedom: Freedom) -> None:
+        self.hosts, self.caps, self.freedom = schedule.hosts, caps, freedom
+        self.held: list[list[int]] = held.tolist()
         self.last = len(schedule.hosts) - 1
         self.forward, self.backward, self.weights = (column.tolist() for column in times)
         width = len(schedule.rows)
         self.lanes = [_lanes(row) for row in schedule.rows]
         self.done: dict[tuple[int, bool, int], int] = {}
-        self.pending: list[deque[Action]] = [deque() for _ in range(width)]
+        self.pending: list[deque[tuple[int, int]]] = [deque() for _ in range(width)]
         self.live, self.free = [0] * width, [0] * width
         self.out: list[list[Action]] = [[] for _ in range(width)]
         self.heap = [(0, h) for h in range(width)]
@@ -108,17 +120,17 @@ class _Run:
         action, full, soon = self.choose(now, host)
         if action is not None:
             self.run(now, host, action)
-        elif self.pending[host] and (full or soon is None or self.worth(soon - now, self.pending[host][0])):
-            weights = self.pending[host].popleft()
-            self.out[host].append(weights)
-            self.live[host] -= 1
-            self.busy(host, now + self.weights[weights.stage][weights.round])
+        elif self.pending[host] and (full or soon is None or self.worth(soon - now, *self.pending[host][0])):
+            stage, number = self.pending[host].popleft()
+            self.out[host].append(Action(stage, W, number))
+            self.live[host] -= self.held[stage][number]
+            self.busy(host, now + self.weights[stage][number])
         elif soon is not None:
             heapq.heappush(self.heap, (soon, host))
 
-    def worth(self, gap: int, weights: Action) -> bool:
+    def worth(self, gap: int, stage: int, number: int) -> bool:
         """Whether a W may go into a gap."""
-        return gap >= self.freedom.patience * self.weights[weights.stage][weights.round]
+        return gap >= self.freedom.patience * self.weights[stage][number]
 
     def choose(self, now: int, host: int) -> tuple[Action | None, bool, int | None]:
         """Return what to run now; whether only memory forbids it; and when the next one is known to be ready."""
@@ -134,7 +146,8 @@ class _Run:
                 soon = ready if soon is None else min(soon, ready)
                 continue
             first = place == heads[0][0]
-            if kind is F and self.live[host] >= self.cap - (0 if first else self.freedom.reserve):
+            spare = self.caps[host] - self.live[host] - (0 if first else self.freedom.reserve)
+            if kind is F and self.held[stage][number] > spare:
                 if first:
                     return None, True, soon
                 full = True
@@ -158,11 +171,11 @@ class _Run:
         lane = next(lane for lane in self.lanes[host] if lane and lane[0][1:] == (stage, action.kind, number))
         lane.popleft()
         if forward:
-            self.live[host] += 1
+            self.live[host] += self.held[stage][number]
             self.out[host].append(action)
         else:
             self.out[host].append(Action(stage, I, number))
-            self.pending[host].append(Action(stage, W, number))
+            self.pending[host].append((stage, number))
         self.done[stage, forward, number] = stop
         self.busy(host, stop)
         for other in self.neighbours[host] - {host}:

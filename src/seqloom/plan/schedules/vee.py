@@ -37,7 +37,7 @@ def zb_v(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, in
     for r in range(hosts):
         turns = [("f", 2 * (hosts - r) - 1), ("gf", r), ("gb", hosts - r), ("fagb", 4 * micro_batches)]
         rows.append(_in_turn(r, 2 * hosts - 1 - r, micro_batches, turns))
-    return best_of(_vee(name, hosts, micro_batches, rows), times, (2 * hosts,), IN_ORDER)
+    return best_of(_vee(name, hosts, micro_batches, rows), times, (2 * hosts,))
 
 
 def v_half(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, int, int]) -> Schedule:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule
-from seqloom.plan.schedules.squeeze import IN_ORDER, best_of
+from seqloom.plan.schedules.squeeze import best_of
 from seqloom.plan.schedules.strict import one_forward_one_backward
 
 
@@ -31,4 +31,4 @@ def zero_bubble(
     """
     order = one_forward_one_backward(name, stages, pieces, lead)
     cap = max(play(order, Times.equal(order)).peak, default=0)
-    return best_of(order, times, (cap,) if lead == 1 else (cap, cap + 1), IN_ORDER)
+    return best_of(order, times, (cap,) if lead == 1 else (cap, cap + 1))
