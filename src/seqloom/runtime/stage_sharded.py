@@ -184,6 +184,10 @@ class StageSharded:
         """See `Parameters.masters`; all of them are distributed tensors, of this rank's stages."""
         return {name: kept.master for name, kept in self._kept.items() if kept.master.requires_grad}
 
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`."""
+        yield from (kept.copy for kept in self._kept.values())
+
     def clear(self) -> None:
         """See `Parameters.clear`. Copies are dropped too: the optimiser may have changed the masters."""
         self._due.clear()
