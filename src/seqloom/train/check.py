@@ -175,8 +175,8 @@ def warnings(run: Outlook, planned: Forecast) -> list[str]:
         reason = next(filter(None, planned.fallbacks))
         count = sum(map(bool, planned.fallbacks))
         found.append(
-            f"the {run.planners.stand_in.name} plan stands in for {count} of {len(run.sample)} steps, since planner {planned.planner!r} "
-            f"could not plan them: {reason}"
+            f"the {run.planners.stand_in.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
+            f"{planned.planner!r} could not plan them: {reason}"
         )
     plan_ns, step_ns = median(planned.plan_ns), median(planned.step_ns)
     if not run.config.plan.ahead:
