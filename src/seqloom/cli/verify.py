@@ -48,12 +48,12 @@ def verify(
     Example:
         seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
     """
-    names = None if planners is None else [name for name in map(str.strip, planners.split(",")) if name]
+    names = [name for name in map(str.strip, (USUAL if planners is None else planners).split(",")) if name]
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    if names == [] or batches < 1:
-        raise SeqloomError(f"--planners {planners!r} and {batches} batches to compare; give at least one of each")
-    rows = _verified(config, overrides or [], names, ranks, dtype, batches)
+    if not names or batches < 1:
+        raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
+    rows = _verified(config, overrides or [], names, ranks, dtype, batches, pipeline=planners is None)
     passed = all(row.passed for row in rows)
     if json:
         print_json({"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]})
@@ -64,9 +64,9 @@ def verify(
 
 
 def _verified(
-    path: Path, overrides: list[str], names: list[str] | None, ranks: int | None, dtype: str, batches: int
+    path: Path, overrides: list[str], names: list[str], ranks: int | None, dtype: str, batches: int, *, pipeline: bool
 ) -> list[Verified]:
-    """Run the comparisons, with progress."""
+    """Run the comparisons, with progress; `pipeline`: of the run's own too, if it has one."""
     try:
         import torch
     except ImportError as error:
@@ -80,8 +80,8 @@ def _verified(
     loaded = Config.load(path, overrides)
     setup = Setup.of(loaded, ranks or loaded.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
-    planners: list[str | Choice] = [*(USUAL.split(",") if names is None else names)]
-    if names is None and len(setup.planners.stages) > 1:
+    planners: list[str | Choice] = [*names]
+    if pipeline and len(setup.planners.stages) > 1:
         planners.append(setup.planners.planner)
     sampler, rows = setup.sampler, []
     precision = getattr(torch, dtype)
