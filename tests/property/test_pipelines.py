@@ -39,7 +39,7 @@ def differences(threads, step, plan, wanted, **options):
     return [found.worst(wanted, **options) for found in results]
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(st.data())
 def test_random_orders_on_the_strict_transport(threads, data):
     """Any stages, pieces, groups, checkpointing, layouts and order; the plan is a value that files keep."""
@@ -69,7 +69,7 @@ def test_random_orders_in_float32(threads, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(st.data())
 def test_every_schedule(threads, name, data):
     step, plan = data.draw(scheduled_steps(name))
