@@ -95,6 +95,11 @@ def stages_asked(names: Sequence[str]) -> int:
     return max((given.get("stages", 2 if base == "pipeline" else 1) for base, given in parsed), default=1)
 
 
+def makes_stages(name: str) -> bool:
+    """Say whether the planner of that name cuts the model into several stages."""
+    return _OPTIONS.get(parse_name(name)[0]) == "stages"
+
+
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
     """Plan one batch with the planner of that name; the plan is validated.
 
