@@ -157,7 +157,7 @@ class Search:
         longest = max(1, hall.longest(degree))
         if self.pieces is not None:
             return [-(-longest // self.pieces)]
-        wanted = [longest // k for k in PIECES]
+        wanted = [-(-longest // k) for k in PIECES]
         wanted += [hall.work // (self.line.width * self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
         if all(name in WHOLE for name in self.names):
             wanted = [max(longest, target) for target in wanted]
