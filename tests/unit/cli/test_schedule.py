@@ -76,7 +76,7 @@ def test_a_file_gives_what_the_name_gave(run, folder):
         (f"seq1f1b {SMALL} --pieces 100000", "use at most 8,192 pieces"),
         (f"1f1b {SMALL} --chunks 2", "use 1"),
         (f"1f1b {SMALL} --memory 0", "--memory 0; a number of micro-batches above 0"),
-        (f"balanced {SMALL} --pieces 4 --memory 0.5", "raise the limit"),
+        (f"balanced {SMALL} --pieces 4 --memory 0.5", "memory for 0.5 micro-batches; all pieces"),
         (f"1f1b {SMALL} --csv s.txt", "a schedule file ends in .csv"),
         (f"1f1b {SMALL} --picture s.png", "a picture file ends in .svg"),
         ("--file missing.csv", "cannot use 'missing.csv'"),

@@ -145,6 +145,14 @@ def test_sequences_may_have_different_numbers_of_pieces():
             assert [unit.pieces for unit in made.units if unit.piece == 0] == counts
 
 
+def test_split_backwards_of_unequal_pieces_hold_no_more_than_whole_ones():
+    for counts in ([4, 1, 3, 2], [1, 8, 1, 1, 4], [5, 5, 1]):
+        whole = measured("seq1f1b", 4, len(counts), counts)
+        split = measured("seq1f1b-zb", 4, len(counts), counts)
+        assert max(split.peak_memory) <= max(whole.peak_memory)
+        assert split.makespan < whole.makespan
+
+
 def test_balanced_keeps_to_the_memory_that_it_is_given():
     for memory in (Fraction(3, 2), Fraction(5, 2), Fraction(4)):
         found = figures(schedule_of("balanced", 4, 8, 4, memory=memory), ONE, ONE, ONE)

@@ -60,11 +60,11 @@ class Schedule:
             last[unit.sequence] = number
         return tuple(pairs)
 
-    def validate(self, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None) -> None:
+    def validate(self, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None, one: int = 1) -> None:
         """Refuse an order that breaks a rule, never ends, or holds more than `cap`; see `rules.validate`."""
         from seqloom.plan.schedules.rules import validate
 
-        validate(self, cap, held)
+        validate(self, cap, held, one)
 
     def grid(self, mark: tuple[int, int] | None = None) -> str:
         """Draw one line per host, an action per column; `mark` is the (host, action) to point at."""

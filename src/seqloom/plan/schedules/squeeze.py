@@ -43,23 +43,27 @@ RUN_AHEAD = tuple(Freedom(patience, 4, reserve) for patience, reserve in product
 
 
 def best_of(
-    order: Schedule, times: Times | tuple[int, int, int], caps: Iterable[int], freedoms: Iterable[Freedom] = IN_ORDER
+    order: Schedule,
+    times: Times,
+    caps: Iterable[int],
+    freedoms: Iterable[Freedom] = IN_ORDER,
+    held: np.ndarray | None = None,
 ) -> Schedule:
     """Return the fastest of several ways to place the weight halves, then the one with the least memory.
 
     Args:
         order: rows of F and B in an order that ends.
-        times: of every unit on every stage, or F, I and W of all of them.
-        caps: units of a stage that a host may hold, to try.
+        times: of every unit on every stage.
+        caps: what a host may hold, to try.
         freedoms: to try.
+        held: as for `squeezed`.
     """
-    known = times if isinstance(times, Times) else Times.equal(order, *times)
     best: tuple[tuple[int, int, int], Schedule] | None = None
     for cap, freedom in product(caps, freedoms):
-        found = squeezed(order, known, cap, freedom=freedom)
+        found = squeezed(order, times, cap, held, freedom)
         if found is not None:
-            played = play(found, known)
-            score = played.span, max(played.peak, default=0), played.makespan
+            played = play(found, times, held)
+            score = played.span, played.makespan, max(played.peak, default=0)
             if best is None or score < best[0]:
                 best = score, found
     if best is None:
