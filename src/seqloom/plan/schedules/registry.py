@@ -15,7 +15,7 @@ from seqloom.plan.schedules.figures import shares, sizes
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule, units_of
 
-MOST_CELLS = 1 << 18
+MOST_CELLS = 1 << 16
 """Stages times units: the largest table that is built by name."""
 
 
@@ -95,10 +95,13 @@ def schedule_of(
     if name not in FAMILIES:
         raise unknown("schedule", name, NAMES)
     family = FAMILIES[name]
-    counts = [pieces] * max(0, micro_batches) if isinstance(pieces, int) else list(pieces)
-    for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", min(counts, default=1))):
+    least, units = _least_and_sum(pieces, micro_batches)
+    for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", least)):
         if value < 1:
-            raise PlanError(f"{name} with {value} {what}; there is at least 1; use 1 or more")
+            raise PlanError(f"{name} with {value:,} {what}; there is at least 1; use 1 or more")
+    asked = _chunks(name, family, chunks)
+    _size(name, stages * asked, micro_batches, units)
+    counts = [pieces] * micro_batches if isinstance(pieces, int) else list(pieces)
     if len(counts) != micro_batches:
         raise PlanError(f"{len(counts)} numbers of pieces for {micro_batches} micro-batches; give one for each")
     if family.whole and max(counts) > 1:
@@ -106,8 +109,6 @@ def schedule_of(
             f"{name} with {max(counts)} pieces per micro-batch; it runs whole micro-batches, because it orders their "
             f"backwards first in, first out; use 1 piece, or the schedule {family.whole}"
         )
-    asked = _chunks(name, family, chunks)
-    _size(name, stages * asked, micro_batches, sum(counts))
     if not isinstance(times, Times):
         parts, _ = shares(tuple(range(stages)) * asked, units_of(counts))
         times = Times(*(parts * value for value in times))
@@ -118,6 +119,11 @@ def schedule_of(
     if memory is not None:
         within(made, memory)
     return made
+
+
+def _least_and_sum(pieces: int | Sequence[int], micro_batches: int) -> tuple[int, int]:
+    """Return the fewest pieces of a micro-batch, and those of all."""
+    return (pieces, pieces * micro_batches) if isinstance(pieces, int) else (min(pieces, default=1), sum(pieces))
 
 
 def within(schedule: Schedule, memory: Fraction) -> None:

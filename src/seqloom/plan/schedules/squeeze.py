@@ -97,7 +97,7 @@ class _Run:
     """All hosts in time."""
 
     def __init__(self, schedule: Schedule, times: Times, caps: list[int], held: np.ndarray, freedom: Freedom) -> None:
-        self.hosts, self.caps, self.freedom = schedule.hosts, caps, freedom
+        self.caps, self.freedom = caps, freedom
         self.held: list[list[int]] = held.tolist()
         self.last = len(schedule.hosts) - 1
         self.forward, self.backward, self.weights = (column.tolist() for column in times)
@@ -108,8 +108,7 @@ class _Run:
         self.live, self.free = [0] * width, [0] * width
         self.out: list[list[Action]] = [[] for _ in range(width)]
         self.heap = [(0, h) for h in range(width)]
-        pairs = list(zip(self.hosts, self.hosts[1:], strict=False))
-        self.neighbours = [{b for a, b in pairs if a == h} | {a for a, b in pairs if b == h} for h in range(width)]
+        self.neighbours = schedule.neighbours
 
     def rows(self) -> tuple[tuple[Action, ...], ...] | None:
         """Run to the end."""
@@ -182,7 +181,7 @@ class _Run:
             self.pending[host].append((stage, number))
         self.done[stage, forward, number] = stop
         self.busy(host, stop)
-        for other in self.neighbours[host] - {host}:
+        for other in self.neighbours[host]:
             heapq.heappush(self.heap, (max(stop, self.free[other]), other))
 
     def busy(self, host: int, until: int) -> None:
