@@ -101,7 +101,7 @@ def chosen(
         units = packed(lengths, cost, shape, multiple=multiple, floor=floor)
         times, held = price(units)
         problem = Problem.of(hosts, units.units, times, held)
-        if max(problem.least()) > cap:
+        if max(problem.least) > cap:
             return None
         return _Trial(searched(problem, [cap] * len(problem.needs), 1).makespan, units, times, held)
 
