@@ -6,7 +6,7 @@ schedule, timed; the full search for an order is made for the winner only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,12 +35,18 @@ class Grain(NamedTuple):
     starters: int = 4
     shared: bool = True
 
-    def around(self, hosts: int) -> Iterator[tuple[str, int]]:
-        """Yield what else to try: a field and its value."""
-        yield from (("pieces", self.pieces * 5 // 6), ("pieces", self.pieces * 7 // 6))
-        yield from (("halves", self.halves - 1), ("halves", self.halves + 1))
-        yield from (("starters", hosts * 3 // 4), ("shared", False))
-        yield from (("packs", self.packs - 2), ("packs", self.packs + 2))
+
+CHANGES: tuple[Callable[[Grain], Grain], ...] = (
+    lambda grain: grain._replace(pieces=grain.pieces * 5 // 6),
+    lambda grain: grain._replace(pieces=grain.pieces * 7 // 6),
+    lambda grain: grain._replace(halves=grain.halves - 1),
+    lambda grain: grain._replace(halves=grain.halves + 1),
+    lambda grain: grain._replace(starters=grain.starters * 3 // 2),
+    lambda grain: grain._replace(shared=False),
+    lambda grain: grain._replace(packs=grain.packs - 2),
+    lambda grain: grain._replace(packs=grain.packs + 2),
+)
+"""What is tried around the best, one after the other."""
 
 
 class Chosen(NamedTuple):
@@ -91,11 +97,12 @@ def chosen(
 
     def trial(grain: Grain) -> _Trial | None:
         piece = max(1, -(-longest // grain.pieces))
-        shape = Shape(piece, max(1, piece * grain.halves // 2), max(1, tokens // grain.packs), *grain[3:])
+        pack, most = max(1, piece * grain.halves // 2), max(1, tokens // grain.packs)
+        shape = Shape(piece, pack, most, grain.starters, grain.shared, later=piece * 3 // 2)
         units = packed(lengths, cost, shape, multiple=multiple, floor=floor)
         times, held = price(units)
         problem = Problem.of(hosts, units.units, times, held)
-        if max(problem.least()) > cap:
+        if max(problem.least) > cap:
             return None
         return _Trial(searched(problem, [cap] * len(problem.needs), 1).makespan, units, times, held)
 
@@ -115,8 +122,8 @@ def _best(trial: Callable[[Grain], _Trial | None], hosts: int) -> _Trial | None:
         tried = trial(grain._replace(pieces=pieces)) or trial(grain._replace(pieces=pieces, shared=False))
         if tried is not None and (best is None or tried.makespan < best.makespan):
             best, grain = tried, grain._replace(pieces=pieces)
-    for field, value in grain.around(hosts) if best is not None else ():
-        tried = trial(grain._replace(**{field: value}))
+    for change in CHANGES if best is not None else ():
+        tried = trial(change(grain))
         if tried is not None and best is not None and tried.makespan < best.makespan:
-            best, grain = tried, grain._replace(**{field: value})
+            best, grain = tried, change(grain)
     return best
