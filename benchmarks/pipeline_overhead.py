@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -148,7 +149,13 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.out:
         command = "python benchmarks/pipeline_overhead.py"
         record = {"benchmark": "pipeline_overhead", "command": command, "commit": commit(), "hardware": hardware(False)}
-        record |= {"libraries": libraries(), "figures": figures, "worst_us": worst, "target_us": TARGET_US}
+        record |= {
+            "date": datetime.now(UTC).date().isoformat(),
+            "libraries": libraries(),
+            "figures": figures,
+            "worst_us": worst,
+            "target_us": TARGET_US,
+        }
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
