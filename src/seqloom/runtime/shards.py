@@ -45,7 +45,7 @@ class Kept:
         values, width = parameter.detach().contiguous(), mesh.size()
         rows = -(-len(values) // width)
         begin = min(mesh.get_local_rank() * rows, len(values))
-        own = values[begin : begin + rows] if width == 1 else values[begin : begin + rows].clone()
+        own = values if width == 1 else values[begin : begin + rows].clone()
         master = nn.Parameter(_distributed(own, values, mesh), requires_grad=parameter.requires_grad)
         dtype = compute or values.dtype
         if width == 1 and dtype == values.dtype:

@@ -81,10 +81,12 @@ class StageSharded:
         }
         self._together = _groups(self._holders, table)
         keep_only(network, self._parts)
-        self._kept = {name: Kept.of(each, self._mesh[SHARD], compute) for name, each in held.items()}
+        self._kept: dict[str, Kept] = {}
+        for name, each in held.items():
+            self._kept[name] = Kept.of(each, self._mesh[SHARD], compute)
+            each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
         exchange(network.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
-        names = {part: list(parameters_of(network, part)) for part in self._parts}
-        self._needs = {part: [self._kept[name] for name in names[part]] for part in self._parts}
+        self._needs = {part: [self._kept[name] for name in parameters_of(network, part)] for part in self._parts}
         self._ready: set[Part] = set()  # acquired
         self._due: set[Part] = set()  # have run, and are to be reduced
         self._network, self._device, self._loss = network, device, LossOf(network, chunk)
