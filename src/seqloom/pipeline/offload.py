@@ -42,7 +42,7 @@ class Offload:
 
     def hold(self, tensor: torch.Tensor) -> int:
         """Take one more tensor, outside of any graph; return its number."""
-        self._tensors.append(self._to_host(tensor.detach()))
+        self._tensors += self._to_host([tensor.detach()])
         return len(self._tensors) - 1
 
     def held(self, number: int) -> torch.Tensor:
@@ -79,18 +79,19 @@ class Offload:
 
     def _leave(self) -> None:
         self._numbers.clear()
-        self._tensors = [self._to_host(each) for each in self._tensors]
+        self._tensors = self._to_host(self._tensors)
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
-        stream = self._stream or torch.cuda.current_stream()
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not any(each.is_cuda for each in tensors):
+            return tensors
+        stream, hosts = self._stream or torch.cuda.current_stream(), []
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)
-        return host
+            for each in tensors:
+                hosts.append(torch.empty_like(each, device="cpu", pin_memory=True))
+                hosts[-1].copy_(each, non_blocking=True)
+                each.record_stream(stream)  # its memory is not used anew before the copy is done
+        return hosts
 
 
 def _memory(tensor: torch.Tensor) -> int:
