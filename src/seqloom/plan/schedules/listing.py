@@ -1,8 +1,9 @@
 """List schedules: every host, whenever it is free, takes the most urgent action that it may run.
 
-A backward first (it frees memory and the hosts before wait for it), then a forward if memory allows, then a weight
-half: W has no one waiting for it, so it fills what would be idle and frees memory when a forward needs it. What a
-unit holds counts from its F to its W.
+Where both a forward and a backward could run, the neighbour that is hungrier is fed: a forward if no more forwards
+wait at the next stage than backwards at the stage before, else a backward. A weight half has no one waiting for it:
+it runs where the host would idle, or where a forward needs the memory that it frees. What a unit holds counts from
+its F to its W.
 
 Forwards run in the order of the units on every stage, and what the later stages of a host will need of a unit is set
 aside when the first of them takes it in. So a host can only be full of whole sequences, whose backwards will come, or
@@ -58,18 +59,17 @@ class Problem:
         return cls(tuple(hosts), tuple(units), columns, held.tolist(), needs.tolist(), before, urgency)
 
     def least(self) -> list[int]:
-        """What every host must be able to hold: the sequences that are open at one time."""
+        """What every host must be able to hold: sequences that are not yet complete have no backward to run."""
         most = [0] * len(self.needs)
-        first = {unit.sequence: number for number, unit in reversed(list(enumerate(self.units)))}
-        opened: set[int] = set()
-        start = 0
-        for number, unit in enumerate(self.units):
-            start = min(first[s] for s in opened) if opened else number
-            opened.add(unit.sequence)
-            for host, need in enumerate(self.needs):
-                most[host] = max(most[host], sum(need[start : number + 1]))
-            if unit.piece == unit.pieces - 1:
-                opened.discard(unit.sequence)
+        for host, need in enumerate(self.needs):
+            open_sequences: dict[int, int] = {}
+            total = 0
+            for unit, size in zip(self.units, need, strict=True):
+                open_sequences[unit.sequence] = open_sequences.get(unit.sequence, 0) + size
+                total += size
+                most[host] = max(most[host], total)
+                if unit.piece == unit.pieces - 1:
+                    total -= open_sequences.pop(unit.sequence)
         return most
 
 
@@ -89,12 +89,21 @@ class Listed:
         )
 
 
-class _State:
-    """Where a list schedule stands."""
+class State:
+    """Where a list schedule stands, and what comes next.
 
-    def __init__(self, problem: Problem, caps: Sequence[int]) -> None:
+    Args:
+        problem: what is to be done.
+        caps: the most that each host may hold, at least `Problem.least`.
+        lead: per host, how many forwards more may wait at the next stage than backwards at the one before for a
+            forward to go first; with minus the number of units or less, backwards always go first.
+    """
+
+    def __init__(self, problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> None:
         hosts, count = problem.hosts, len(problem.units)
+        self.lead = lead
         self.room = list(caps)
+        self.back = [1] + [0] * (len(hosts) - 1)  # backwards that wait at a stage; nothing ever waits before stage 0
         self.arrived = [count] + [0] * len(hosts)
         self.forwards = [0] * len(hosts)
         pieces_after = [0 if unit.piece == unit.pieces - 1 else 1 for unit in problem.units]
@@ -123,6 +132,7 @@ class _State:
             if problem.before[unit] >= 0:
                 self.less(problem, stage, problem.before[unit])
             if stage:
+                self.back[stage - 1] += 1
                 self.less(problem, stage - 1, unit)
                 return problem.hosts[stage - 1]
         else:
@@ -131,24 +141,49 @@ class _State:
 
     def pick(self, problem: Problem, host: int) -> int:
         """The action that a free host takes, or -1."""
+        width = len(problem.units)
+        stage = self.forward(problem, host)
         if self.ready[host]:
-            return heappop(self.ready[host])[1] * 3 + I
+            place = self.ready[host][0][1]
+            own = place // width
+            if stage < 0 or not self.hungry(problem, stage, own, self.lead[host]):
+                heappop(self.ready[host])
+                if own < len(problem.hosts) - 1:
+                    self.back[own] -= 1
+                return place * 3 + I
+        if stage < 0:
+            return self.weights[host].popleft() * 3 + W if self.weights[host] else -1
+        unit = self.forwards[stage]
+        if stage == self.stages[host][-1]:
+            self.room[host] -= problem.needs[host][unit]
+        self.forwards[stage] = unit + 1
+        return (stage * width + unit) * 3
+
+    def forward(self, problem: Problem, host: int) -> int:
+        """The stage of a host that may run its next forward, the latest of them; or -1."""
         stages = self.stages[host]
         for stage in stages:
             unit = self.forwards[stage]
-            if unit < self.arrived[stage]:
-                if stage == stages[-1]:
-                    if problem.needs[host][unit] > self.room[host]:
-                        break
-                    self.room[host] -= problem.needs[host][unit]
-                self.forwards[stage] = unit + 1
-                return (stage * len(problem.units) + unit) * 3
-        return self.weights[host].popleft() * 3 + W if self.weights[host] else -1
+            if unit < self.arrived[stage] and (stage != stages[-1] or problem.needs[host][unit] <= self.room[host]):
+                return stage
+        return -1
+
+    def hungry(self, problem: Problem, forward: int, backward: int, lead: int) -> bool:
+        """Whether the stage after `forward` is hungrier than the stage before `backward`."""
+        if forward == len(problem.hosts) - 1:
+            return False
+        waiting = self.arrived[forward + 1] - self.forwards[forward + 1]
+        return waiting <= (self.back[backward - 1] if backward else 1) + lead
 
 
-def listed(problem: Problem, caps: Sequence[int]) -> Listed:
-    """Put a problem in order; no host holds more than its cap, which is at least `Problem.least`."""
-    state, durations, width = _State(problem, caps), problem.durations, len(problem.units)
+def listed(problem: Problem, state: State) -> Listed:
+    """Put a problem in order: whenever a host is free, it runs what `state` picks.
+
+    Args:
+        problem: what is to be done.
+        state: of before the start; it is used up.
+    """
+    durations, width = problem.durations, len(problem.units)
     rows: list[list[int]] = [[] for _ in problem.needs]
     idle = [True] * len(rows)
     heap: list[tuple[int, int]] = []
@@ -166,7 +201,7 @@ def listed(problem: Problem, caps: Sequence[int]) -> Listed:
             return Listed(rows, now)
         now = heap[0][0]
         awake = set()
-        while heap and heap[0][0] == now:
+        while heap and heap[0][0] == now:  # all that ends now has ended before anything begins
             host = heappop(heap)[1]
             idle[host] = True
             awake |= {host, state.finish(problem, host, rows[host][-1])}

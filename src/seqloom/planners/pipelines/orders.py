@@ -19,6 +19,8 @@ FOLDED = ("zb-v", "v-half", "v-min")
 """Orders whose stages go down the hosts and up again; they run whole micro-batches only."""
 WHOLE = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *FOLDED)
 """Orders that cut no document unless memory asks for it."""
+PIECEWISE = ("seq1f1b", "seq1f1b-i")
+"""What the orders of whole documents are called when these come in pieces."""
 ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
 
 
@@ -28,7 +30,9 @@ def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
         raise unknown("schedule", schedule, ("auto", *ALL_NAMES))
     if schedule != "auto":
         return (schedule,)
-    return ("seq1f1b", "balanced", "seq1f1b-zb") if chunks == 1 else ("seq1f1b-i", "balanced")
+    if chunks == 1:
+        return ("1f1b", "seq1f1b", "balanced", "seq1f1b-zb")
+    return ("interleaved", "seq1f1b-i", "balanced")
 
 
 def order_of(
