@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from seqloom.plan.error import broken
-from seqloom.plan.schedules.listing import Listed, Problem, State, listed
+from seqloom.plan.schedules.listing import Listed, Problem, listed
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule, Unit, units_of
 from seqloom.plan.schedules.squeeze import IN_ORDER, squeezed
@@ -62,7 +62,7 @@ def balanced(
 
 def check_fits(problem: Problem, caps: Sequence[int]) -> None:
     """Refuse caps under which a sequence cannot be run."""
-    for host, (most, least) in enumerate(zip(caps, problem.least(), strict=True)):
+    for host, (most, least) in enumerate(zip(caps, problem.least, strict=True)):
         if most < least:
             value = f"host {host} may hold {most:,}"
             must = f"before its backward begins, the largest sequence needs {least:,} there"
@@ -75,11 +75,11 @@ def searched(problem: Problem, caps: Sequence[int], budget: int) -> Listed:
     last = max(1, len(caps) - 1)
     falling = [
         max(least, cap - cap * host // (5 * last))  # down to 80 %: the last hosts keep little but weight halves
-        for host, (cap, least) in enumerate(zip(caps, problem.least(), strict=True))
+        for host, (cap, least) in enumerate(zip(caps, problem.least, strict=True))
     ]
-    best, lead, room = listed(problem, State(problem, caps, even)), even, caps
+    best, lead, room = listed(problem, caps, even), even, caps
     for tried_lead, tried_room in ((even, falling), (never, caps))[: budget - 1]:
-        order = listed(problem, State(problem, tried_room, tried_lead))
+        order = listed(problem, tried_room, tried_lead)
         if order.makespan < best.makespan:
             best, lead, room = order, tried_lead, tried_room
     return _climbed(problem, best, lead, room, budget - 3)
@@ -92,7 +92,7 @@ def _climbed(problem: Problem, best: Listed, lead: list[int], room: Sequence[int
     while budget > 0 and failed < len(steps):
         host, step = steps[at % len(steps)]
         moved = [value + step * (number == host) for number, value in enumerate(lead)]
-        order = listed(problem, State(problem, room, moved))
+        order = listed(problem, room, moved)
         budget, at, failed = budget - 1, at + 1, failed + 1
         if order.makespan < best.makespan:
             best, lead, failed = order, moved, 0

@@ -97,11 +97,12 @@ def chosen(
 
     def trial(grain: Grain) -> _Trial | None:
         piece = max(1, -(-longest // grain.pieces))
-        shape = Shape(piece, max(1, piece * grain.halves // 2), max(1, tokens // grain.packs), *grain[3:])
+        pack, most = max(1, piece * grain.halves // 2), max(1, tokens // grain.packs)
+        shape = Shape(piece, pack, most, grain.starters, grain.shared, later=piece * 3 // 2)
         units = packed(lengths, cost, shape, multiple=multiple, floor=floor)
         times, held = price(units)
         problem = Problem.of(hosts, units.units, times, held)
-        if max(problem.least()) > cap:
+        if max(problem.least) > cap:
             return None
         return _Trial(searched(problem, [cap] * len(problem.needs), 1).makespan, units, times, held)
 
