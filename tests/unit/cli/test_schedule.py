@@ -73,7 +73,7 @@ def test_a_file_gives_what_the_name_gave(run, folder):
         (f"1f1b {SMALL} --pieces two", "--pieces 'two'; a whole number is wanted"),
         (f"1f1b {SMALL} --pieces 0", "0 pieces; there is at least 1"),
         (f"v-min {SMALL} --pieces 2", "use 1 piece, or the schedule seq1f1b"),
-        (f"seq1f1b {SMALL} --pieces 100000", "use at most 2,048 pieces"),
+        (f"seq1f1b {SMALL} --pieces 100000", "use at most 1,024 pieces"),
         (f"1f1b {SMALL} --chunks 2", "use 1"),
         (f"1f1b {SMALL} --memory 0", "--memory 0; a number of micro-batches above 0"),
         (f"balanced {SMALL} --pieces 4 --memory 0.5", "memory for 0.5 micro-batches; all pieces"),

@@ -45,12 +45,12 @@ def test_every_schedule_is_valid_and_keeps_its_cap(problem, budget):
     assert found == balanced(hosts, units, times, held, cap, budget=budget)
 
 
-@given(problems(mixed=True), st.integers(-3, 3))
-def test_a_list_schedule_takes_as_long_as_it_says(problem, lead):
+@given(problems(mixed=True), st.integers(-3, 3), st.sampled_from([0, 1, 30]))
+def test_a_list_schedule_takes_as_long_as_it_says(problem, lead, message):
     hosts, units, times, held, cap = problem
-    taken = Problem.of(hosts, units, times, held)
+    taken = Problem.of(hosts, units, times, held, message)
     order = listed(taken, [cap] * len(taken.needs), [lead] * len(taken.needs))
-    assert play(Schedule("list", hosts, units, order.actions(taken)), times).makespan == order.makespan
+    assert play(Schedule("list", hosts, units, order.actions(taken)), times, message=message).makespan == order.makespan
 
 
 @given(problems(HOSTS[:4]))

@@ -172,9 +172,9 @@ def test_balanced_keeps_to_the_memory_that_it_is_given():
         (("1f1b", 4, 8, 1, 2), "1f1b with 2 chunks .*; it has 1, interleaved or seq1f1b-i take more; use 1"),
         (("interleaved", 4, 8, 1, 1), "interleaved with 1 chunks .*; it has at least 2, .* use 2"),
         (("v-half", 4, 8, 1, 3), "v-half with 3 chunks .*; it has 2, .* use 2"),
-        (("seq1f1b", 100, 100, 1000), "100 stages and 100,000 units; .* at most 65,536 cells; use at most 6 pieces"),
-        (("1f1b", 1000, 10**12), "use at most 65 micro-batches"),
-        (("1f1b", 300_000, 2), "use at most 65,536 stages"),
+        (("seq1f1b", 100, 100, 1000), "100 stages and 100,000 units; .* at most 32,768 cells; use at most 3 pieces"),
+        (("1f1b", 1000, 10**12), "use at most 32 micro-batches"),
+        (("1f1b", 300_000, 2), "use at most 32,768 stages"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_nearest_choice(arguments, words):

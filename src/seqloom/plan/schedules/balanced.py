@@ -35,6 +35,7 @@ def balanced(
     held: np.ndarray,
     cap: int | Sequence[int],
     *,
+    message: int = 0,
     budget: int = BUDGET,
 ) -> Schedule:
     """Return the fastest order found in which no host ever holds more than its cap.
@@ -46,18 +47,19 @@ def balanced(
         times: of every unit on every stage, integers.
         held: int64[stages, units], what a unit holds on a stage from its F to its B or W.
         cap: the most that a host may hold, or one number per host.
+        message: time between the end of an action and its result being on the next stage's host.
         budget: list schedules to try, at least 1.
 
     Raises:
         PlanError: a sequence does not fit under the cap.
     """
-    problem = Problem.of(hosts, units, times, held)
+    problem = Problem.of(hosts, units, times, held, message)
     caps = [cap] * len(problem.needs) if isinstance(cap, int) else list(cap)
     check_fits(problem, caps)
     best = searched(problem, caps, budget)
     found = Schedule(NAME, problem.hosts, problem.units, best.actions(problem))
     orders = [found, *_seq1f1b(problem, times, held, caps)]
-    return min(orders, key=lambda order: play(order, times).makespan)
+    return min(orders, key=lambda order: play(order, times, message=message).makespan)
 
 
 def check_fits(problem: Problem, caps: Sequence[int]) -> None:

@@ -47,9 +47,13 @@ class Problem:
     """Of every place: where its unit is in the order of backward."""
     least: tuple[int, ...]
     """What every host must be able to hold: sequences that are not yet complete have no backward to run."""
+    message: int
+    """Time from one host to the next."""
 
     @classmethod
-    def of(cls, hosts: Sequence[int], units: Sequence[Unit], times: Times, held: np.ndarray) -> Problem:
+    def of(
+        cls, hosts: Sequence[int], units: Sequence[Unit], times: Times, held: np.ndarray, message: int = 0
+    ) -> Problem:
         """Take arrays int64[stages, units] apart."""
         needs = np.zeros((max(hosts) + 1, len(units)), dtype=np.int64)
         np.add.at(needs, list(hosts), held)
@@ -68,6 +72,7 @@ class Problem:
             np.where(before < 0, -1, first + before).ravel().tolist(),
             np.tile(urgency, len(hosts)).tolist(),
             _least(units, needs),
+            message,
         )
 
 
@@ -129,27 +134,31 @@ class State:
             heappush(self.ready[host], (self.problem.urgency[place], place))
 
     def finish(self, host: int, code: int) -> int:
-        """Hand on what an action made; return the host that may have been waiting for it."""
+        """Take note of the end of an action; return the host that waits for what it made, or -1."""
         kind, place = divmod(code, self.places)
         if kind == 2:
             self.room[host] += self.problem.held[place]
-            return host
+            return -1
         stage = place // self.width
         if kind == 0:
-            self.arrived[stage + 1] += 1
             if stage < self.last:
                 return self.problem.hosts[stage + 1]
             self.less(place, host)
-            return host
+            return -1
         self.weights[host].append(place)
         if self.problem.before[place] >= 0:
             self.less(self.problem.before[place], host)
         if not stage:
-            return host
-        other = self.problem.hosts[stage - 1]
+            return -1
         self.back[stage - 1] += 1
-        self.less(place - self.width, other)
-        return other
+        return self.problem.hosts[stage - 1]
+
+    def arrive(self, host: int, code: int) -> None:
+        """Hand what an action made to the host that waits for it."""
+        if code < self.places:
+            self.arrived[code // self.width + 1] += 1
+        else:
+            self.less(code - self.places - self.width, host)
 
     def pick(self, host: int) -> int:
         """The action that a free host takes, or -1."""
@@ -173,7 +182,7 @@ class State:
         """Whether the stage after `stage` is hungrier than the one before that of the backward at `place`."""
         if stage == self.last:
             return False
-        waiting = self.arrived[stage + 1] - self.forwards[stage + 1]
+        waiting = self.forwards[stage] - self.forwards[stage + 1]
         return waiting <= self.back[place // self.width - 1] + self.lead[host]
 
 
@@ -182,7 +191,7 @@ def listed(problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> Listed
     state, durations = State(problem, caps, lead), problem.durations
     rows: list[list[int]] = [[] for _ in caps]
     idle = [True] * len(caps)
-    heap: list[tuple[int, int]] = []
+    heap: list[tuple[int, int, int]] = []  # when, host, and what arrives there; -1: it is done with its last action
     awake = list(range(len(caps)))
     now = 0
     while True:
@@ -191,13 +200,24 @@ def listed(problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> Listed
                 code = state.pick(host)
                 if code >= 0:
                     rows[host].append(code)
-                    heappush(heap, (now + durations[code], host))
+                    heappush(heap, (now + durations[code], host, -1))
                     idle[host] = False
         if not heap:
             return Listed(rows, now)
         now = heap[0][0]
         awake = []
         while heap and heap[0][0] == now:  # all that ends now has ended before anything begins
-            host = heappop(heap)[1]
-            idle[host] = True
-            awake += (host, state.finish(host, rows[host][-1]))
+            _, host, code = heappop(heap)
+            awake.append(host)
+            if code < 0:
+                idle[host] = True
+                code = rows[host][-1]
+                other = state.finish(host, code)
+                if other < 0:
+                    continue
+                if problem.message and other != host:
+                    heappush(heap, (now + problem.message, other, code))
+                    continue
+                host = other
+                awake.append(host)
+            state.arrive(host, code)

@@ -15,7 +15,7 @@ from seqloom.plan.schedules.figures import shares, sizes
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule, units_of
 
-MOST_CELLS = 1 << 16
+MOST_CELLS = 1 << 15
 """Stages times units: the largest table that is built by name."""
 
 
