@@ -64,6 +64,7 @@ def simulate(
         sharding=loaded.sharding if sharding is None else sharding,
         budget_gib=budget_gib,
         max_length=max_length,
+        stages=max(len(pipeline.stages) for pipeline in loaded.pipelines),
     )
     simulation = simulated(loaded, cost)
     outcome = Outcome(loaded, simulation, plan_bound(loaded, cost))

@@ -15,8 +15,10 @@ from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.pieces import span_sums
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.reach import Reach, reach_of
-from seqloom.cost.shapes import ordered, useful_shapes
-from seqloom.cost.values import LANES, CostTables, Parts, Shape, Variant
+from seqloom.cost.refusal import too_small
+from seqloom.cost.shapes import PROBED, ordered, useful_shapes
+from seqloom.cost.tabling import cost_tables
+from seqloom.cost.values import CostTables, Parts, Shape, Variant
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Route, Sharding
 
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from seqloom.cost.rounds import RoundTimes, StageShare
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.plan import Plan, Span, Work
-
-GIB = 1024**3
 
 
 class CostModel:
@@ -41,6 +41,7 @@ class CostModel:
         budget_gib: memory per device; None takes the profile's own, or 0.9 of the device's.
         max_length: longest sequence the run may see; sizes learned position embeddings.
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
+        stages: with more than one, a model that only pipelines can hold is not refused here.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class CostModel:
         budget_gib: float | None = None,
         max_length: int | None = None,
         capacity: int | None = None,
+        stages: int = 1,
     ) -> None:
         """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -82,15 +84,16 @@ class CostModel:
         self.most = None if capacity is None else capacity - capacity % self.granule
         fits = {v: self._tokens_that_fit(v) for v in self.engine.variants}
         self._capacity = {v: tokens if self.most is None else min(tokens, self.most) for v, tokens in fits.items()}
-        self.variants: tuple[Variant, ...] = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
-        if not self.variants:
-            raise self._too_small()
+        self._fitting = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
+        if not self._fitting and stages == 1:
+            raise too_small(self)
         self._routes: dict[tuple[Shape, tuple[int, ...]], Route | None] = {}
         self._rates: dict[tuple[Shape, Variant, Reach], dict[str, float]] = {}
         self._fixed: dict[tuple[Shape, Variant, Reach], dict[str, int]] = {}
         self.shapes: tuple[Shape, ...] = self.engine.shapes
         if isinstance(self.engine, AnalyticEngine):
-            first = {variant.checkpoint: variant for variant in reversed(self.variants)}
+            staged = (variant._replace(resident=True) for variant in self.engine.variants)
+            first = {variant.checkpoint: variant for variant in reversed(self._fitting or tuple(staged))}
             prices = [partial(self.tables, variant=variant) for variant in first.values()]
             self.shapes = ordered(shape for price in prices for shape in useful_shapes(price))
 
@@ -99,6 +102,13 @@ class CostModel:
         return f"CostModel({', '.join(names)})"
 
     # -- memory -----------------------------------------------------------------
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that hold at least a token, of plans with one stage; SeqloomError if there is none."""
+        if not self._fitting:
+            raise too_small(self)
+        return self._fitting
 
     def capacity(self, variant: Variant) -> int:
         """Tokens a rank can hold in one round."""
@@ -132,16 +142,6 @@ class CostModel:
         room = self.engine.budget_bytes - self.engine.fixed_bytes(variant)
         return max(0, int(room // self.engine.token_bytes(variant)))
 
-    def _too_small(self) -> SeqloomError:
-        least = min(self.engine.fixed_bytes(v) for v in self.engine.variants) / GIB
-        way = "use more GPUs" if self.island_size == self.ranks else "shard wider (sharding full)"
-        return SeqloomError(
-            f"{self.model.name} does not fit: parameters, gradients, optimiser and buffers need "
-            f"{least:.1f} GiB per GPU (sharded over {self.island_size} ranks), "
-            f"the budget is {self.budget_bytes / GIB:.1f} GiB; {way}, take a smaller model, "
-            f"or raise the budget above {least:.1f} GiB"
-        )
-
     # -- time -------------------------------------------------------------------
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:
@@ -153,26 +153,14 @@ class CostModel:
         self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[Shape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
-        variant = self._priced(variant)
-        tokens = self.tokens(np.asarray(lengths))
-        shapes = self.shapes if shapes is None else tuple(shapes)
-        places = [(shape, self.aligned(shape)) for shape in shapes]
-        cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
-        for name, values in self.document_parts(tokens, places, variant).items():
-            for lane, members in enumerate(LANES):
-                if name in members:
-                    cost[lane] += values
-        whole = [not shape.hides for shape in shapes]
-        cost[1, whole] = 0  # without a ring that lane is never the longest
-        fixed = [Parts(**self._fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
-        return CostTables(
-            shapes=shapes,
-            degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
-            cost=cost,
-            fixed=np.array(fixed, dtype=np.int64).T.copy(),
-            tokens=tokens,
-            capacity=self._capacity.get(variant, 0),  # a stage of a pipeline has a limit of its own
-        )
+        return cost_tables(self, lengths, self._priced(variant), self.shapes if shapes is None else tuple(shapes))
+
+    def fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
+        """ns of a group before any document, part by part."""
+        key = (shape, variant, reach)
+        if key not in self._fixed:
+            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
+        return self._fixed[key]
 
     def group_parts(self, group: Group, variant: Variant) -> Parts:
         """Named parts of one group's forward and backward, by where its ranks really lie."""
@@ -190,7 +178,7 @@ class CostModel:
             alike.setdefault(self.place(group), []).append(i)
         priced: list[Parts] = [Parts()] * len(groups)
         for place, members in alike.items():
-            fixed = self._fixed_parts(place[0], variant, place[1])
+            fixed = self.fixed_parts(place[0], variant, place[1])
             sums = span_sums(self, [groups[i] for i in members], place, variant)
             for row, i in enumerate(members):
                 added = {name: int(values[row]) for name, values in sums.items()}
@@ -212,7 +200,9 @@ class CostModel:
             return None
         key = (shape, tuple(ranks))
         if key not in self._routes:
-            self._routes[key] = self.engine.route(shape, key[1], min(self._capacity[v] for v in self.variants))
+            self._routes[key] = self.engine.route(
+                shape, key[1], min((self._capacity[v] for v in self._fitting), default=PROBED)
+            )
         return self._routes[key]
 
     def group(self, shape: Shape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
@@ -283,12 +273,6 @@ class CostModel:
         if key not in self._rates:
             self._rates[key] = self.engine.rates(shape, variant, reach)
         return self._rates[key]
-
-    def _fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
-        key = (shape, variant, reach)
-        if key not in self._fixed:
-            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
-        return self._fixed[key]
 
     def _priced(self, variant: Variant) -> Variant:
         """The variant by whose constants this one takes as long: running a stage again is running its layers again."""

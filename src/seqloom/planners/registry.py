@@ -89,6 +89,12 @@ def parse_name(name: str) -> tuple[str, dict[str, Any]]:
     return base, {_OPTIONS[base]: int(option)}
 
 
+def stages_asked(names: Sequence[str]) -> int:
+    """Stages of the pipelines that these planners make, as far as their names say; 1: none makes any."""
+    parsed = [parse_name(name) for name in names]
+    return max((given.get("stages", 2 if base == "pipeline" else 1) for base, given in parsed), default=1)
+
+
 def makes_stages(name: str) -> bool:
     """Say whether the planner of that name cuts the model into several stages."""
     return _OPTIONS.get(parse_name(name)[0]) == "stages"

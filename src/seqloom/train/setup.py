@@ -113,4 +113,6 @@ def make_cost(config: Config, spec: ModelSpec, ranks: int, longest: int) -> Cost
         )
     options = config.plan
     limit = config.data.max_length or longest
-    return CostModel(cluster, spec, options.profile, options.sharding, options.budget_gib, limit, options.capacity)
+    stages = 2 if config.pipeline.stages == "auto" else max(1, config.pipeline.stages)
+    memory = (options.budget_gib, limit, options.capacity)
+    return CostModel(cluster, spec, options.profile, options.sharding, *memory, stages=stages)

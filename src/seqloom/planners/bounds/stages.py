@@ -11,8 +11,12 @@ one after the other, forward and backward. So the step is at least the document'
 is fastest for it.
 
 Both hold for every choice of what is kept, because keeping everything is fastest. The step's end follows the last
-unit, so the slowest host's is added. A bound for plans of one stage does not hold here: those gather parameters in
-every round, which stages do once per step; and the other way round, layers may not change hosts here.
+unit, so the slowest host's is added. Groups are those that planners make: candidate shapes on blocks of the family, one
+layout for attention and linear layers. Stages round their parts down, less than a nanosecond for each part of a group;
+what a unit costs before its first document, which is left out, is more than that.
+
+A bound for plans of one stage does not hold here: those gather parameters in every round, which stages do once per
+step; and the other way round, layers may not change hosts here.
 """
 
 from __future__ import annotations
@@ -64,10 +68,11 @@ def _prices(lengths: np.ndarray, cost: CostModel) -> tuple[np.ndarray, np.ndarra
     """(layers, head, degree): float64[S, n] ns of every document in every shape, everything kept; int64[S]."""
     checkpoint = cost.engine.variants[0].checkpoint
     variant = Variant(checkpoint, Reduce.STEP, resident=True)
+    shapes = cost.engine.shapes
     tokens = cost.tokens(lengths)
-    parts = cost.document_parts(tokens, [(shape, cost.aligned(shape)) for shape in cost.shapes], variant)
-    zero = np.zeros((len(cost.shapes), len(lengths)))
+    parts = cost.document_parts(tokens, [(shape, cost.aligned(shape)) for shape in shapes], variant)
+    zero = np.zeros((len(shapes), len(lengths)))
     head = parts.get("head", zero)
     layers = sum((values for name, values in parts.items() if name in LANES[0] and name != "head"), zero)
-    degree = np.array([shape.degree for shape in cost.shapes], dtype=np.int64)
+    degree = np.array([shape.degree for shape in shapes], dtype=np.int64)
     return layers.astype(np.float64), head.astype(np.float64), degree

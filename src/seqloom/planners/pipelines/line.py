@@ -123,7 +123,7 @@ def stage_layers(cost: CostModel, hosts: int, chunks: int = 1, places: Sequence[
     check_stages(cost, hosts, chunks)
     places = tuple(range(hosts)) * chunks if places is None else tuple(places)
     length = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH)
-    variant = Variant(cost.variants[0].checkpoint, Reduce.STEP, resident=True)
+    variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
     parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, length),)), variant)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     stages = hosts * chunks

@@ -1,4 +1,4 @@
-"""How long a document a pipeline can hold at most: keeping as little of it as can be, in the smallest pieces."""
+"""The longest document that a pipeline holds: as little kept of it as can be, in the smallest pieces it may have."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _fits(search: Search, level: Level) -> int:
                 own = memory.holding(*level)
                 working = max(working, own.forward, own.backward)
                 each += own.held / shape.degree + sum(memory.carried_bytes(group, PROBE)) / PROBE
-            piece = 2 * shape.ring * cost.granule  # tokens of the smallest piece on a rank
-            most.append(max(0.0, free - piece * working) / max(each, 1.0))
+            piece = 2 / (shape.degree * search.most_units)  # of a document's tokens, on a rank, in its first piece
+            most.append(max(0.0, free) / max(each + piece * working, 1.0))
         best = max(best, int(min(most)))
     return best - best % cost.granule
 

@@ -36,7 +36,7 @@ def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
 
 
 def order_of(
-    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int
+    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int, budget: int
 ) -> Schedule | None:
     """The order of that name for these units; None where it cannot hold them.
 
@@ -47,12 +47,14 @@ def order_of(
         times: of the units.
         ledger: what they hold.
         level: which level they hold it at.
+        budget: list schedules to try.
     """
     hosts = max(places) + 1
     if name == "balanced":
         whole = not ledger.splits(level)
+        price = fused(times) if whole else times
         try:
-            found = balanced(places, units, fused(times) if whole else times, ledger.held(level), ledger.caps(level))
+            found = balanced(places, units, price, ledger.held(level), ledger.caps(level), budget=budget)
         except PlanError:
             return None
         return joined(found) if whole else found

@@ -15,6 +15,7 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.plan import Checkpoint, Limits, Reduce
 from seqloom.plan.schedules import Schedule, Times, play
+from seqloom.plan.schedules.balanced import BUDGET
 from seqloom.planners.pipelines.draft import Draft, draft
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
@@ -85,37 +86,58 @@ class Search:
             if best and (level.offload or level.checkpoint == Checkpoint.STAGE):
                 break
             for made in self._drafts(base):
-                self._try(made, base, self.names[:QUICK], best)
+                self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
             if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
                 break
+        for base in reversed(range(0 if best else len(self.levels))):  # the smallest pieces, the least kept
+            for made in self._smallest(base):
+                self._try(made, base, self.names[:QUICK], best, budget=1)
         chosen = _fastest(best)
         if chosen is not None:
-            self._try(chosen.draft, int(chosen.choice.min()), self.names[QUICK:], best)
+            again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
+            self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
         return sorted(best.values(), key=lambda answer: answer.makespan)
 
-    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer]) -> None:
+    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
-        for answer in self._orders(made, base, names):
+        for answer in self._orders(made, base, names, budget):
             known = best.get(answer.order.name)
             if known is None or answer.makespan < known.makespan:
                 best[answer.order.name] = answer
 
     def _drafts(self, base: int) -> Iterator[Draft]:
         """Units of every size that is tried."""
-        level = self.levels[base]
-        variant = Variant(level.checkpoint, Reduce.STEP, resident=True)
-        hall = Hall.of(self.lengths, self.cost, self.line, variant)
-        room = dict(self.limits.capacity)[level.checkpoint]
+        hall, variant, room = self._hall(base)
         seen = set()
-        if int(hall.tokens.max()) > room * self.line.width * MOST_UNITS * self.line.hosts:
+        if int(hall.tokens.max()) > room * self.line.width * self.most_units:
             return  # more pieces than a plan may have units
         for degree in self._degrees(hall):
             for target in self._targets(hall, degree):
                 made = draft(hall, variant, degree, target, room)
-                if made.seats not in seen and len(made.units) <= MOST_UNITS * self.line.hosts:
+                if made.seats not in seen and len(made.units) <= self.most_units:
                     seen.add(made.seats)
                     yield made
+
+    def _smallest(self, base: int) -> Iterator[Draft]:
+        """Units as small as a plan may have, for documents that nothing else holds."""
+        hall, variant, room = self._hall(base)
+        degree = hall.degrees[-1]
+        least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
+        made = draft(hall, variant, degree, max(1, 2 * hall.longest(degree) // self.most_units), min(room, least))
+        if self.pieces is None and len(made.units) <= 2 * self.most_units:
+            yield made
+
+    def _hall(self, base: int) -> tuple[Hall, Variant, int]:
+        """The batch priced for a level, its variant, and the tokens that a rank may hold in a unit."""
+        checkpoint = self.levels[base].checkpoint
+        variant = Variant(checkpoint, Reduce.STEP, resident=True)
+        return Hall.of(self.lengths, self.cost, self.line, variant), variant, dict(self.limits.capacity)[checkpoint]
+
+    @property
+    def most_units(self) -> int:
+        """Units that a plan may have."""
+        return MOST_UNITS * self.line.hosts
 
     def _degrees(self, hall: Hall) -> list[int]:
         """Ranks of the groups of documents in pieces: of a whole host, of a node, or as few as the longest can do with.
@@ -145,7 +167,7 @@ class Search:
                 kept.append(target)
         return kept
 
-    def _orders(self, made: Draft, base: int, names: Sequence[str]) -> Iterator[Answer]:
+    def _orders(self, made: Draft, base: int, names: Sequence[str], budget: int) -> Iterator[Answer]:
         """The draft in each of these orders, as far as it fits."""
         prices = UnitPrices(self.cost, self.line, made, self.lengths)
         ledger = Ledger(prices, self.levels)
@@ -155,7 +177,7 @@ class Search:
         for name in names:
             if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
                 continue  # it is the same order by another name
-            order = order_of(name, self.line.places, made.units, times, ledger, base)
+            order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
             if order is None:
                 continue
             choice: Choice | None = np.full(shape, base, dtype=np.int64)
