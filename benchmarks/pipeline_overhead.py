@@ -92,10 +92,6 @@ class Hollow:
         """Return a number."""
         return 1.0
 
-    def resident(self) -> list[torch.Tensor]:
-        """Have none."""
-        return []
-
 
 def plan_of(name: str, pieces: int, chunks: int) -> Plan:
     """Return a plan with one rank per host, in the order of a schedule."""
