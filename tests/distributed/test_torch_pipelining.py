@@ -135,7 +135,7 @@ def test_torch_runs_our_files_and_gets_the_gradients_of_one_process(gloo_pool, s
             path = tmp_path / f"{name}.{form}.csv"
             path.write_text(to_csv(rows))
             files.append((str(path), form, made.hosts, made.units))
-    ranks = gloo_pool.run(run_all, files, ranks=HOSTS)
+    ranks = gloo_pool.run(run_all, files, ranks=HOSTS, timeout_s=150)
     for number, (path, _, hosts, units) in enumerate(files):
         found = {stage: gradients for rank in ranks for stage, gradients in rank[number].items()}
         expected = one_process(len(hosts), units)

@@ -171,7 +171,8 @@ class _Run:
             verbs[action.kind](first.part)
 
     def _forward(self, action: Action) -> None:
-        unit, part, context = self._bound.at(action), self._bound.at(action).part, self._bound.at(action).context
+        unit = self._bound.at(action)
+        part, context = unit.part, unit.context
         assert context is not None  # rounds without this rank are not among its actions
         ids, labels = self._read(context, unit.number) if part.begins or part.ends else (None, None)
         given = ids if part.begins else self._take(Action(action.stage, RECV_F, action.round))

@@ -158,11 +158,16 @@ class _Product(NamedTuple):
         weight = None if self.weight is None else self.gradient.t() @ self.given
         return weight, None if self.bias is None else self.gradient.sum(0)
 
+    @torch.no_grad()
     def add(self) -> None:
-        """Hand the gradients to autograd, which adds them to those of the parameters and calls their hooks."""
-        pairs = zip((self.weight, self.bias), self.gradients(), strict=True)
-        found = [(parameter, gradient) for parameter, gradient in pairs if parameter is not None]
-        torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
+        """Add the gradients to those of the parameters, in the dtype that these have or will have."""
+        for parameter, gradient in zip((self.weight, self.bias), self.gradients(), strict=True):
+            if parameter is None or gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient.to(parameter.grad_dtype)
+            else:
+                parameter.grad += gradient
 
 
 def _taken(products: list[_Product]) -> Iterator[_Product]:

@@ -11,7 +11,7 @@ from seqloom.plan.error import PlanError
 from seqloom.plan.schedules import Schedule, Times, Unit, play, units_of
 from seqloom.plan.schedules.balanced import balanced
 from seqloom.plan.schedules.balanced_bound import least_makespan
-from seqloom.plan.schedules.listing import Problem, State, listed
+from seqloom.plan.schedules.listing import Problem, listed
 from seqloom.plan.schedules.strict import one_forward_one_backward
 
 HOSTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
@@ -30,7 +30,7 @@ def problems(draw, among=HOSTS, mixed=False):
         units = tuple(next(chains[s]) for s in turns)
     times = Times(*(rng.integers(1, draw(st.sampled_from([2, 5, 100])), shape) for _ in range(3)))
     held = rng.integers(1, draw(st.sampled_from([2, 10])), shape)
-    least = max(Problem.of(placed, units, times, held).least())
+    least = max(Problem.of(placed, units, times, held).least)
     return placed, units, times, held, least + draw(st.integers(0, 2 * least))
 
 
@@ -45,12 +45,12 @@ def test_every_schedule_is_valid_and_keeps_its_cap(problem, budget):
     assert found == balanced(hosts, units, times, held, cap, budget=budget)
 
 
-@given(problems(mixed=True), st.integers(-3, 3))
-def test_a_list_schedule_takes_as_long_as_it_says(problem, lead):
+@given(problems(mixed=True), st.integers(-3, 3), st.sampled_from([0, 1, 30]))
+def test_a_list_schedule_takes_as_long_as_it_says(problem, lead, message):
     hosts, units, times, held, cap = problem
-    taken = Problem.of(hosts, units, times, held)
-    order = listed(taken, State(taken, [cap] * len(taken.needs), [lead] * len(taken.needs)))
-    assert play(Schedule("list", hosts, units, order.actions(taken)), times).makespan == order.makespan
+    taken = Problem.of(hosts, units, times, held, message)
+    order = listed(taken, [cap] * len(taken.needs), [lead] * len(taken.needs))
+    assert play(Schedule("list", hosts, units, order.actions(taken)), times, message=message).makespan == order.makespan
 
 
 @given(problems(HOSTS[:4]))
@@ -163,7 +163,7 @@ def test_near_the_best_of_all_orders(pieces, count):
     for _ in range(count):
         shape = (2, len(units))
         times, held = Times(*(rng.integers(1, 10, shape) for _ in range(3))), rng.integers(1, 4, shape)
-        least = max(Problem.of((0, 1), units, times, held).least())
+        least = max(Problem.of((0, 1), units, times, held).least)
         cap = int(rng.integers(least, 2 * least + 1))
         first, last = (fitting(units, held[host], cap) for host in (0, 1))
         spans = (finish(a, b, times) for a in first for b in last)

@@ -96,23 +96,30 @@ def test_packed_is_whole():
         Packed((Unit(0, 0, 1),), ((), ()))
 
 
-def price(units):
+def price(units, stages=4):
     tokens = np.array([tokens_of(parts) for parts in units.parts], dtype=np.int64)
     time = np.array([time_of(parts) for parts in units.parts], dtype=np.int64)
     rows = time // 3 + 50 * LINEAR, time // 2 + 50 * LINEAR, LINEAR * (tokens + 50)
-    return Times(*(np.tile(row, (4, 1)) for row in rows)), np.tile(tokens, (4, 1))
+    return Times(*(np.tile(row, (stages, 1)) for row in rows)), np.tile(tokens, (stages, 1))
 
 
 @settings(max_examples=10)
-@given(st.lists(st.integers(50, 20_000), min_size=1, max_size=20), st.integers(100, 250))
-def test_chosen_units_fit_and_are_a_valid_order(lengths, percent):
-    cap = max(lengths) * percent // 100
-    found = chosen(lengths, cost, price, range(4), cap, cap, floor=64, budget=4)
+@given(
+    st.lists(st.integers(50, 20_000), min_size=1, max_size=20),
+    st.integers(100, 250),
+    st.sampled_from([(0,), (0, 1, 2, 3), (0, 1, 1, 0)]),
+)
+def test_chosen_units_fit_and_are_a_valid_order(lengths, percent, hosts):
+    cap = max(lengths) * percent // 100 * hosts.count(0)
+
+    def found_again():
+        return chosen(lengths, cost, lambda units: price(units, len(hosts)), hosts, cap, cap, floor=64, budget=4)
+
+    found = found_again()
     found.schedule.validate(cap, found.held)
     assert found.schedule.units == found.packed.units
     assert sum(tokens_of(parts) for parts in found.packed.parts) == sum(lengths)
-    again = chosen(lengths, cost, price, range(4), cap, cap, floor=64, budget=4)
-    assert again.schedule == found.schedule
+    assert found_again().schedule == found.schedule
 
 
 def test_chosen_units_are_better_than_few_and_than_many():

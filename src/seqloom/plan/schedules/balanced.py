@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from seqloom.plan.error import broken
-from seqloom.plan.schedules.listing import Listed, Problem, State, listed
+from seqloom.plan.schedules.listing import Listed, Problem, listed
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule, Unit, units_of
 from seqloom.plan.schedules.squeeze import IN_ORDER, squeezed
@@ -35,6 +35,7 @@ def balanced(
     held: np.ndarray,
     cap: int | Sequence[int],
     *,
+    message: int = 0,
     budget: int = BUDGET,
 ) -> Schedule:
     """Return the fastest order found in which no host ever holds more than its cap.
@@ -46,23 +47,24 @@ def balanced(
         times: of every unit on every stage, integers.
         held: int64[stages, units], what a unit holds on a stage from its F to its B or W.
         cap: the most that a host may hold, or one number per host.
+        message: time between the end of an action and its result being on the next stage's host.
         budget: list schedules to try, at least 1.
 
     Raises:
         PlanError: a sequence does not fit under the cap.
     """
-    problem = Problem.of(hosts, units, times, held)
+    problem = Problem.of(hosts, units, times, held, message)
     caps = [cap] * len(problem.needs) if isinstance(cap, int) else list(cap)
     check_fits(problem, caps)
     best = searched(problem, caps, budget)
     found = Schedule(NAME, problem.hosts, problem.units, best.actions(problem))
     orders = [found, *_seq1f1b(problem, times, held, caps)]
-    return min(orders, key=lambda order: play(order, times).makespan)
+    return min(orders, key=lambda order: play(order, times, message=message).makespan)
 
 
 def check_fits(problem: Problem, caps: Sequence[int]) -> None:
     """Refuse caps under which a sequence cannot be run."""
-    for host, (most, least) in enumerate(zip(caps, problem.least(), strict=True)):
+    for host, (most, least) in enumerate(zip(caps, problem.least, strict=True)):
         if most < least:
             value = f"host {host} may hold {most:,}"
             must = f"before its backward begins, the largest sequence needs {least:,} there"
@@ -75,11 +77,11 @@ def searched(problem: Problem, caps: Sequence[int], budget: int) -> Listed:
     last = max(1, len(caps) - 1)
     falling = [
         max(least, cap - cap * host // (5 * last))  # down to 80 %: the last hosts keep little but weight halves
-        for host, (cap, least) in enumerate(zip(caps, problem.least(), strict=True))
+        for host, (cap, least) in enumerate(zip(caps, problem.least, strict=True))
     ]
-    best, lead, room = listed(problem, State(problem, caps, even)), even, caps
+    best, lead, room = listed(problem, caps, even), even, caps
     for tried_lead, tried_room in ((even, falling), (never, caps))[: budget - 1]:
-        order = listed(problem, State(problem, tried_room, tried_lead))
+        order = listed(problem, tried_room, tried_lead)
         if order.makespan < best.makespan:
             best, lead, room = order, tried_lead, tried_room
     return _climbed(problem, best, lead, room, budget - 3)
@@ -92,7 +94,7 @@ def _climbed(problem: Problem, best: Listed, lead: list[int], room: Sequence[int
     while budget > 0 and failed < len(steps):
         host, step = steps[at % len(steps)]
         moved = [value + step * (number == host) for number, value in enumerate(lead)]
-        order = listed(problem, State(problem, room, moved))
+        order = listed(problem, room, moved)
         budget, at, failed = budget - 1, at + 1, failed + 1
         if order.makespan < best.makespan:
             best, lead, failed = order, moved, 0

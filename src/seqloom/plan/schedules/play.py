@@ -8,7 +8,7 @@ caller has (nanoseconds for a planner).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -94,7 +94,7 @@ def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[in
     late = [message if s and hosts[s] != hosts[s - 1] else 0 for s in range(len(hosts))]
     start: list[list[int]] = [[] for _ in rows]
     stop: list[list[int]] = [[] for _ in rows]
-    neighbours = _neighbours(schedule)
+    neighbours = schedule.neighbours
     work = list(range(len(rows)))
     while work:
         h = work.pop()
@@ -128,13 +128,6 @@ def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[in
         if len(stops) > first:
             work.extend(neighbours[h])
     return start, stop
-
-
-def _neighbours(schedule: Schedule) -> list[list[int]]:
-    """Return the hosts whose stages are next to a host's."""
-    pairs = {(a, b) for a, b in pairwise(schedule.hosts) if a != b}
-    pairs |= {(b, a) for a, b in pairs}
-    return [sorted(b for a, b in pairs if a == host) for host in range(len(schedule.rows))]
 
 
 def _peak(row: tuple[Action, ...], held: list[list[int]] | None) -> int:

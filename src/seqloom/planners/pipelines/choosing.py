@@ -17,7 +17,8 @@ from seqloom.plan.schedules.listing import Problem
 from seqloom.planners.pipelines.cuts import Cost
 from seqloom.planners.pipelines.packing import Packed, Shape, packed
 
-PIECES = (8, 12, 16, 24, 32, 48)
+PIECES = (4, 6, 8, 12, 16, 24)
+"""Pieces of the longest document that are tried, for every four hosts."""
 
 Price = Callable[[Packed], tuple[Times, np.ndarray]]
 """Times of units and what they hold, int64[stages, units] each."""
@@ -28,23 +29,23 @@ class Grain(NamedTuple):
 
     pieces: int
     """Of the longest document."""
+    packs: int
+    """Packs that fill a host's memory: nearly two per host, since the first one holds what all others work at."""
+    starters: int
     halves: int = 4
     """Half pieces that a pack takes as long as."""
-    packs: int = 14
-    """Packs that fill a host's memory: hosts hold about as many units as there are stages, and twice that flows."""
-    starters: int = 4
     shared: bool = True
 
 
 CHANGES: tuple[Callable[[Grain], Grain], ...] = (
-    lambda grain: grain._replace(pieces=grain.pieces * 5 // 6),
+    lambda grain: grain._replace(pieces=max(1, grain.pieces * 5 // 6)),
     lambda grain: grain._replace(pieces=grain.pieces * 7 // 6),
     lambda grain: grain._replace(halves=grain.halves - 1),
     lambda grain: grain._replace(halves=grain.halves + 1),
     lambda grain: grain._replace(starters=grain.starters * 3 // 2),
     lambda grain: grain._replace(shared=False),
-    lambda grain: grain._replace(packs=grain.packs - 2),
-    lambda grain: grain._replace(packs=grain.packs + 2),
+    lambda grain: grain._replace(packs=grain.packs * 6 // 7),
+    lambda grain: grain._replace(packs=grain.packs * 8 // 7),
 )
 """What is tried around the best, one after the other."""
 
@@ -97,17 +98,18 @@ def chosen(
 
     def trial(grain: Grain) -> _Trial | None:
         piece = max(1, -(-longest // grain.pieces))
-        shape = Shape(piece, max(1, piece * grain.halves // 2), max(1, tokens // grain.packs), *grain[3:])
+        pack, most = max(1, piece * grain.halves // 2), max(1, tokens // grain.packs)
+        shape = Shape(piece, pack, most, grain.starters, grain.shared, later=piece * 3 // 2)
         units = packed(lengths, cost, shape, multiple=multiple, floor=floor)
         times, held = price(units)
         problem = Problem.of(hosts, units.units, times, held)
-        if max(problem.least()) > cap:
+        if max(problem.least) > cap:
             return None
         return _Trial(searched(problem, [cap] * len(problem.needs), 1).makespan, units, times, held)
 
     best = _best(trial, max(hosts) + 1)
     if best is None:  # nothing fits: say why, for the units that need least
-        piece = max(1, longest // PIECES[-1])
+        piece = max(1, longest // (PIECES[-1] * (max(hosts) + 1)))
         units = packed(lengths, cost, Shape(piece, piece, 1), multiple=multiple, floor=floor)
         best = _Trial(0, units, *price(units))
     order = balanced(hosts, best.packed.units, best.times, best.held, cap, budget=budget)
@@ -116,8 +118,8 @@ def chosen(
 
 def _best(trial: Callable[[Grain], _Trial | None], hosts: int) -> _Trial | None:
     """Try numbers of pieces, then one field after the other; keep what is faster."""
-    best, grain = None, Grain(PIECES[0], starters=hosts // 2)
-    for pieces in PIECES:
+    best, grain = None, Grain(1, packs=max(2, 7 * hosts // 4), starters=hosts // 2)
+    for pieces in sorted({max(1, each * hosts // 4) for each in PIECES}):
         tried = trial(grain._replace(pieces=pieces)) or trial(grain._replace(pieces=pieces, shared=False))
         if tried is not None and (best is None or tried.makespan < best.makespan):
             best, grain = tried, grain._replace(pieces=pieces)
