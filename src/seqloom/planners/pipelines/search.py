@@ -101,10 +101,19 @@ class Search:
 
     def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
-        for answer in self._orders(made, base, names, budget):
-            known = best.get(answer.order.name)
-            if known is None or answer.makespan < known.makespan:
-                best[answer.order.name] = answer
+        prices = UnitPrices(self.cost, self.line, made, self.lengths)
+        ledger = Ledger(prices, self.levels)
+        choice = np.full((len(self.line.places), len(made.units)), base, dtype=np.int64)
+        cut = any(unit.pieces > 1 for unit in made.units)
+        for name in names:
+            if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
+                continue  # it is the same order by another name
+            self._keep(self._answer(name, prices, ledger, choice, budget), best)
+
+    def _keep(self, answer: Answer | None, best: dict[str, Answer]) -> None:
+        known = None if answer is None else best.get(answer.order.name)
+        if answer is not None and (known is None or answer.makespan < known.makespan):
+            best[answer.order.name] = answer
 
     def _drafts(self, base: int) -> Iterator[Draft]:
         """Units of every size that is tried."""
@@ -167,38 +176,30 @@ class Search:
                 kept.append(target)
         return kept
 
-    def _orders(self, made: Draft, base: int, names: Sequence[str], budget: int) -> Iterator[Answer]:
-        """The draft in each of these orders, as far as it fits."""
-        prices = UnitPrices(self.cost, self.line, made, self.lengths)
-        ledger = Ledger(prices, self.levels)
-        times = prices.times(self.levels[base])
-        cut = any(unit.pieces > 1 for unit in made.units)
-        for name in names:
-            if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
-                continue  # it is the same order by another name
-            order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
-            choice = None if order is None else self._kept(prices, ledger, order, base)
-            if order is None or choice is None:
-                continue
-            peaks = ledger.peaks(order, choice)
-            filled = max(peak / max(free, 1) for peak, free in zip(peaks, ledger.free, strict=True))
-            chosen = times if (choice == base).all() else mixed([prices.times(level) for level in self.levels], choice)
-            makespan = play(order, chosen, message=prices.message).makespan
-            yield Answer(made, order, choice, makespan, filled)
+    def _answer(self, name: str, prices: UnitPrices, ledger: Ledger, choice: Choice, budget: int) -> Answer | None:
+        """The units in one order, keeping what `choice` says or as much less as memory asks for; None: too much."""
+        times = self._times(prices, choice)
+        order = order_of(name, self.line.places, prices.draft.units, times, ledger, choice, budget)
+        if order is None:
+            return None
+        kept: Choice | None = choice
+        if any(peak > free for peak, free in zip(ledger.peaks(order, choice), ledger.free, strict=True)):
+            kept = ledger.fitted(order, choice, [prices.times(level) for level in self.levels])
+        if kept is None:
+            return None
+        filled = [peak / max(free, 1) for peak, free in zip(ledger.peaks(order, kept), ledger.free, strict=True)]
+        makespan = play(order, self._times(prices, kept), message=prices.message).makespan
+        return Answer(prices.draft, order, kept, makespan, max(filled))
 
-    def _kept(self, prices: UnitPrices, ledger: Ledger, order: Schedule, base: int) -> Choice | None:
-        """What is kept of every unit: as much as the level says, or as much less as memory asks for; None: too much."""
-        choice = np.full((len(self.line.places), len(prices.draft.units)), base, dtype=np.int64)
-        if all(peak <= free for peak, free in zip(ledger.peaks(order, choice), ledger.free, strict=True)):
-            return choice
-        return ledger.fitted(order, choice, [prices.times(level) for level in self.levels])
+    def _times(self, prices: UnitPrices, choice: Choice) -> Times:
+        """The times of units of which each is kept in its own way."""
+        first = int(choice.flat[0])
+        if (choice == first).all():
+            return prices.times(self.levels[first])
+        times = [prices.times(level) for level in self.levels]
+        picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
+        return Times(*picked)
 
 
 def _fastest(best: dict[str, Answer]) -> Answer | None:
     return min(best.values(), key=lambda answer: answer.makespan, default=None)
-
-
-def mixed(times: Sequence[Times], choice: Choice) -> Times:
-    """The times of units of which each is kept in its own way."""
-    columns = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
-    return Times(*columns)
