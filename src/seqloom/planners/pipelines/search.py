@@ -88,7 +88,7 @@ class Search:
             for made in self._drafts(base):
                 self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
-            if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
+            if fastest is not None and (fastest.filled * 100 < BINDING_PERCENT or self._settled(fastest, base + 1)):
                 break
         for base in reversed(range(0 if best else len(self.levels))):  # the smallest pieces, the least kept
             for made in self._smallest(base):
@@ -98,6 +98,15 @@ class Search:
             again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
             self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
         return sorted(best.values(), key=lambda answer: answer.makespan)
+
+    def _settled(self, fastest: Answer, base: int) -> bool:
+        """Whether even without any waiting the same units would take longer if they kept less."""
+        if base == len(self.levels):
+            return True
+        times = UnitPrices(self.cost, self.line, fastest.draft, self.lengths).times(self.levels[base])
+        work = np.zeros(self.line.hosts, dtype=np.int64)
+        np.add.at(work, list(self.line.places), sum(column.sum(axis=1) for column in times))
+        return int(work.max()) >= fastest.makespan
 
     def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
