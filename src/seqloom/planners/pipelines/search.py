@@ -16,7 +16,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.plan import Checkpoint, Limits, Reduce
 from seqloom.plan.schedules import Schedule, Times, play
 from seqloom.plan.schedules.balanced import BUDGET
-from seqloom.planners.pipelines.draft import Draft, draft
+from seqloom.planners.pipelines.draft import Draft, Size, draft
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
 from seqloom.planners.pipelines.orders import PIECEWISE, WHOLE, order_of
@@ -37,6 +37,8 @@ BINDING_PERCENT = 90
 """A plan that fills less of the memory than this gains nothing by keeping less."""
 
 
+STARTERS = (1, 2)
+"""Starters of each kind that are tried with the best size."""
 QUICK = 3
 """Orders that every size is tried with; the others are tried with the best size."""
 
@@ -96,7 +98,12 @@ class Search:
         chosen = _fastest(best)
         if chosen is not None:
             again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
-            self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
+            base = int(chosen.choice.min())
+            self._try(chosen.draft, base, again, best, budget=BUDGET)
+            hall, variant, _ = self._hall(base)
+            for starters in STARTERS if "balanced" in self.names and self.pieces is None else ():
+                made = draft(hall, variant, chosen.draft.size._replace(starters=starters))
+                self._try(made, base, ("balanced",), best, budget=1)
         return sorted(best.values(), key=lambda answer: answer.makespan)
 
     def _settled(self, fastest: Answer, base: int) -> bool:
@@ -132,7 +139,7 @@ class Search:
             return  # more pieces than a plan may have units
         for degree in self._degrees(hall):
             for target in self._targets(hall, degree):
-                made = draft(hall, variant, degree, target, room)
+                made = draft(hall, variant, Size(degree, target, room))
                 if made.seats not in seen and len(made.units) <= self.most_units:
                     seen.add(made.seats)
                     yield made
@@ -142,7 +149,8 @@ class Search:
         hall, variant, room = self._hall(base)
         degree = hall.degrees[-1]
         least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
-        made = draft(hall, variant, degree, max(1, 2 * hall.longest(degree) // self.most_units), min(room, least))
+        target = max(1, 2 * hall.longest(degree) // self.most_units)
+        made = draft(hall, variant, Size(degree, target, min(room, least)))
         if self.pieces is None and len(made.units) <= 2 * self.most_units:
             yield made
 
