@@ -47,12 +47,12 @@ def seqloom_here(fork_server):
 
     def run(*words: str, folder: str | Path | None = None) -> subprocess.CompletedProcess[str]:
         out, err, code = io.StringIO(), io.StringIO(), 0
-        with chdir(folder or os.getcwd()), redirect_stdout(out), redirect_stderr(err):
-            with patch.object(sys, "argv", ["seqloom", *map(str, words)]):
-                try:
-                    main()
-                except SystemExit as end:
-                    code = int(end.code or 0)
+        called = patch.object(sys, "argv", ["seqloom", *map(str, words)])
+        with chdir(folder or os.getcwd()), redirect_stdout(out), redirect_stderr(err), called:
+            try:
+                main()
+            except SystemExit as end:
+                code = int(end.code or 0)
         return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
     return run
