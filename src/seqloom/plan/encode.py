@@ -8,6 +8,7 @@
                                              "route": null, "spans": [[0, 0, 5120]]}]}]],
                     "actions": ["0F0 0B0 0REDUCE"]}]}
 
+A round whose activations lie in host memory has `"offload": true` beside its checkpoint.
 `actions` has one row per host: the distinct `ranks` of the stages, in the order in which these name them.
 Reading is strict: an unknown, missing or repeated key and a value of the wrong type are refused, with its
 place.
@@ -76,13 +77,14 @@ def _pipeline(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _work(work: Work) -> dict[str, Any]:
-    return {
+    fields = {
         "checkpoint": work.checkpoint,
         "groups": [_group(group) for group in work.groups],
         "attention": _layout(work.attention),
         "linear": _layout(work.linear),
         "remap": work.remap,
     }
+    return fields | {"offload": True} if work.offload else fields
 
 
 def _group(group: Group) -> dict[str, Any]:
@@ -175,13 +177,17 @@ def _read_round(value: Any, where: str) -> Round:
 
 
 def _read_work(value: Any, where: str) -> Work:
-    fields = _object(value, where, ("checkpoint", "groups", "attention", "linear", "remap"))
+    given = {"offload": False, **value} if isinstance(value, dict) else value
+    fields = _object(given, where, ("checkpoint", "groups", "attention", "linear", "remap", "offload"))
+    if type(fields["offload"]) is not bool:
+        _refuse(f"{where}.offload", f"is {_short(fields['offload'])}", "give true or false")
     return Work(
         groups=_list(fields["groups"], f"{where}.groups", _read_group),
         checkpoint=_enum(fields["checkpoint"], f"{where}.checkpoint", Checkpoint),
         attention=_read_layout(fields["attention"], f"{where}.attention"),
         linear=_read_layout(fields["linear"], f"{where}.linear"),
         remap=_enum(fields["remap"], f"{where}.remap", Remap),
+        offload=fields["offload"],
     )
 
 

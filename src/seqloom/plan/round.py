@@ -16,12 +16,14 @@ class Checkpoint(StrEnum):
     """What is kept of a round's activations until its backward.
 
     none: everything. selective: inputs of layers, attention outputs and log-sum-exp. full: inputs of layers
-    only. profile: whatever the profile's constants were measured with.
+    only. stage: the input of the whole stage only, which is run forward again as one. profile: whatever the
+    profile's constants were measured with.
     """
 
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
+    STAGE = "stage"
     PROFILE = "profile"
 
 
@@ -41,7 +43,8 @@ class Work:
 
     A rank may be in several groups; it runs them in the order of `groups`, in which all ranks agree: slow links first.
     The layouts say who holds which tokens in attention and in linear layers; None means that every rank holds what its
-    groups give it (`Group.token_layout`).
+    groups give it (`Group.token_layout`). With `offload`, what is kept of the round lies in host memory from the end of
+    its forward to its backward.
     """
 
     groups: tuple[Group, ...]
@@ -49,6 +52,7 @@ class Work:
     attention: Layout | None = None
     linear: Layout | None = None
     remap: Remap = Remap.ATTENTION
+    offload: bool = False
 
     def spans(self) -> Iterator[Span]:
         """Return the spans of all groups, in order."""

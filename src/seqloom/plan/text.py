@@ -73,7 +73,8 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
             yield f"round {r}"
         for s, work in enumerate(current.work):
             remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
-            yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}"
+            offload = " offload" if work.offload else ""
+            yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}{offload}"
             yield from _work_lines(work, documents)
     for h, row in enumerate(pipeline.actions):
         yield f"host {h}: {' '.join(map(str, row))}".rstrip()

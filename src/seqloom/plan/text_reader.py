@@ -22,7 +22,7 @@ from seqloom.plan.stage import Stage
 _NUMBERS = ("ranks", "node_size", "heads", "granule", "communicators")
 _KEYS = ("planner", *_NUMBERS, "capacity", "sharding", "reduce", "documents")
 _STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
-_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?)?")
+_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?( offload)?)?")
 _GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
 _LAYOUT = re.compile(r"(attention|linear) axes ([12])")
 _RANK = re.compile(r"rank (\d+):(.*)")
@@ -172,7 +172,7 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
 def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]:
     rounds: list[list[Work]] = []
     while lines.peek().startswith("round "):
-        number, stage, checkpoint, remap = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
+        number, stage, checkpoint, remap, offload = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
         if stage is None or lines.number(stage) == 0:
             lines.expect_number("round", number, len(rounds))
             rounds.append([])
@@ -181,7 +181,8 @@ def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]
         if stage is not None:
             lines.expect_number("stage", stage, len(rounds[-1]))
             work = _read_work(lines, lines.choice(checkpoint, Checkpoint), documents)
-            rounds[-1].append(work if remap is None else replace(work, remap=lines.choice(remap, Remap)))
+            work = work if remap is None else replace(work, remap=lines.choice(remap, Remap))
+            rounds[-1].append(replace(work, offload=offload is not None))
     return tuple(Round(tuple(work)) for work in rounds)
 
 

@@ -2,6 +2,7 @@
 
 none        everything is kept (profile: the same; plans of published constants say no more)
 full        the layer's input; backward runs the layer forward again, exchanges included
+stage       no layer keeps less: the whole stage is run forward without a graph, and once more before its backward
 selective   the layer's input, attention outputs and log-sum-exp; backward runs the layer forward again, but attention
             answers from what was kept: no kernel runs and no key or value goes round a second time
 
@@ -30,7 +31,7 @@ from seqloom.plan import Checkpoint
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
-KEEP_ALL = (Checkpoint.NONE, Checkpoint.PROFILE)
+KEEP_ALL = (Checkpoint.NONE, Checkpoint.STAGE, Checkpoint.PROFILE)
 
 
 def recompute_layers(layers: Iterable[nn.Module], *, keep_exchanged: bool = False) -> None:

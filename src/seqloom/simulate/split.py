@@ -52,6 +52,7 @@ FORWARD = {
     Checkpoint.PROFILE: _PLAIN,
     Checkpoint.SELECTIVE: _PLAIN | _SELECTIVE,
     Checkpoint.FULL: _PLAIN | _FULL,
+    Checkpoint.STAGE: _PLAIN | _FULL,
 }
 
 

@@ -227,7 +227,7 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         layers=step.spec.layers,
         heads=step.spec.heads,
         node_size=node_size,
-        checkpoint=[draw(st.sampled_from(Checkpoint)) for _ in rounds],
+        checkpoint=[draw(st.sampled_from([c for c in Checkpoint if c != Checkpoint.STAGE])) for _ in rounds],
         sharding=sharding,
         reduce=draw(st.sampled_from(Reduce)),
     )

@@ -218,7 +218,7 @@ def _works(
     linear = Layout(moved, attention.item, attention.start, attention.stop)
     explicit = {"attention": (attention, None), "linear": (None, linear), "both": (attention, linear)}[kind]
     remap = draw(st.sampled_from(Remap)) if explicit[1] is not None else Remap.ATTENTION
-    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap)
+    return replace(work, attention=explicit[0], linear=explicit[1], remap=remap, offload=draw(st.booleans()))
 
 
 @st.composite
