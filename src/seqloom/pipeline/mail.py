@@ -95,7 +95,9 @@ class Mail:
             if peer == self._transport.rank:
                 self._local[action] = part
             else:
-                self._sent.setdefault(action, []).append((self._transport.send(part, peer, lane), part))
+                with self._progress.waiting(action, None):  # a rank that is gone may be noticed here
+                    message = self._transport.send(part, peer, lane)
+                self._sent.setdefault(action, []).append((message, part))
 
     def receive(self, action: Action) -> None:
         """Run a RECV of the row: start it, if that was not done before."""
@@ -134,7 +136,8 @@ class Mail:
                 continue
             scattered = isinstance(rows, torch.Tensor)
             tensor = self._room(tokens) if scattered else whole[rows]
-            message = self._transport.receive(tensor, peer, lane)
+            with self._progress.waiting(arrival.action, peer):
+                message = self._transport.receive(tensor, peer, lane)
             posted.append(_Posted(peer, message, tensor, rows if scattered else None))
         self._held += arrival.tokens
         self._posted[arrival.action] = (arrival, whole, posted)
