@@ -32,6 +32,7 @@ def cost_model(
     budget_gib: float | None = None,
     max_length: int | None = None,
     capacity: int | None = None,
+    stages: int = 1,
 ) -> CostModel:
     """What prices plans here.
 
@@ -44,6 +45,7 @@ def cost_model(
         max_length: longest sequence of the whole run, tokens; ``static`` must hold it, and learned position
             tables grow with it.
         capacity: tokens a GPU may hold in one round; None takes what fits in memory.
+        stages: of the pipelines that will be planned; with more than one, a model that only they hold is welcome.
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -53,6 +55,7 @@ def cost_model(
         budget_gib,
         max_length,
         capacity,
+        stages,
     )
 
 
@@ -74,16 +77,24 @@ def plan(
     Args:
         lengths: tokens of every sequence of the batch; a sequence's id in the plan is its index here.
         planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
-            ``exact`` or ``auto``, the best of all.
+            ``pipeline`` (``pipeline:4`` has 4 stages), ``exact`` or ``auto``, the best of all without stages.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 
     The other arguments are those of :func:`cost_model`.
     """
-    from seqloom.planners import make_plan
+    from seqloom.planners import make_plan, stages_asked
 
     batch = lengths if isinstance(lengths, Batch) else Batch.of(lengths)
-    cost = cost_model(cluster, model, profile=profile, sharding=sharding, budget_gib=budget_gib, max_length=max_length)
+    cost = cost_model(
+        cluster,
+        model,
+        profile=profile,
+        sharding=sharding,
+        budget_gib=budget_gib,
+        max_length=max_length,
+        stages=max(stages_asked([planner]), options.get("stages") or 1),
+    )
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))
         raise SeqloomError(
@@ -115,6 +126,7 @@ def simulate(
         sharding=plan.sharding if sharding is None else sharding,
         budget_gib=budget_gib,
         max_length=max_length,
+        stages=max(len(pipeline.stages) for pipeline in plan.pipelines),
     )
     return simulated(plan, cost)
 

@@ -7,6 +7,7 @@ import torch
 
 from seqloom.plan import Group, Method, Route, Span
 from seqloom.testing.attention_cases import Case, assemble, attend, worst
+from seqloom.testing.carry_cases import PiecesCase, attend_pieces
 
 torch.set_num_threads(1)
 PACK = (37, 1, 5, 64, 2, 2, 19)
@@ -81,3 +82,15 @@ def test_half_precision_travels_over_gloo(gloo_pool):
     inputs = case.inputs(torch.bfloat16)
     found = assemble(gloo_pool.run(attend, case, inputs, ranks=4))
     assert worst(found, case.truth(inputs)) < 0.01
+
+
+@pytest.mark.parametrize(("shape", "window"), [((2, 2), None), ((1, 3), 20)], ids=str)
+def test_pieces_of_a_document_on_processes(gloo_pool, shape, window):
+    """Two pieces of 40 and 1 tokens, whole documents beside the second; several parcels in one exchange."""
+    whole = Case((5, 41, 9), 8, 2, 16, shape[0] * shape[1], (), window=window)
+    rounds = [[Span(1, 0, 40)], [Span(0, 0, 5), Span(1, 40, 41), Span(2, 0, 9)]]
+    case = PiecesCase.on_one_group(whole, rounds, *shape, layers=2)
+    inputs = case.inputs(torch.float64)
+    parts = gloo_pool.run(attend_pieces, case, inputs, ranks=case.world)
+    for own, given in zip(zip(*parts, strict=True), inputs, strict=True):
+        assert worst(assemble(own), case.truth(given)) < 1e-9

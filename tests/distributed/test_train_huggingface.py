@@ -106,6 +106,14 @@ def test_the_tokenizer_comes_along_and_nothing_half_written_stays(place, two):
 
 
 @pytest.mark.slow
+def test_stages_change_neither_losses_nor_model(seqloom_here, place, two):
+    stages = trained(seqloom_here, place, "stages", "--ranks", "4", pipeline__stages=2)
+    assert np.allclose(stages, two, rtol=1e-9, atol=0)
+    ours, theirs = (dict(loaded(place / run / "model").named_parameters()) for run in ("stages", "two"))
+    assert ours.keys() == theirs.keys() and all(torch.allclose(each, theirs[name]) for name, each in ours.items())
+
+
+@pytest.mark.slow
 def test_a_finished_run_writes_a_model_that_was_lost(seqloom_here, place, two):
     folder = place / "two" / "model"
     before = (folder / "model.safetensors").read_bytes()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from seqloom.attention.calls import GroupCall, Shared
-from seqloom.attention.checks import Call, check_call, check_tensors
+from seqloom.attention.carried import Carried
+from seqloom.attention.checks import Call, check_call, check_tensors, known_layer
 from seqloom.attention.fillers import Draft, filled
 from seqloom.attention.gather import Gather
 from seqloom.attention.kernels.kernel import Kernel, Prepared, Shape, Warmable
@@ -106,12 +108,20 @@ def warm_up_attention(
 
 
 def bound_calls(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, call: Call
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, call: Call, layer: int | None = None
 ) -> tuple[GroupCall, ...]:
     """Return the calls of the rank's groups that hold tokens, in the order of the work; checked, and built once."""
     check_tensors(q, k, v, context)
     _, heads, dim = q.shape
-    return calls_of(context, heads, k.shape[1], dim, q.dtype, call)
+    calls = calls_of(context, heads, k.shape[1], dim, q.dtype, call)
+    return in_layer(calls, context, layer) if context.pieces else calls
+
+
+def in_layer(calls: tuple[GroupCall, ...], context: Context, layer: int | None) -> tuple[GroupCall, ...]:
+    """Return the calls of a round with documents in pieces as one layer makes them."""
+    known = known_layer(context, layer)
+    inner = [replace(each.inner, layer=known) if isinstance(each.inner, Carried) else each.inner for each in calls]
+    return tuple(replace(call, inner=own) for call, own in zip(calls, inner, strict=True))
 
 
 def calls_of(
@@ -150,7 +160,8 @@ def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[
 
 
 def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> Draft:
-    if bound.group.degree == 1:
+    carries = any(span.document in context.pieces for span in bound.group.spans)
+    if bound.group.degree == 1 and not carries:
         return Draft(bound.group, bound.rows)
     split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
     (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
@@ -161,10 +172,13 @@ def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel
         exchange = Exchange(
             context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
         )
-    inner = _inner(context, bound, heads, _roads(context, bound.group, split, model, call), call, kernel)
+    if carries:
+        inner = Carried.of(context, bound, heads, kernel, call.window)
+    else:
+        inner = _inner(context, bound, heads, _roads(context, bound.group, split, model, call), call, kernel)
     elements, dtype = 2 * shape.kv_heads * shape.dim, shape.dtype
     row, wide_row = elements * dtype.itemsize, elements * sum_dtype(dtype).itemsize
-    waits = inner.waits(row, wide_row) if isinstance(inner, Shared) else None
+    waits = inner.waits(row, wide_row) if isinstance(inner, Shared) and bound.group.ring > 1 else None
     return Draft(bound.group, bound.rows, exchange, inner, waits)
 
 

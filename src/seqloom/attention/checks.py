@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from seqloom.attention.carry import Carry
 from seqloom.attention.kernels.kernel import Kernel
 from seqloom.comm.context import Context
 from seqloom.errors import SeqloomError
+from seqloom.plan import Group, Method
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,13 +64,46 @@ def check_call(context: Context, heads: int, kv_heads: int, call: Call) -> None:
                 f"ulysses {group.ulysses} on ranks {group.ranks} with {heads} heads: every rank needs a query head; "
                 f"plan with ulysses of at most {heads} and a ring for the rest"
             )
-        for document, start, _ in group.spans:
+        _check_pieces(context, group, call)
+    _check_options(call)
+
+
+def known_layer(context: Context, layer: int | None) -> int:
+    """Return the layer of a call in a round with a document in pieces; refuse one that does not say it."""
+    if layer is None:
+        raise SeqloomError(
+            f"document {min(context.pieces)} is in pieces and attention was called without a layer: keys of earlier "
+            "pieces are kept for every layer; call attention(..., layer=number of the layer in the model)"
+        )
+    return layer
+
+
+def _check_pieces(context: Context, group: Group, call: Call) -> None:
+    """Refuse documents whose other pieces cannot be reached."""
+    for document, start, _ in group.spans:
+        if document not in context.pieces:
             if start > 0:
                 raise SeqloomError(
                     f"document {document} begins at token {start} in this round: the keys before it are in another "
-                    "round and are not carried over yet; plan whole documents"
+                    "round; bind every round with pieces= of the plan and carry= of the step, or plan whole documents"
                 )
-    _check_options(call)
+            continue
+        if not isinstance(context.carry, Carry):
+            raise SeqloomError(
+                f"document {document} is in pieces, and the context has {context.carry!r} to carry keys from one to "
+                "the next; bind all rounds of a step with carry=one Carry()"
+            )
+        if not call.causal:
+            raise SeqloomError(
+                f"causal={call.causal} for document {document}, which is in pieces: keys of later pieces do not exist "
+                "yet; set causal=True, or plan whole documents"
+            )
+        if group.method != Method.RING or group.route is not None:
+            how = f"method {group.method}" if group.method != Method.RING else "a route"
+            raise SeqloomError(
+                f"{how} for document {document}, which is in pieces: a document in pieces needs method ring, from "
+                "rank to rank; plan its groups so"
+            )
 
 
 def _check_options(call: Call) -> None:

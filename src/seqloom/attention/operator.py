@@ -4,6 +4,9 @@ A compiled graph holds tensors only, so the context comes as a ticket, and what 
 graph owns must not stay behind in a ticket, since a compiler uses memory again after its last use in the graph. So q,
 k, v and the output are saved by the graph; the ticket has the log-sum-exp and what exchanges delivered.
 
+A call with a document in pieces also writes into the carry of its context. Torch is not told: doing it twice does no
+harm, and its output is used, so it is never left out.
+
 Importing this file makes `torch.ops.seqloom.attention` known; `attention` calls it where it is given a ticket.
 """
 
@@ -16,10 +19,11 @@ from torch.library import custom_op
 
 from seqloom.attention.bound import bound_calls
 from seqloom.attention.calls import GroupCall
+from seqloom.attention.carried import Carried
 from seqloom.attention.checks import Call
 from seqloom.attention.kernels.kernel import Gradients, Saved
 from seqloom.attention.rows import take
-from seqloom.attention.tickets import holder, ticket
+from seqloom.attention.tickets import Visit, holder, ticket
 from seqloom.attention.unified import backward_groups, forward_groups, last_contiguous
 from seqloom.comm.remap import Crossing
 
@@ -50,8 +54,11 @@ class _Kept(NamedTuple):
         found = []
         for call, kept in zip(self.calls, self.of_groups, strict=True):
             rows = call.rows
-            whole = isinstance(kept, Saved)
-            found.append(kept if whole else Saved(take(q, rows), take(k, rows), take(v, rows), take(out, rows), kept))
+            if isinstance(kept, Saved):
+                found.append(kept)
+                continue
+            of_graph = Saved(take(q, rows), take(k, rows), take(v, rows), take(out, rows), kept)
+            found.append(call.inner.saved(of_graph, delivered=False) if isinstance(call.inner, Carried) else of_graph)
         return found
 
 
@@ -76,10 +83,11 @@ def _forward(
 
     On a rank without tokens one row may come nevertheless, for models that cannot be called with none; nobody sees it.
     """
-    bound, given = holder(context), len(q)
+    held, given = holder(context), len(q)
+    bound, layer = held if isinstance(held, Visit) else (held, None)
     rows = given if given != 1 else min(bound.tokens, 1)
     q, k, v = (last_contiguous(x[:rows]) for x in (q, k, v))
-    calls = bound_calls(q, k, v, bound, Call(causal, window, scale, None, dropout, softcap))
+    calls = bound_calls(q, k, v, bound, Call(causal, window, scale, None, dropout, softcap), layer)
     crossing = bound.around_attention
     if crossing is not None:
         q, k, v = crossing.forward(q, k, v)

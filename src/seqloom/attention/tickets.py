@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+
+from seqloom.comm import Context
 
 _WIDTH = torch.int64.itemsize
 
@@ -20,6 +22,13 @@ class _Held(bytearray):
     """The memory of a ticket, which is its number, and the object."""
 
     value: object
+
+
+class Visit(NamedTuple):
+    """A context as one layer is called with it: a graph serves all layers, so it cannot tell which one it is."""
+
+    context: Context
+    layer: int | None
 
 
 _numbers = count(1)

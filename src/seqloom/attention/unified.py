@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from seqloom.attention.bound import bound_calls
 from seqloom.attention.calls import Aside, GroupCall, Pieces, Shared, Tensors
+from seqloom.attention.carried import Carried
 from seqloom.attention.checks import Call
 from seqloom.attention.kernels.kernel import Gradients, Kernel, Prepared, Saved
 from seqloom.attention.merge import sum_dtype
@@ -42,6 +43,7 @@ def attention(
     kernels: Kernel | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    layer: int | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens over their whole documents, wherever these lie.
 
@@ -57,6 +59,8 @@ def attention(
         kernels: what computes; None: the best this device has.
         dropout: only 0: the result must not depend on the plan.
         softcap: only None.
+        layer: number of the layer in the model, another one for every attention of it; needed where a document is in
+            pieces, whose keys are kept by layer.
 
     Returns:
         [tokens, heads, dim].
@@ -64,7 +68,7 @@ def attention(
     call = Call(causal, window, scale, kernels, dropout, softcap)
     if isinstance(context, torch.Tensor):
         return _in_graph(q, k, v, context, call)
-    calls, crossing = bound_calls(q, k, v, context, call), context.around_attention
+    calls, crossing = bound_calls(q, k, v, context, call, layer), context.around_attention
     if crossing is None:
         return _Attention.apply(q, k, v, calls, False)
     out = _Attention.apply(*cross(crossing, q, k, v), calls, False)
@@ -81,12 +85,14 @@ def attention_with_lse(
     window: int | None = None,
     scale: float | None = None,
     kernels: Kernel | None = None,
+    layer: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `attention`, and the log of the sum of exponentials of the logits, [heads, tokens], without gradient.
 
     Costs one exchange more where there is Ulysses.
     """
-    calls, crossing = bound_calls(q, k, v, context, Call(causal, window, scale, kernels)), context.around_attention
+    call = Call(causal, window, scale, kernels)
+    calls, crossing = bound_calls(q, k, v, context, call, layer), context.around_attention
     if crossing is None:
         return _Attention.apply(q, k, v, calls, True)
     out, lse = _Attention.apply(*cross(crossing, q, k, v), calls, True)
@@ -148,6 +154,8 @@ def _forward_group(
 
     out, lse = call.answer(compute)
     saved = Saved(q, k, v, _as(out, q.dtype), lse)
+    if isinstance(inner, Carried):
+        saved = inner.saved(saved, delivered=call.exchange is not None)
     return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
 
 

@@ -33,7 +33,7 @@ Planners = Annotated[
     str,
     typer.Option(
         "--planners",
-        help="Names with commas between; static:64 fixes the degree. "
+        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages. "
         "Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]
@@ -68,9 +68,11 @@ def compare(
     from seqloom.cli.outcome import outcomes
     from seqloom.cli.progress import planning
     from seqloom.cli.workload import Source, Workload
+    from seqloom.planners import stages_asked
 
     names = planner_names(planners)
-    cost = cost_model(cluster, model, profile=profile, sharding=sharding, budget_gib=budget_gib, max_length=max_length)
+    asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    cost = cost_model(cluster, model, **asked, stages=stages_asked(names))
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = Workload.by_count(source, batch_size, skip=skip, count=batches)
     with planning(len(names) * batches) as progress:

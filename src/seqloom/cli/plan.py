@@ -43,7 +43,7 @@ Planner = Annotated[
     str,
     typer.Option(
         "--planner",
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, exact, auto; "
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), exact, auto; "
         "published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]
@@ -86,10 +86,12 @@ def plan(
     from seqloom.cli.outcome import outcomes, setting
     from seqloom.cli.progress import planning
     from seqloom.cli.workload import Source
+    from seqloom.planners import stages_asked
 
     require_writable(out)
     require_picture(picture)
-    cost = cost_model(cluster, model, profile=profile, sharding=sharding, budget_gib=budget_gib, max_length=max_length)
+    asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    cost = cost_model(cluster, model, **asked, stages=stages_asked([planner]))
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = one_batch(source, batch_size, tokens_per_batch, skip)
     with planning(1) as progress:

@@ -8,6 +8,8 @@ from seqloom.comm.counting import Counting, Traffic
 from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
+from seqloom.comm.lanes import Lane, Message, Way
+from seqloom.comm.pieces import pieces_of_plan
 from seqloom.comm.remap import remapped
 from seqloom.comm.transport import Handle, Parcel, Transport
 
@@ -20,12 +22,16 @@ __all__ = [
     "Counting",
     "Distributed",
     "Handle",
+    "Lane",
+    "Message",
     "Parcel",
     "Ranks",
     "Traffic",
     "Transport",
+    "Way",
     "bind",
     "bind_alone",
+    "pieces_of_plan",
     "remapped",
     "run_ranks",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from seqloom.comm.context import Context, bind
+from seqloom.comm.lanes import Lane, Message, Way, check_peer
 from seqloom.comm.transport import Handle, Parcel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Group, Span, Work
@@ -47,10 +48,28 @@ class Alone:
         """Leave the tensor as it is."""
         _only_self(block)
 
+    def connect(self, ways: Iterable[Way]) -> None:
+        """Refuse any way: there is nobody else."""
+        for way in ways:
+            check_peer(self.rank, self.ranks, max(way.peers), way.lane)
+
+    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """Refuse: there is nobody else."""
+        check_peer(self.rank, self.ranks, peer, lane)
+        return _Done()
+
+    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """Refuse: there is nobody else."""
+        return self.send(tensor, peer, lane)
+
 
 class _Done:
     def wait(self) -> None:
         """Return at once."""
+
+    def done(self) -> bool:
+        """Say yes."""
+        return True
 
 
 def bind_alone(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Context:

@@ -6,13 +6,14 @@ whom it exchanges how many rows. Layers then only move and compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
+from seqloom.comm.pieces import check_documents, pieces_of_round
 from seqloom.comm.remap import Crossing, bind_crossing
 from seqloom.comm.rows import columns, expand, first_rows, inverse, rows_of
 from seqloom.comm.transport import Transport
@@ -75,15 +76,19 @@ class Context:
         around_attention: from the model's tokens to those of attention; None where these are the same.
         around_mlp: from the model's tokens to those of the MLP; None where these are the same.
         node_size: ranks per node; None: not known.
+        pieces: for every document of the round that is in pieces, all of its pieces, in order.
+        carry: where attention keeps what it carries from piece to piece (`attention.Carry`); None: nowhere.
     """
 
     __slots__ = (
         "_kept",
         "around_attention",
         "around_mlp",
+        "carry",
         "documents",
         "groups",
         "node_size",
+        "pieces",
         "positions",
         "spans",
         "transport",
@@ -101,17 +106,19 @@ class Context:
         node_size: int | None = None,
         crossing: Crossing | None = None,
         kept: dict[Hashable, object] | None = None,
+        pieces: Mapping[int, tuple[Span, ...]] | None = None,
+        carry: object | None = None,
     ) -> None:
         """Keep what `bind` has found.
 
         Args:
-            work, transport, spans, positions, documents, groups, node_size: see the attributes.
+            work, transport, spans, positions, documents, groups, node_size, pieces, carry: see the attributes.
             crossing: from the linear to the attention layout; None where these are the same.
             kept: what was built from all this already, shared with another view of it.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
-        self.node_size = node_size
+        self.node_size, self.pieces, self.carry = node_size, pieces or {}, carry
         around = work.remap if crossing is not None else None
         self.around_attention = crossing if around == Remap.ATTENTION else None
         self.around_mlp = crossing.reversed() if crossing is not None and around == Remap.MLP else None
@@ -147,6 +154,8 @@ def bind(
     node_size: int | None = None,
     islands: Sequence[Sequence[int]] | None = None,
     family: GroupFamily | None = None,
+    pieces: Mapping[int, tuple[Span, ...]] | None = None,
+    carry: object | None = None,
 ) -> Context:
     """Work out what one stage's share of a round means for the rank of `transport`. Nothing is communicated.
 
@@ -156,11 +165,14 @@ def bind(
         device: where the local tensors live.
         node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
         islands, family: where tokens may change places if the work has a linear layout, see `bind_crossing`.
+        pieces: for every document that the plan has in several pieces, all of them, in order.
+        carry: an `attention.Carry`, the same for all rounds of a step; needed where the work has such a document.
     """
     _check_ranks(work, transport)
     _check_routes(work, transport, node_size)
     _check_layouts(work)
-    _check_documents(work)
+    check_documents(work)
+    in_pieces = pieces_of_round(work, pieces or {})
     rank, device = transport.rank, torch.device(device)
     own = [group for group in work.groups if rank in group.ranks]
     blocks = [_block_layout(group, rank) for group in own]
@@ -187,6 +199,8 @@ def bind(
         groups=tuple(groups),
         node_size=node_size,
         crossing=crossing,
+        pieces=in_pieces,
+        carry=carry,
     )
 
 
@@ -274,14 +288,3 @@ def _check_layouts(work: Work) -> None:
             "groups deal their tokens to ranks in one way, which their kernels and rings rely on; leave the attention "
             "layout out, and give tokens other places in the linear layout"
         )
-
-
-def _check_documents(work: Work) -> None:
-    seen: set[int] = set()
-    for document, _, _ in work.spans():
-        if document in seen:
-            raise SeqloomError(
-                f"document {document} is twice in one round's work; a document, or a piece of one, belongs to one "
-                "group of a round: give the other piece to another round"
-            )
-        seen.add(document)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from seqloom.comm.lanes import Lane, Message, Way
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 
@@ -52,7 +53,7 @@ class Counting:
         return self._traffic.get(verb, Traffic())
 
     def bytes_to(self, peer: int) -> int:
-        """Return the bytes that left for one rank in exchanges, since the start or the last `reset`."""
+        """Return the bytes that left for one rank in exchanges and messages, since the start or the last `reset`."""
         return self._sent_to[peer]
 
     def reset(self) -> None:
@@ -90,6 +91,22 @@ class Counting:
         """See `Transport.all_reduce`."""
         self._transport.all_reduce(tensor, block)
         self._count("all_reduce", -(-2 * (len(block) - 1) * tensor.nbytes // len(block)))
+
+    def connect(self, ways: Iterable[Way]) -> None:
+        """See `Transport.connect`."""
+        self._transport.connect(ways)
+
+    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.send`."""
+        message = self._transport.send(tensor, peer, lane)
+        self._sent_to[peer] += tensor.nbytes
+        self._count("send", tensor.nbytes)
+        return message
+
+    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.receive`."""
+        self._count("receive", 0)
+        return self._transport.receive(tensor, peer, lane)
 
     def _count(self, verb: str, size: int) -> None:
         before = self.traffic(verb)

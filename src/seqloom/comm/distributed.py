@@ -1,18 +1,20 @@
 """The transport of real jobs: torch.distributed, with NCCL or gloo.
 
-Blocks run on the communicators of a family, `exchange` on the world. gloo moves CUDA tensors in collectives but
-not in send and receive, so there they pass through pinned host memory.
+Blocks run on the communicators of a family, `exchange` on the world, messages on a communicator for every way (NCCL)
+or on the world with a tag for every lane (gloo, where ways do not wait for each other by themselves). gloo moves CUDA
+tensors in collectives but not in send and receive, so there they pass through pinned host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from seqloom.comm.groups import Communicators
+from seqloom.comm.lanes import Lane, Message, Way, check_peer
 from seqloom.comm.transport import Handle, Parcel
 from seqloom.errors import SeqloomError
 
@@ -29,6 +31,7 @@ class Distributed:
             )
         self._communicators = communicators
         self._stages = not communicators.has_nccl
+        self._ready: set[Way] = set()
 
     @property
     def rank(self) -> int:
@@ -93,6 +96,40 @@ class Distributed:
         if group is not None:
             dist.all_reduce(tensor, group=group)
 
+    def connect(self, ways: Iterable[Way]) -> None:
+        """See `Transport.connect`. With NCCL a way's communicator is made by its first message, which is sent here.
+
+        Both ends wait for each other then. All ranks take their ways in one order, so none waits in a circle.
+        """
+        new = sorted(set(ways) - self._ready)
+        self._ready.update(new)
+        if self._stages:
+            return
+        token = torch.zeros(1, device="cuda")
+        for way in sorted(new, key=lambda way: (way.peers, way)):
+            if way.sender == self.rank:
+                self.send(token, way.receiver, way.lane).wait()
+            else:
+                self.receive(token, way.sender, way.lane).wait()
+
+    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.send`."""
+        check_peer(self.rank, self.ranks, peer, lane)
+        group = self._communicators.group_on(lane, upward=self.rank < peer)
+        given = _to_host([Parcel(peer, tensor)])[0].tensor if self._stages else tensor.detach()
+        work = dist.isend(given, peer, group=group, tag=_tag(lane))
+        assert work is not None  # it is where this process is not in the group
+        return _Message(work, given)
+
+    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.receive`."""
+        check_peer(self.rank, self.ranks, peer, lane)
+        group = self._communicators.group_on(lane, upward=peer < self.rank)
+        room = _host_like(tensor) if self._stages else tensor.detach()
+        work = dist.irecv(room, peer, group=group, tag=_tag(lane))
+        assert work is not None
+        return _Message(work, room, tensor if room.device != tensor.device else None)
+
     def _keep_own(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Copy what this rank sends to itself."""
         given = [tensor for peer, tensor in sends if peer == self.rank]
@@ -120,6 +157,33 @@ class _Transfer:
             work.wait()
         for target, host in self.arrivals:
             target.detach().copy_(host, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Message:
+    """A started message: what carries it, its tensor while it travels, and where that goes from host memory."""
+
+    work: dist.Work | None
+    tensor: torch.Tensor | None
+    target: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """See `Message.wait`."""
+        if self.work is None:
+            return
+        self.work.wait()
+        if self.target is not None and self.tensor is not None:
+            self.target.detach().copy_(self.tensor, non_blocking=True)
+        self.work = self.tensor = self.target = None
+
+    def done(self) -> bool:
+        """See `Message.done`; gloo cannot tell."""
+        return self.work is None or self.work.is_completed()
+
+
+def _tag(lane: Lane) -> int:
+    """Return the label of a lane's messages: gloo keeps those of different labels apart, parcels have 0."""
+    return 1 + list(Lane).index(lane)
 
 
 def _to_host(parcels: Sequence[Parcel]) -> list[Parcel]:

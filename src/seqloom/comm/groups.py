@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
+from seqloom.comm.lanes import Lane
 from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
@@ -37,7 +38,11 @@ class Communicators:
     """
 
     def __init__(
-        self, family: GroupFamily, world: dist.ProcessGroup | None, communicators: Sequence[Communicator]
+        self,
+        family: GroupFamily,
+        world: dist.ProcessGroup | None,
+        communicators: Sequence[Communicator],
+        lanes: Mapping[tuple[Lane, bool], dist.ProcessGroup | None],
     ) -> None:
         """Keep what `create` has made."""
         self.family = family
@@ -46,6 +51,7 @@ class Communicators:
         self.has_nccl = "nccl" in dist.get_backend_config()
         self._list = tuple(communicators)
         self._groups = {communicator.ranks: communicator.group for communicator in communicators}
+        self._lanes = dict(lanes)
 
     @classmethod
     def create(cls, family: GroupFamily) -> Communicators:
@@ -64,7 +70,13 @@ class Communicators:
             raise SeqloomError(f"a family of {family.ranks} ranks in a job of {size}; make it for at most {size} ranks")
         world = _make_group(range(family.ranks)) if family.ranks < size else dist.group.WORLD
         made = [Communicator(tuple(block), _make_group(block)) for block in family.communicators()]
-        return cls(family, world, made)
+        lanes = {}
+        if "nccl" in dist.get_backend_config():
+            # Groups, not yet communicators: NCCL makes one for every pair of ranks that has a first message there. It
+            # runs what a pair does in a group one after the other, so each direction of a lane has its own.
+            ways = [(lane, upward) for lane in Lane for upward in (True, False)]
+            lanes = {way: _make_group(range(family.ranks)) for way in ways}
+        return cls(family, world, made, lanes)
 
     def list(self) -> tuple[Communicator, ...]:
         """Return the blocks of the family that have a communicator, by size and then by start."""
@@ -78,6 +90,10 @@ class Communicators:
             if len(block) > 1:
                 raise SeqloomError(f"block {block}: these communicators are closed; create new ones")
         return group
+
+    def group_on(self, lane: Lane, *, upward: bool) -> dist.ProcessGroup | None:
+        """Return the process group of messages on a lane, to a higher rank or a lower one."""
+        return self._lanes.get((lane, upward), self.world)
 
     def warm_up(self) -> None:
         """Run one small verb on every communicator of this rank, so that the first step finds connections made."""
@@ -100,13 +116,13 @@ class Communicators:
 
     def close(self) -> None:
         """Destroy the groups that were made here; torch's own world stays."""
-        made = [communicator.group for communicator in self._list]
+        made = [*(communicator.group for communicator in self._list), *self._lanes.values()]
         if self.world is not dist.group.WORLD:
             made.append(self.world)
         for group in made:
             if group is not None:
                 dist.destroy_process_group(group)
-        self.world, self._list, self._groups = None, (), {}
+        self.world, self._list, self._groups, self._lanes = None, (), {}, {}
 
 
 def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Self, TypeVar, cast
 
 import torch
 
 from seqloom.comm.groups import check_block
+from seqloom.comm.lanes import Lane, Message, Way, check_peer
 from seqloom.comm.matching import Matching
 from seqloom.comm.meeting import Operation, Stopped
 from seqloom.comm.strict import StrictMatching
@@ -216,6 +217,21 @@ class InProcess:
             total += part
         flat.copy_(total)
 
+    def connect(self, ways: Iterable[Way]) -> None:
+        """See `Transport.connect`; there is nothing to do."""
+
+    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.send`."""
+        check_peer(self._rank, self.ranks, peer, lane)
+        outgoing = [(peer, _flat("sent message", tensor))]
+        return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, outgoing, (), lane))
+
+    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.receive`."""
+        check_peer(self._rank, self.ranks, peer, lane)
+        incoming = [(peer, _flat("received message", tensor))]
+        return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, (), incoming, lane))
+
     def _collective(
         self, verb: str, block: Sequence[int], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
     ) -> None:
@@ -227,7 +243,7 @@ class InProcess:
 
 
 class _Handle:
-    """A started exchange of one rank."""
+    """A started exchange or message of one rank."""
 
     def __init__(self, matching: Matching, operation: Operation) -> None:
         self._matching = matching
@@ -236,6 +252,10 @@ class _Handle:
     def wait(self) -> None:
         """See `Handle.wait`."""
         self._matching.wait(self._operation)
+
+    def done(self) -> bool:
+        """See `Message.done`."""
+        return self._operation.done
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from seqloom.comm.lanes import Lane
 from seqloom.comm.meeting import Meeting, Operation, Side
 from seqloom.errors import SeqloomError
 
@@ -25,7 +26,7 @@ class Matching:
         """Start without any operation."""
         self.ranks = ranks
         self.meeting = Meeting(ranks, self.explain, self.advice)
-        self._numbers: Counter[tuple[object, int]] = Counter()
+        self._numbers: Counter[tuple[object, ...]] = Counter()
         self._open: defaultdict[tuple[object, int, int, bool], deque[Side]] = defaultdict(deque)
 
     def post(
@@ -35,15 +36,17 @@ class Matching:
         block: tuple[int, ...] | None,
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
+        lane: Lane | None = None,
     ) -> Operation:
         """Start a verb of `rank`: flat tensors for, and from, other ranks (or itself), in order."""
         with self.meeting.lock:
             self.meeting.go_on()
-            operation = Operation(rank, verb, block, self._numbers[block, rank])
-            self._numbers[block, rank] += 1
+            operation = Operation(rank, verb, block, 0, lane)
             operation.sides = [Side(operation, peer, tensor, True) for peer, tensor in sends]
             operation.sides += [Side(operation, peer, tensor, False) for peer, tensor in receives]
             operation.open_sides = len(operation.sides)
+            operation.number = self._numbers[operation.queue]
+            self._numbers[operation.queue] += 1
             self.start(operation)
             return operation
 
@@ -76,10 +79,10 @@ class Matching:
 
     def _meet(self, side: Side) -> None:
         """Pair `side` with the oldest open one of its peer, or leave it open."""
-        block, rank = side.operation.block, side.operation.rank
-        waiting = self._open[block, side.peer, rank, not side.sends]
+        channel, rank = side.operation.channel, side.operation.rank
+        waiting = self._open[channel, side.peer, rank, not side.sends]
         if not waiting:
-            self._open[block, rank, side.peer, side.sends].append(side)
+            self._open[channel, rank, side.peer, side.sends].append(side)
             return
         other = waiting.popleft()
         send, receive = (side, other) if side.sends else (other, side)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from seqloom.comm.lanes import Lane
 from seqloom.errors import SeqloomError
 
 
@@ -41,12 +42,14 @@ class Operation:
 
     Attributes:
         block: ranks of the communicator; None: the world communicator of `exchange`.
+        lane: of a message, which has a single side and no communicator.
     """
 
     rank: int
     verb: str
     block: tuple[int, ...] | None
     number: int
+    lane: Lane | None = None
     sides: list[Side] = field(default_factory=list)
     open_sides: int = 0
     done: bool = False
@@ -54,6 +57,18 @@ class Operation:
     def __str__(self) -> str:
         """For example: exchange #3, or all_to_all #0 on ranks (4, 5, 6, 7)."""
         return f"{self.verb} #{self.number}" + ("" if self.block is None else f" on ranks {self.block}")
+
+    @property
+    def channel(self) -> object:
+        """What the operation shares with those that it may meet."""
+        return self.block if self.lane is None else self.lane
+
+    @property
+    def queue(self) -> tuple[object, ...]:
+        """What the operation shares with those of its rank that it keeps the order of."""
+        if self.lane is None:
+            return self.block, self.rank
+        return self.lane, self.rank, self.sides[0].peer, self.sides[0].sends
 
     def missing(self) -> str:
         """Say what this operation still waits for."""

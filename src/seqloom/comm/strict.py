@@ -3,7 +3,8 @@
 On top of what every transport asks (one order of verbs per block, equal sizes and dtypes, contiguous tensors):
 
 - The operations of a communicator run one after the other on every rank. Only the first that is not done meets
-  others, so two ranks that first send to each other and then receive, in two exchanges, deadlock.
+  others, so two ranks that first send to each other and then receive, in two exchanges, deadlock. Messages on lanes
+  keep the order of their way only.
 - What is received can be read after `wait`, not before: until then the tensor holds NaN (integers: the largest).
 - What is sent must not be written before `wait`.
 - Every handle is waited for.
@@ -29,7 +30,7 @@ class StrictMatching(Matching):
     def __init__(self, ranks: int) -> None:
         """Start without any operation."""
         super().__init__(ranks)
-        self._queues: defaultdict[tuple[object, int], deque[Operation]] = defaultdict(deque)
+        self._queues: defaultdict[tuple[object, ...], deque[Operation]] = defaultdict(deque)
         self._held: dict[Operation, _Held] = {}
 
     def start(self, operation: Operation) -> None:
@@ -38,7 +39,7 @@ class StrictMatching(Matching):
         if not operation.sides:  # nothing to run, so nothing to queue for
             super().start(operation)
             return
-        queue = self._queues[operation.block, operation.rank]
+        queue = self._queues[operation.queue]
         queue.append(operation)
         if len(queue) == 1:
             super().start(operation)
@@ -46,7 +47,7 @@ class StrictMatching(Matching):
     def finish(self, operation: Operation) -> None:
         """Let the next operation of the queue meet others."""
         super().finish(operation)
-        queue = self._queues[operation.block, operation.rank]
+        queue = self._queues[operation.queue]
         if queue and queue[0] is operation:
             queue.popleft()
             if queue:
@@ -85,7 +86,7 @@ class StrictMatching(Matching):
 
     def explain(self, operation: Operation) -> str:
         """Say what an operation waits for; behind another one, what that one waits for."""
-        first = self._queues[operation.block, operation.rank][0]
+        first = self._queues[operation.queue][0]
         return first.missing() if first is operation else f"behind {first}: {first.missing()}"
 
 

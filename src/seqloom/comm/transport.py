@@ -6,10 +6,12 @@ with matching sizes and types, messages carry no tags, and sends that cross must
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+from seqloom.comm.lanes import Lane, Message, Way
 
 
 class Parcel(NamedTuple):
@@ -75,4 +77,19 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
+        ...
+
+    def connect(self, ways: Iterable[Way]) -> None:
+        """Make ways ready for `send` and `receive`. Both ends of a way name it, before the first message on it.
+
+        Every rank may name other ways; what is ready already costs nothing.
+        """
+        ...
+
+    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """Start to send a contiguous tensor of at least one element to another rank; see `lanes`."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """Start to receive the next message of `peer` on a lane into a contiguous tensor of its size and dtype."""
         ...

@@ -105,6 +105,10 @@ class AdditiveEngine:
             exchange = volume / MIB / (degree * self._bandwidth(shape, reach)) * 1e6  # ms -> ns
         return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
 
+    def prefix_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+        """ns per token in front of a piece: nothing, since the published groups have no ring."""
+        return {}
+
     def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow]:
         """Occupancy of cards and links: the published model has none."""
         return Flow(), Flow()

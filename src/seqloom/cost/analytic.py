@@ -105,6 +105,18 @@ class AnalyticEngine:
             "link": ulysses.link + sharing.link,
         }
 
+    def prefix_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+        """ns per token in front of a piece: its keys and values are shared again, and its gradients sent back."""
+        _, sharing = self.flows(shape, variant, reach)
+        ring = sharing.time if shape.hides else 0.0
+        return {
+            "steps": self._exposed * ring,
+            "ring": ring,
+            "network": sharing.network,
+            "kv_gather": 0.0 if shape.hides else sharing.time,
+            "link": sharing.link,
+        }
+
     def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow]:
         """Traffic per token of the group: the head exchange, and keys and values by the shape's method."""
         share = self.links.kv_gather if shape.method == Method.GATHER else self.links.ring
@@ -148,8 +160,9 @@ class AnalyticEngine:
         steps = passes * (shape.ring - 1) * profile.ring_step_us if shape.hides else 0.0
         ring = self.links.ring_latency(shape, reach, checkpoint) if shape.hides else 0.0
         gathered = 0.0 if shape.hides else self.links.kv_gather_latency(shape, reach, checkpoint)
-        gather = 2 * self._collective(PARAMETER_BYTES)
-        reduce = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.ROUND else 0.0
+        gather = 0.0 if variant.resident else 2 * self._collective(PARAMETER_BYTES)
+        waits = variant.resident or variant.reduce == Reduce.STEP
+        reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
             "steps": layers * steps * 1e3 + self._exposed * ring,

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from seqloom.cost.fit import non_negative
-from seqloom.cost.model import GIB, CostModel
+from seqloom.cost.memory import GIB
+from seqloom.cost.model import CostModel
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan

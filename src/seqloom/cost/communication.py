@@ -156,13 +156,14 @@ class Communication:
             latency += self.latency("collective", True, nodes)
         return time + calls * latency
 
-    def replica_sum(self, size: float, shard_ranks: int, calls: int) -> float:
-        """ns of summing gradients of ``size`` bytes (whole model) over all replicas of the shards."""
-        replicas = self.cluster.ranks // shard_ranks
+    def replica_sum(self, size: float, shard_ranks: int, calls: int, ranks: int | None = None) -> float:
+        """ns of summing gradients of ``size`` bytes over all replicas of the shards, on all ranks or so many."""
+        ranks = self.cluster.ranks if ranks is None else ranks
+        replicas = ranks // shard_ranks
         if replicas == 1:
             return 0.0
         if shard_ranks == 1:
-            return 2 * self.collective(size, self.cluster.ranks, calls)
+            return 2 * self.collective(size, ranks, calls)
         # every GPU sums its own shard with its peers in other nodes: all NICs together carry the whole size
         latency = calls * self.latency("collective", True, replicas)
         return 2 * (size * (replicas - 1) / replicas / self._node_gb_s() + latency)

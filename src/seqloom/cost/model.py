@@ -12,12 +12,15 @@ import numpy as np
 from seqloom.cost import closed_form, rounds
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.pieces import span_sums
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.reach import Reach, reach_of
-from seqloom.cost.shapes import ordered, useful_shapes
-from seqloom.cost.values import LANES, CostTables, Parts, Shape, Variant
+from seqloom.cost.refusal import too_small
+from seqloom.cost.shapes import PROBED, ordered, useful_shapes
+from seqloom.cost.tabling import cost_tables
+from seqloom.cost.values import CostTables, Parts, Shape, Variant
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import Group, GroupFamily, Limits, Reduce, Route, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Route, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,8 +28,6 @@ if TYPE_CHECKING:
     from seqloom.cost.rounds import RoundTimes, StageShare
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.plan import Plan, Span, Work
-
-GIB = 1024**3
 
 
 class CostModel:
@@ -40,6 +41,7 @@ class CostModel:
         budget_gib: memory per device; None takes the profile's own, or 0.9 of the device's.
         max_length: longest sequence the run may see; sizes learned position embeddings.
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
+        stages: with more than one, a model that only pipelines can hold is not refused here.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CostModel:
         budget_gib: float | None = None,
         max_length: int | None = None,
         capacity: int | None = None,
+        stages: int = 1,
     ) -> None:
         """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
         if budget_gib is not None and not 0 < budget_gib < math.inf:
@@ -78,17 +81,19 @@ class CostModel:
         self.granule: int = self.engine.granule
         if capacity is not None and capacity < self.granule:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.granule} or more, or leave it out")
-        most = math.inf if capacity is None else capacity - capacity % self.granule
-        self._capacity = {v: int(min(self._tokens_that_fit(v), most)) for v in self.engine.variants}
-        self.variants: tuple[Variant, ...] = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
-        if not self.variants:
-            raise self._too_small()
+        self.most = None if capacity is None else capacity - capacity % self.granule
+        fits = {v: self._tokens_that_fit(v) for v in self.engine.variants}
+        self._capacity = {v: tokens if self.most is None else min(tokens, self.most) for v, tokens in fits.items()}
+        self._fitting = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
+        if not self._fitting and stages == 1:
+            raise too_small(self)
         self._routes: dict[tuple[Shape, tuple[int, ...]], Route | None] = {}
         self._rates: dict[tuple[Shape, Variant, Reach], dict[str, float]] = {}
         self._fixed: dict[tuple[Shape, Variant, Reach], dict[str, int]] = {}
         self.shapes: tuple[Shape, ...] = self.engine.shapes
         if isinstance(self.engine, AnalyticEngine):
-            first = {variant.checkpoint: variant for variant in reversed(self.variants)}
+            staged = (variant._replace(resident=True) for variant in self.engine.variants)
+            first = {variant.checkpoint: variant for variant in reversed(self._fitting or tuple(staged))}
             prices = [partial(self.tables, variant=variant) for variant in first.values()]
             self.shapes = ordered(shape for price in prices for shape in useful_shapes(price))
 
@@ -97,6 +102,13 @@ class CostModel:
         return f"CostModel({', '.join(names)})"
 
     # -- memory -----------------------------------------------------------------
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants that hold at least a token, of plans with one stage; SeqloomError if there is none."""
+        if not self._fitting:
+            raise too_small(self)
+        return self._fitting
 
     def capacity(self, variant: Variant) -> int:
         """Tokens a rank can hold in one round."""
@@ -130,16 +142,6 @@ class CostModel:
         room = self.engine.budget_bytes - self.engine.fixed_bytes(variant)
         return max(0, int(room // self.engine.token_bytes(variant)))
 
-    def _too_small(self) -> SeqloomError:
-        least = min(self.engine.fixed_bytes(v) for v in self.engine.variants) / GIB
-        way = "use more GPUs" if self.island_size == self.ranks else "shard wider (sharding full)"
-        return SeqloomError(
-            f"{self.model.name} does not fit: parameters, gradients, optimiser and buffers need "
-            f"{least:.1f} GiB per GPU (sharded over {self.island_size} ranks), "
-            f"the budget is {self.budget_bytes / GIB:.1f} GiB; {way}, take a smaller model, "
-            f"or raise the budget above {least:.1f} GiB"
-        )
-
     # -- time -------------------------------------------------------------------
 
     def tokens(self, lengths: np.ndarray) -> np.ndarray:
@@ -151,26 +153,14 @@ class CostModel:
         self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[Shape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
-        self._check(variant)
-        tokens = self.tokens(np.asarray(lengths))
-        shapes = self.shapes if shapes is None else tuple(shapes)
-        places = [(shape, self._aligned(shape)) for shape in shapes]
-        cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
-        for name, values in self._documents(tokens, places, variant).items():
-            for lane, members in enumerate(LANES):
-                if name in members:
-                    cost[lane] += values
-        whole = [not shape.hides for shape in shapes]
-        cost[1, whole] = 0  # without a ring that lane is never the longest
-        fixed = [Parts(**self._fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
-        return CostTables(
-            shapes=shapes,
-            degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
-            cost=cost,
-            fixed=np.array(fixed, dtype=np.int64).T.copy(),
-            tokens=tokens,
-            capacity=self._capacity[variant],
-        )
+        return cost_tables(self, lengths, self._priced(variant), self.shapes if shapes is None else tuple(shapes))
+
+    def fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
+        """ns of a group before any document, part by part."""
+        key = (shape, variant, reach)
+        if key not in self._fixed:
+            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
+        return self._fixed[key]
 
     def group_parts(self, group: Group, variant: Variant) -> Parts:
         """Named parts of one group's forward and backward, by where its ranks really lie."""
@@ -179,16 +169,17 @@ class CostModel:
     def groups_parts(self, groups: Sequence[Group], variant: Variant) -> list[Parts]:
         """``group_parts`` of many groups, priced together.
 
-        A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``.
+        A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``, and in a ring what it takes
+        to share the keys and values of ``[0, a)`` again.
         """
-        self._check(variant)
+        variant = self._priced(variant)
         alike: dict[tuple[Shape, Reach], list[int]] = {}
         for i, group in enumerate(groups):
             alike.setdefault(self.place(group), []).append(i)
         priced: list[Parts] = [Parts()] * len(groups)
         for place, members in alike.items():
-            fixed = self._fixed_parts(place[0], variant, place[1])
-            sums = self._sums([groups[i] for i in members], place, variant)
+            fixed = self.fixed_parts(place[0], variant, place[1])
+            sums = span_sums(self, [groups[i] for i in members], place, variant)
             for row, i in enumerate(members):
                 added = {name: int(values[row]) for name, values in sums.items()}
                 priced[i] = Parts(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
@@ -209,7 +200,9 @@ class CostModel:
             return None
         key = (shape, tuple(ranks))
         if key not in self._routes:
-            self._routes[key] = self.engine.route(shape, key[1], min(self._capacity[v] for v in self.variants))
+            self._routes[key] = self.engine.route(
+                shape, key[1], min((self._capacity[v] for v in self._fitting), default=PROBED)
+            )
         return self._routes[key]
 
     def group(self, shape: Shape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
@@ -217,15 +210,22 @@ class CostModel:
         own = tuple(ranks)
         return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
 
-    def round_times(self, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+    def round_times(
+        self,
+        work: Work,
+        variant: Variant,
+        stage: StageShare | None = None,
+        priced: Sequence[Parts] | None = None,
+    ) -> RoundTimes:
         """Time of a round: of every rank in all its groups, of every network card and link.
 
         Args:
             work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
             variant: whose checkpoint the work has.
             stage: which part of the model the work is; None: all of it.
+            priced: parts of its groups, if they are known.
         """
-        return rounds.round_times(self, work, variant, stage)
+        return rounds.round_times(self, work, self._priced(variant), stage, priced)
 
     def step_overhead_ns(self, variant: Variant) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
@@ -241,7 +241,7 @@ class CostModel:
         """Step time of a plan in closed form (one-stage pipelines)."""
         return closed_form.plan_ns(self, plan)
 
-    def _documents(
+    def document_parts(
         self, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
     ) -> dict[str, np.ndarray]:
         """int64[S, n] per part: ns that each document adds to a group of each shape.
@@ -263,19 +263,7 @@ class CostModel:
         parts["attention"] = np.rint(attention).astype(np.int64)
         return parts
 
-    def _sums(self, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant) -> dict[str, np.ndarray]:
-        """int64[G] per part: ns that the spans of each of these alike groups add up to."""
-        edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
-        tokens, inverse = np.unique(self.tokens(edges), return_inverse=True)
-        start, stop = inverse.reshape(-1, 2).T
-        owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
-        sums = {}
-        for name, values in self._documents(tokens, [place], variant).items():
-            sums[name] = np.zeros(len(groups), dtype=np.int64)
-            np.add.at(sums[name], owner, values[0, stop] - values[0, start])
-        return sums
-
-    def _aligned(self, shape: Shape) -> Reach:
+    def aligned(self, shape: Shape) -> Reach:
         """Reach of the shape on any aligned block."""
         ranks = tuple(range(shape.degree))
         return reach_of(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks))
@@ -286,13 +274,16 @@ class CostModel:
             self._rates[key] = self.engine.rates(shape, variant, reach)
         return self._rates[key]
 
-    def _fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
-        key = (shape, variant, reach)
-        if key not in self._fixed:
-            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
-        return self._fixed[key]
+    def _priced(self, variant: Variant) -> Variant:
+        """The variant by whose constants this one takes as long: running a stage again is running its layers again."""
+        if variant.checkpoint == Checkpoint.STAGE:
+            variant = variant._replace(checkpoint=Checkpoint.FULL)
+        self._check(variant)
+        return variant
 
     def _check(self, variant: Variant) -> None:
+        if variant.resident and any(variant.checkpoint == known.checkpoint for known in self.engine.variants):
+            return  # the memory of a stage has other limits
         if self._capacity.get(variant, 0) < 1:
             legal = ", ".join(str(v) for v in self.variants)
             raise SeqloomError(f"variant {variant} is not possible here; choose one of {legal}")

@@ -21,7 +21,7 @@ from seqloom.cost.values import LANES, Parts, Variant
 from seqloom.plan import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from seqloom.cost.model import CostModel
     from seqloom.cost.remapping import Remapping
@@ -36,20 +36,31 @@ BY_RANK = ("linear", "head", "remap")
 
 
 class StageShare(NamedTuple):
-    """What a stage of a pipeline has of the whole model."""
+    """What a stage of a pipeline has of the whole model: layers `first .. stop - 1` of `of`."""
 
-    layers: int
+    first: int
+    stop: int
     of: int
-    head: bool
+
+    @property
+    def begins(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the stage has the vocabulary projection and the loss."""
+        return self.stop == self.of
 
     def scale(self, table: np.ndarray) -> np.ndarray:
         """Parts of the stage, in a table of columns `NAMES`: by its layers; the vocabulary projection all or nothing.
 
-        What a round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
+        Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
+        round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
         """
-        own = table * self.layers // self.of
+        own = table * (self.stop - self.first) // self.of
         head = NAMES.index("head")
-        own[:, head] = table[:, head] if self.head else 0
+        own[:, head] = table[:, head] if self.ends else 0
         return own
 
 
@@ -80,9 +91,16 @@ class RoundTimes:
         return max(int(self.rank_ns[chosen].max()), taken)
 
 
-def round_times(cost: CostModel, work: Work, variant: Variant, stage: StageShare | None = None) -> RoundTimes:
+def round_times(
+    cost: CostModel,
+    work: Work,
+    variant: Variant,
+    stage: StageShare | None = None,
+    priced: Sequence[Parts] | None = None,
+) -> RoundTimes:
     """Price a round; see `CostModel.round_times`."""
-    groups = [[getattr(parts, name) for name in NAMES] for parts in cost.groups_parts(work.groups, variant)]
+    parts_of = cost.groups_parts(work.groups, variant) if priced is None else priced
+    groups = [[getattr(parts, name) for name in NAMES] for parts in parts_of]
     table = np.array(groups, dtype=np.int64).reshape(-1, len(NAMES))
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
@@ -103,16 +121,12 @@ def round_times(cost: CostModel, work: Work, variant: Variant, stage: StageShare
         degrees = np.append(degrees, 0)
     if stage is not None:
         table = stage.scale(table)
-        cards, links = (taken * stage.layers // stage.of for taken in (cards, links))
+        cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
         by_rank = None if by_rank is None else stage.scale(by_rank)
-    parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
-    np.add.at(parts, rank, table[group])
-    once = _columns(ONCE)
-    parts[:, once] = 0
-    np.maximum.at(parts, (rank[:, None], np.array(once)[None, :]), table[group][:, once])
+    parts = parts_of_ranks(table, rank, group, cost.ranks)
     if by_rank is not None:
         parts += by_rank
-    rank_ns, member_ns = _compose(parts, table, rank, group, degrees == 1)
+    rank_ns, member_ns = compose(parts, table, rank, group, degrees == 1)
     links = links + parts[:, NAMES.index("link")]
     group = np.where(degrees[group] > 0, group, -1)
     return RoundTimes(parts, rank_ns, cards, links, rank, group, member_ns)
@@ -122,7 +136,24 @@ def _columns(names: Iterable[str]) -> list[int]:
     return [NAMES.index(name) for name in names]
 
 
-def _compose(
+def parts_of_ranks(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks: int) -> np.ndarray:
+    """int64[ranks, len(NAMES)]: parts of every rank, over all groups that it is in.
+
+    Args:
+        table: int64[groups, len(NAMES)].
+        rank: int64[members] of every pair of a group and one of its ranks.
+        group: int64[members]
+        ranks: how many there are.
+    """
+    parts = np.zeros((ranks, len(NAMES)), dtype=np.int64)
+    np.add.at(parts, rank, table[group])
+    once = _columns(ONCE)
+    parts[:, once] = 0
+    np.maximum.at(parts, (rank[:, None], np.array(once)[None, :]), table[group][:, once])
+    return parts
+
+
+def compose(
     parts: np.ndarray, table: np.ndarray, rank: np.ndarray, group: np.ndarray, local: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(int64[ranks], int64[members]) ns by the formula above.
@@ -193,10 +224,9 @@ def tokens_on_ranks(cost: CostModel, work: Work) -> np.ndarray:
 
     Several groups add up; where linear layers have a layout of their own, the larger of both counts.
     """
-    tokens = np.zeros(cost.ranks, dtype=np.int64)
+    tokens, granule = np.zeros(cost.ranks, dtype=np.int64), cost.granule
     for group in work.groups:
-        edges = np.array([(span.start, span.stop) for span in group.spans], dtype=np.int64).reshape(-1, 2)
-        held = int((cost.tokens(edges[:, 1]) - cost.tokens(edges[:, 0])).sum())
+        held = sum(-(-stop // granule) - -(-start // granule) for _, start, stop in group.spans) * granule
         tokens[list(group.ranks)] += -(-held // group.degree)
     if work.linear is None:
         return tokens

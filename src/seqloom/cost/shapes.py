@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from seqloom.plan import GroupFamily
 
 PROBES = tuple(2**power for power in range(7, 23))  # document lengths at which shapes are compared
+PROBED = 8192  # tokens of a rank where no variant says how many it holds
 NEAR_PERCENT = 103
 
 
@@ -71,7 +72,7 @@ def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[Shape, ..
     keep: list[Shape] = []
     for degree in dict.fromkeys(int(d) for d in priced.degree):
         rows = np.flatnonzero(priced.degree == degree)
-        keep += [priced.shapes[rows[i]] for i in _cover(_probe(priced, rows, degree * priced.capacity))]
+        keep += [priced.shapes[rows[i]] for i in _cover(_probe(priced, rows, degree * (priced.capacity or PROBED)))]
     return ordered(keep)
 
 

@@ -46,13 +46,18 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a whole step decides once: which activations are kept, and when gradients are reduced."""
+    """What a whole step decides once: which activations are kept, and when gradients are reduced.
+
+    ``resident``: parameters stay gathered and gradients whole from the first round to the last, as in pipelines of
+    several stages; rounds then neither gather nor reduce.
+    """
 
     checkpoint: Checkpoint
     reduce: Reduce
+    resident: bool = False
 
     def __str__(self) -> str:
-        return f"{self.checkpoint.value}/{self.reduce.value}"
+        return f"{self.checkpoint.value}/{self.reduce.value}" + ("/resident" if self.resident else "")
 
 
 # Which part counts in which lane. A group takes as long as its longest lane, so parts that run side by side

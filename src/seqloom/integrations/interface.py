@@ -101,7 +101,7 @@ def attention_function(
         )
     _check_positions(keywords.get("position_ids"), seqloom_context)
     q, k, v = (only_rows(x.squeeze(0).transpose(0, 1), rows) for x in (query, key, value))
-    out = attention(q, k, v, seqloom_context, **options)
+    out = attention(q, k, v, seqloom_context, **options, layer=getattr(module, "layer_idx", None))
     if not rows:  # the row that `inputs` adds to an empty rank: nobody's token, so it sees nothing
         out = torch.cat([out, out.new_zeros((1, *out.shape[1:]))])
     return out[None], None

@@ -10,7 +10,7 @@ The trained model is written to `run.output`/model, complete or not at all, as `
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, network
-from seqloom.runtime.network import Network
+from seqloom.runtime.network import Network, Part
+from seqloom.runtime.placement import keep_only, move
 from seqloom.train.config import Config
 from seqloom.train.folders import replaced
 from seqloom.train.kinds import Kind
@@ -34,16 +35,19 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 """Nothing is fetched, and no code of a folder is run."""
 
 
-def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
+def build_huggingface(
+    config: Config, device: torch.device, dtype: torch.dtype, parts: Sequence[Part] | None = None
+) -> Network:
     """Make the model of a folder, attached to the engine: see `train.kinds.Build`.
 
     Raises:
         SeqloomError: what `check` refuses, and a folder that cannot be read or lacks parameters.
     """
     folder = _folder(config)
+    loads = parts is not None and device.type != "meta"  # all of it, to the host's memory
     try:
         with _no_progress_bars():
-            model = _model(folder, config.model.seed, device, dtype)
+            model = _model(folder, config.model.seed, torch.device("cpu") if loads else device, dtype)
     except SeqloomError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -54,7 +58,11 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no float64
     try:
-        return network(attach(model.train()))
+        found = network(attach(model.train()))
+        if parts is not None and loads:
+            keep_only(found, parts)
+            move(found, device)
+        return found
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
 

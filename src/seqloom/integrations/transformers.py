@@ -15,6 +15,7 @@ from torch import nn
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.interface import NAME, calls, only_rows, register
+from seqloom.integrations.parts import Whole, parts_of
 from seqloom.integrations.refusals import check, unwrapped
 from seqloom.integrations.remap import remap_layers
 from seqloom.runtime.network import Network
@@ -101,7 +102,8 @@ def head(model: nn.Module) -> Head:
 def network(model: nn.Module) -> Network:
     """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
 
-    From now on its layers follow plans that remap around the MLP, see `integrations.remap`.
+    From now on its layers follow plans that remap around the MLP, see `integrations.remap`. Where its parts can be
+    told apart, see `integrations.parts`, it can be cut into stages.
     """
     causal = unwrapped(model)
     kinds = causal._no_split_modules or ()  # the names of the classes of layers
@@ -117,4 +119,10 @@ def network(model: nn.Module) -> Network:
     def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
         return hidden_states(model, ids, context.positions, context)
 
-    return Network(model, layers, hidden, causal.get_output_embeddings(), calls(layers))
+    known: dict[str, Any]
+    try:
+        parts = parts_of(causal.get_decoder(), causal.get_input_embeddings(), layers)
+        known = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
+    except Whole as reason:
+        known = {"whole": str(reason)}
+    return Network(model, layers, hidden, causal.get_output_embeddings(), calls(layers), **known)

@@ -8,6 +8,7 @@ attention call meets other ranks. Parameters have the names and shapes of Huggin
 from __future__ import annotations
 
 import hashlib
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, details: Details, layer: int, **options: Any) -> None:
         """Make the attention of one layer, with that layer's window."""
         super().__init__()
+        self.layer_idx = layer
         self.heads, self.kv_heads, self.dim, self.window = spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer]
         queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, details.qkv_bias
         self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **options)
@@ -66,7 +68,8 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim)))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
         q, k = rotate(q, table), rotate(k, table)
-        mixed = attention(q, k, v, context, causal=True, window=self.window, scale=self.dim**-0.5)
+        options = {"window": self.window, "scale": self.dim**-0.5, "layer": self.layer_idx}
+        mixed = attention(q, k, v, context, causal=True, **options)
         return self.o_proj(mixed.flatten(1))
 
 
@@ -121,16 +124,24 @@ class Decoder(nn.Module):
             positions: int64[tokens], the place of each in its document, from 0.
             context: what the round is for this rank; says who attends to whom.
         """
+        x = self.embed(ids, positions)
+        return self.norm(self.body(x, positions, context, 0, len(self.layers)))
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer is given, [tokens, hidden]; arguments as in `forward`."""
         if ids.ndim != 1 or ids.shape != positions.shape:
             raise SeqloomError(
                 f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], packed, one position "
                 "for each token; drop the batch axis, and pass context.positions"
             )
-        x = self.embed_tokens(ids)
+        return self.embed_tokens(ids)
+
+    def body(self, x: torch.Tensor, positions: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
+        """Run layers first .. stop - 1 on `x` [tokens, hidden]; the result has its shape."""
         table = self.rope.table(positions, self.dim, x.dtype)  # once, for all layers
-        for layer in self.layers:
+        for layer in islice(self.layers, first, stop):
             x = layer(x, table, context)
-        return self.norm(x)
+        return x
 
 
 class Transformer(nn.Module):
@@ -160,6 +171,7 @@ class Transformer(nn.Module):
         self.spec, self.details = spec, details
         self.model = Decoder(spec, details, dtype=dtype, device="meta")  # no time spent on values that are replaced
         self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False, dtype=dtype, device="meta")
+        self._tie()
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialise(seed)
@@ -170,20 +182,25 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all parameters: norms 1, biases 0, matrices normal with standard deviation 0.02.
+        """Draw all parameters that have memory: norms 1, biases 0, matrices normal with standard deviation 0.02.
 
         Every matrix has a generator of its own, seeded by `seed` and its name, on the CPU and in float32. So its values
         do not depend on what else is drawn, and in another dtype they are the same numbers, rounded.
         """
-        if self.spec.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self._tie()  # `to_empty` has undone it
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # of another rank's stage
+                continue
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
             parameter.copy_(INITIAL_STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+
+    def _tie(self) -> None:
+        if self.spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
 
 def _refuse(spec: ModelSpec, rope: Rope) -> None:

@@ -1,15 +1,19 @@
-"""Rules about the table of actions: every round once on every stage, in an order that ends."""
+"""Rules about the table of actions: every round once on every stage, in an order that ends.
+
+`complete` and `ordered` are about any table, so a schedule is held to the same rules before it is in a plan.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.error import broken
 from seqloom.plan.limits import Reduce
 from seqloom.plan.pipeline import Pipeline
+from seqloom.plan.table import Lane, Table, tables
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -19,81 +23,60 @@ I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backwa
 UNSHARD, RESHARD, REDUCE = ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE
 _WITHOUT_ROUND = frozenset((UNSHARD, RESHARD, REDUCE))
 
-Row = tuple[Action, ...]
-
-
-class Lane(NamedTuple):
-    """One stage's part of its host's row."""
-
-    here: str
-    pipeline: Pipeline
-    stage: int
-    row: Row
-    at: dict[tuple[ActionKind, int | None], int]
-    """Where in the row the stage has which action."""
-
-    def backward(self, number: int) -> int:
-        """Return where the stage makes the gradient of its input: at B or I."""
-        whole = self.at.get((B, number))
-        return self.at[I, number] if whole is None else whole
-
-    def expect(self, first: int, second: int, must: str, rule: str = "order") -> None:
-        """Refuse a row in which `first` comes after `second`."""
-        if first > second:
-            early, late = self.row[second], self.row[first]
-            value = f"{self.here} has {early} (action {second}) before {late} (action {first})"
-            raise broken(rule, value, must, f"put {late} before {early}")
-
-
-def each_lane(plan: Plan) -> Iterator[Lane]:
-    """Yield the lanes of the whole plan, pipeline by pipeline, in the order of the stages."""
-    for p, pipeline in enumerate(plan.pipelines):
-        positions: list[dict[tuple[ActionKind, int | None], int]] = [{} for _ in pipeline.stages]
-        for row in pipeline.actions:
-            for k, action in enumerate(row):
-                positions[action.stage][action.kind, action.round] = k
-        for s, at in enumerate(positions):
-            h = pipeline.host_of(s)
-            yield Lane(f"pipeline {p} host {h}", pipeline, s, pipeline.actions[h], at)
-
 
 def table(plan: Plan) -> None:
     """Every host has a row; every stage has there exactly one F and one B (or one I and one W) for every round."""
-    for p, pipeline in enumerate(plan.pipelines):
-        hosts = len(pipeline.hosts)
-        if len(pipeline.actions) != hosts:
-            value = f"pipeline {p} has {len(pipeline.actions)} rows of actions for {hosts} hosts"
-            must = "one row per host, that is, per distinct ranks of the stages"
-            raise broken("table", value, must, f"give {hosts}")
-        for h, row in enumerate(pipeline.actions):
-            count = Counter(row)
-            _known(f"pipeline {p} host {h}", count, pipeline.stages_of(h), len(pipeline.rounds))
-            for s in pipeline.stages_of(h):
-                _complete(f"pipeline {p} host {h}", count, s, len(pipeline.rounds))
+    for current in tables(plan):
+        complete(current)
 
 
-def _known(here: str, count: Counter[Action], stages: tuple[int, ...], rounds: int) -> None:
+def complete(table: Table) -> None:
+    """Check the rule "table" of one table."""
+    if len(table.rows) != table.width:
+        value = f"{table.name} has {len(table.rows)} rows of actions for {table.width} hosts"
+        must = "one row per host, that is, per distinct ranks of the stages"
+        raise broken("table", value, must, f"give {table.width}")
+    for h, row in enumerate(table.rows):
+        count = Counter(row)
+        _known(table, h, count)
+        for s in table.stages_of(h):
+            _complete(table, h, count, s)
+
+
+def _known(table: Table, host: int, count: Counter[Action]) -> None:
     """Refuse actions of other hosts and rounds, and repeated ones."""
+    stages, rounds, here = table.stages_of(host), table.rounds, table.here(host)
     for action, times in count.items():
         known = action.round is None if action.kind in _WITHOUT_ROUND else False
         if action.stage not in stages or not (known or (action.round is not None and 0 <= action.round < rounds)):
             names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
             must = f"its row holds actions of {names} for rounds 0 to {rounds - 1}"
             example = Action(stages[0], action.kind, 0 if rounds else None)
-            raise broken("table", f"{here} has the action {action}", must, f"use {example}, for example")
+            raise broken(
+                "table",
+                f"{here} has the action {action}",
+                must,
+                f"use {example}, for example",
+                _place(table, host, action),
+            )
         if times > 1 and action.kind not in (UNSHARD, RESHARD):
             value = f"{here} has {action} {times} times"
-            raise broken("table", value, "every action happens once", "remove the others")
+            raise broken("table", value, "every action happens once", "remove the others", _place(table, host, action))
 
 
-def _complete(here: str, count: Counter[Action], s: int, rounds: int) -> None:
-    for r in range(rounds):
+def _complete(table: Table, host: int, count: Counter[Action], s: int) -> None:
+    for r in range(table.rounds):
         found = tuple(count[Action(s, kind, r)] for kind in (F, B, I, W))
         if found not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-            present = [str(Action(s, kind, r)) for kind in (F, B, I, W) if count[Action(s, kind, r)]]
-            value = f"{here} has {' '.join(present) or 'nothing'} for round {r} of stage {s}"
+            present = [Action(s, kind, r) for kind in (F, B, I, W) if count[Action(s, kind, r)]]
+            value = f"{table.here(host)} has {' '.join(map(str, present)) or 'nothing'} for round {r} of stage {s}"
             must = "every stage has for every round one F and one B, or one F, one I and one W"
-            raise broken("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}")
+            at = _place(table, host, present[0]) if present else None
+            raise broken("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}", at)
+
+
+def _place(table: Table, host: int, action: Action) -> tuple[int, int]:
+    return host, table.rows[host].index(action)
 
 
 def order(plan: Plan) -> None:
@@ -101,25 +84,34 @@ def order(plan: Plan) -> None:
 
     Where two stages that follow each other are on one host, its row also runs them one after the other.
     """
-    links = {id(pipeline): _chained(plan, pipeline) for pipeline in plan.pipelines}
+    for current, pipeline in zip(tables(plan), plan.pipelines, strict=True):
+        ordered(replace(current, links=tuple(sorted(_chained(plan, pipeline)))))
+
+
+def ordered(table: Table) -> None:
+    """Check the rule "order" of one table."""
+    rounds = range(table.rounds)
     before: Lane | None = None
-    for lane in each_lane(plan):
+    for lane in table.lanes():
         at = lane.at
         forwards = [action.round for action in lane.row if action.kind == F and action.stage == lane.stage]
-        rounds = range(len(lane.pipeline.rounds))
         if forwards != list(rounds):
             value = f"{lane.here} runs the forwards of stage {lane.stage} in the order {forwards}"
-            raise broken("order", value, "rounds are totally ordered, forwards run in that order", "sort them")
+            wrong = next(number for place, number in enumerate(forwards) if place != number)
+            must = "rounds are totally ordered, forwards run in that order"
+            raise broken("order", value, must, "sort them", (lane.host, at[F, wrong]))
         for r in rounds:
             if (B, r) in at:
                 lane.expect(at[F, r], at[B, r], "a round's F comes before its B")
             else:
                 lane.expect(at[F, r], at[I, r], "a round's F comes before its I")
                 lane.expect(at[I, r], at[W, r], "a round's I comes before its W")
-        for early, late in links[id(lane.pipeline)]:
+        for early, late in table.links:
+            must = "all pieces of one document go forward before the first of them goes backward"
+            lane.expect(at[F, late], lane.backward(early), must)
             must = "pieces of one document go backward in reverse order"
             lane.expect(lane.backward(late), lane.backward(early), must)
-        if before is not None and lane.stage > 0 and before.here == lane.here:
+        if before is not None and before.host == lane.host:
             must = f"stages {before.stage} and {lane.stage} are on one host, which runs one after the other"
             for r in rounds:
                 lane.expect(before.at[F, r], at[F, r], must)
@@ -143,39 +135,49 @@ def _chained(plan: Plan, pipeline: Pipeline) -> set[tuple[int, int]]:
 def reduce(plan: Plan) -> None:
     """Gradients are reduced after the backward: of every round, or of the last, as the plan says."""
     per_round = plan.reduce == Reduce.ROUND
-    for lane in each_lane(plan):
-        rounds = range(len(lane.pipeline.rounds))
-        wanted = set(rounds) if per_round else {None}
-        found = {number for kind, number in lane.at if kind == REDUCE}
-        if found != wanted:
-            names = [str(Action(lane.stage, REDUCE, number)) for number in found]
-            value = f"{lane.here} has {' '.join(sorted(names)) or f'no REDUCE for stage {lane.stage}'}"
-            must = f"reduce 'step' needs one REDUCE at the end of stage {lane.stage}"
-            if per_round:
-                must = f"reduce 'round' needs one REDUCE per round of stage {lane.stage}"
-            nearest = min(wanted ^ found, key=lambda number: -1 if number is None else number)
-            verb = "add" if nearest in wanted else "remove"
-            raise broken("reduce", value, must, f"{verb} {Action(lane.stage, REDUCE, nearest)}")
-        for r in rounds:
-            backward = lane.at[(B, r) if (B, r) in lane.at else (W, r)]
-            after = lane.at[REDUCE, r if per_round else None]
-            lane.expect(backward, after, "gradients are reduced after the backward that makes them", "reduce")
+    for current in tables(plan):
+        rounds = range(current.rounds)
+        wanted: set[int | None] = {*rounds} if per_round else {None}
+        for lane in current.lanes():
+            found = {number for kind, number in lane.at if kind == REDUCE}
+            if found != wanted:
+                raise _unreduced(lane, found, wanted)
+            for r in rounds:
+                backward = lane.at[(B, r) if (B, r) in lane.at else (W, r)]
+                after = lane.at[REDUCE, r if per_round else None]
+                lane.expect(backward, after, "gradients are reduced after the backward that makes them", "reduce")
+
+
+def _unreduced(lane: Lane, found: set[int | None], wanted: set[int | None]) -> Exception:
+    names = [str(Action(lane.stage, REDUCE, number)) for number in found]
+    value = f"{lane.here} has {' '.join(sorted(names)) or f'no REDUCE for stage {lane.stage}'}"
+    must = f"reduce 'round' needs one REDUCE per round of stage {lane.stage}"
+    if wanted == {None}:
+        must = f"reduce 'step' needs one REDUCE at the end of stage {lane.stage}"
+    nearest = min(wanted ^ found, key=lambda number: -1 if number is None else number)
+    verb = "add" if nearest in wanted else "remove"
+    return broken("reduce", value, must, f"{verb} {Action(lane.stage, REDUCE, nearest)}")
 
 
 def shards(plan: Plan) -> None:
     """UNSHARD and RESHARD, where a stage has them, alternate, and all its computation lies between."""
-    for lane in each_lane(plan):
-        own = [(k, action) for k, action in enumerate(lane.row) if action.stage == lane.stage]
-        if not any(action.kind in (UNSHARD, RESHARD) for _, action in own):
-            continue
-        gathered = False
-        for k, action in own:
-            wrong = (action.kind == UNSHARD and gathered) or (action.kind in (F, B, I, W, RESHARD) and not gathered)
-            if wrong:
-                state = "gathered" if gathered else "not gathered"
-                value = f"{lane.here} has {action} (action {k}) while parameters are {state}"
-                must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
-                way_out = f"put {Action(lane.stage, RESHARD if gathered else UNSHARD)} before it"
-                raise broken("shards", value, must, way_out)
-            if action.kind in (UNSHARD, RESHARD):
-                gathered = action.kind == UNSHARD
+    for current in tables(plan):
+        for lane in current.lanes():
+            _alternating(lane)
+
+
+def _alternating(lane: Lane) -> None:
+    own = [(k, action) for k, action in enumerate(lane.row) if action.stage == lane.stage]
+    if not any(action.kind in (UNSHARD, RESHARD) for _, action in own):
+        return
+    gathered = False
+    for k, action in own:
+        wrong = (action.kind == UNSHARD and gathered) or (action.kind in (F, B, I, W, RESHARD) and not gathered)
+        if wrong:
+            state = "gathered" if gathered else "not gathered"
+            value = f"{lane.here} has {action} (action {k}) while parameters are {state}"
+            must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
+            way_out = f"put {Action(lane.stage, RESHARD if gathered else UNSHARD)} before it"
+            raise broken("shards", value, must, way_out, (lane.host, k))
+        if action.kind in (UNSHARD, RESHARD):
+            gathered = action.kind == UNSHARD

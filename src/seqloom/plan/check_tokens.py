@@ -11,6 +11,7 @@ import numpy as np
 from seqloom.plan.boxes import Column, merge_touching
 from seqloom.plan.check_structure import each_work, place, whole_numbers
 from seqloom.plan.error import broken
+from seqloom.plan.group import Method
 from seqloom.plan.layout import Layout
 from seqloom.plan.move import move_between
 from seqloom.plan.round import Work
@@ -61,7 +62,8 @@ def coverage(plan: Plan) -> None:
 def pieces(plan: Plan) -> None:
     """The pieces of a document are in different rounds of one pipeline, on the same ranks in the same shape.
 
-    Keys and values of earlier pieces stay where they were computed, and a later piece reads them there.
+    Keys and values of earlier pieces stay where they were computed, and a later piece reads them there. With a ring
+    they go round beside the piece's own, from rank to rank.
     """
     home: dict[tuple[int, int], tuple[object, ...]] = {}
     seen: dict[tuple[int, int], tuple[int, int]] = {}
@@ -84,6 +86,10 @@ def pieces(plan: Plan) -> None:
                     value = f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
                     must = "all pieces of a document are on the same ranks in the same shape"
                     raise broken("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
+                if group.method == Method.GATHER or group.route is not None:
+                    how = "a route" if group.route is not None else f"method {group.method}"
+                    must = "a document in pieces needs method ring, without a route"
+                    raise broken("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
 
 
 def stage_spans(plan: Plan) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from seqloom.planners.registry import PLANNERS, RIVALS, Planned, make_plan, plan_batches
+from seqloom.planners.registry import PLANNERS, RIVALS, Planned, make_plan, plan_batches, stages_asked
 
-__all__ = ["PLANNERS", "RIVALS", "Planned", "make_plan", "plan_batches"]
+__all__ = ["PLANNERS", "RIVALS", "Planned", "make_plan", "plan_batches", "stages_asked"]

@@ -1,8 +1,8 @@
 """Planning ahead: a process of its own plans the next steps from lengths alone, so that training does not wait.
 
 It needs no torch and no data. Whoever trains submits the lengths of coming steps and takes the plan when a step begins.
-A plan that is late, or that the planner could not make, never stops a step: the static plan stands in for it, and the
-reason is part of the answer.
+A plan that is late, or that the planner could not make, never stops a step: a plain one, static unless another was
+named, stands in for it, and the reason is part of the answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.bounds import lower_bound
-from seqloom.planners.registry import make_plan
+from seqloom.planners.bounds import plan_bound
+from seqloom.planners.choice import Choice
 from seqloom.simulate import simulate
 
 
@@ -33,8 +33,8 @@ class StepPlan:
         plan: validated.
         plan_ns: how long it took to make.
         wait_ns: how long whoever took it waited.
-        fallback: why the static plan stands in; "" when it does not.
-        bound_ns: what no plan of the step can beat, under the cost model; None: not known.
+        fallback: why a plain plan stands in; "" when it does not.
+        bound_ns: what no plan of the step on the same stages can beat, under the cost model; None: not known.
         idle_share: of the ranks' time in the step, by the simulator; None: not known.
     """
 
@@ -56,9 +56,10 @@ class PlanAhead:
     def __init__(
         self,
         cost: CostModel,
-        planner: str = "auto",
+        planner: str | Choice = "auto",
         *,
         seed: int = 0,
+        stand_in: Choice = Choice("static"),  # noqa: B008 - frozen
         patience_s: float = 1.0,
         first_patience_s: float | None = None,
     ) -> None:
@@ -66,18 +67,20 @@ class PlanAhead:
 
         Args:
             cost: prices the plans.
-            planner: a name, see `make_plan`.
-            seed: of the planner.
-            patience_s: how long `take` waits for a plan before the static one stands in.
+            planner: a name, see `make_plan`, or a planner with its options.
+            seed: of a planner that is given by its name.
+            stand_in: plans at once, in this process, what the planner does not.
+            patience_s: how long `take` waits for a plan before that.
             first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
         """
-        self._cost, self._patience_s = cost, patience_s
+        self._cost, self._stand_in, self._patience_s = cost, stand_in, patience_s
+        chosen = Choice(planner, seed=seed) if isinstance(planner, str) else planner
         self._now_s = patience_s if first_patience_s is None else first_patience_s
         self._made: dict[int, _Made] = {}
         self._asked: set[int] = set()
         context = get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, cost, planner, seed), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, cost, chosen), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -90,7 +93,7 @@ class PlanAhead:
             self._made[step] = _Made(None, 0, self._obituary())
 
     def take(self, step: int, lengths: Sequence[int] | np.ndarray) -> StepPlan:
-        """Return the plan of a step, waiting for it if need be; the static one if it is late or cannot be made.
+        """Return the plan of a step, waiting for it if need be; the plain one if it is late or cannot be made.
 
         Args:
             step: its number; submitted before, or planned now.
@@ -103,12 +106,9 @@ class PlanAhead:
         late = f"no plan within {self._now_s:g} s"
         made = self._made.pop(step, _Made(None, 0, late))
         self._made = {other: kept for other, kept in self._made.items() if other > step}
-        plan = self._static(lengths) if made.text is None else Plan.from_json(made.text)
+        plan = self._stand_in.plan(lengths, self._cost) if made.text is None else Plan.from_json(made.text)
         waited = time.monotonic_ns() - begin
         return StepPlan(step, plan, made.plan_ns, waited, made.why_not, made.bound_ns, made.idle_share)
-
-    def _static(self, lengths: Sequence[int] | np.ndarray) -> Plan:
-        return make_plan("static", np.asarray(lengths), self._cost)
 
     def close(self) -> None:
         """Stop the process."""
@@ -157,24 +157,24 @@ class _Made(NamedTuple):
     idle_share: float | None = None
 
 
-def _serve(connection: Connection, cost: CostModel, planner: str, seed: int) -> None:
+def _serve(connection: Connection, cost: CostModel, chosen: Choice) -> None:
     """Answer (step, lengths) with (step, what was made) until the pipe closes."""
     while True:
         try:
             step, lengths = connection.recv()
-            connection.send((step, _make(cost, planner, seed, lengths)))
+            connection.send((step, _make(cost, chosen, lengths)))
         except (EOFError, OSError):
             return
 
 
-def _make(cost: CostModel, planner: str, seed: int, lengths: np.ndarray) -> _Made:
+def _make(cost: CostModel, chosen: Choice, lengths: np.ndarray) -> _Made:
     begin = time.monotonic_ns()
     try:
-        plan = make_plan(planner, lengths, cost, seed=seed)
+        plan = chosen.plan(lengths, cost)
         text, took = plan.to_json(), time.monotonic_ns() - begin
-        return _Made(text, took, "", int(lower_bound(lengths, cost)), simulate(plan, cost).idle_share)
+        return _Made(text, took, "", plan_bound(plan, cost), simulate(plan, cost).idle_share)
     except SeqloomError as error:
-        why_not = f"planner {planner!r}: {error}"
+        why_not = f"planner {chosen.name!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged
-        why_not = f"planner {planner!r} failed: {type(error).__name__}: {error}"
+        why_not = f"planner {chosen.name!r} failed: {type(error).__name__}: {error}"
     return _Made(None, time.monotonic_ns() - begin, why_not)

@@ -14,7 +14,7 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Plan
 
-PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "exact", "auto")
+PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "exact", "auto")
 
 RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
 """Published planners to compare with; ``auto`` does not ask them."""
@@ -51,6 +51,10 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.zones import plan_zones
 
         return plan_zones
+    if name == "pipeline":
+        from seqloom.planners.pipelines import plan_pipeline
+
+        return plan_pipeline
     if name == "exact":
         from seqloom.planners.exact import plan_exact
 
@@ -66,16 +70,34 @@ def planner(name: str) -> Callable[..., Plan]:
     raise unknown("planner", name, (*PLANNERS, *RIVALS))
 
 
+_OPTIONS = {"static": "degree", "pipeline": "stages"}
+"""Planners that take a number after their name, and what it is."""
+
+
 def parse_name(name: str) -> tuple[str, dict[str, Any]]:
-    """Split a planner's name from its option: ``static:64`` is static with groups of 64 GPUs."""
+    """Split a planner's name from its option: ``static:64`` has groups of 64 GPUs, ``pipeline:4`` has 4 stages."""
     base, colon, option = name.partition(":")
     if base not in (*PLANNERS, *RIVALS):
         raise unknown("planner", base, (*PLANNERS, *RIVALS))
     if not colon:
         return base, {}
-    if base != "static" or not option.isdecimal() or int(option) < 1:
-        raise SeqloomError(f"planner {name!r}: only static takes an option, a degree, for example static:64")
-    return base, {"degree": int(option)}
+    if base not in _OPTIONS or not option.isdecimal() or int(option) < 1:
+        raise SeqloomError(
+            f"planner {name!r}: only static and pipeline take an option, a degree or a number of stages, "
+            "for example static:64 or pipeline:4"
+        )
+    return base, {_OPTIONS[base]: int(option)}
+
+
+def stages_asked(names: Sequence[str]) -> int:
+    """Stages of the pipelines that these planners make, as far as their names say; 1: none makes any."""
+    parsed = [parse_name(name) for name in names]
+    return max((given.get("stages", 2 if base == "pipeline" else 1) for base, given in parsed), default=1)
+
+
+def makes_stages(name: str) -> bool:
+    """Say whether the planner of that name cuts the model into several stages."""
+    return _OPTIONS.get(parse_name(name)[0]) == "stages"
 
 
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
@@ -118,7 +140,7 @@ def plan_batches(
 
         options["static"] = {"degree": fastest_static_degree(batches, cost)}
     for name in names:  # load, and compile where that is installed, before the clock runs
-        if parse_name(name)[0] in ("static", "adaptive", "flex", "zones", "auto") and len(batches):
+        if parse_name(name)[0] in ("static", "adaptive", "flex", "zones", "pipeline", "auto") and len(batches):
             make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
     results: list[dict[str, Planned]] = []
     for index, batch in enumerate(batches):

@@ -26,9 +26,10 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
     """The plan, with a second layout in every round that gets faster by it; the same plan if none does.
 
     Args:
-        plan: one-stage pipelines, made for this cost model.
+        plan: made for this cost model; one with several stages stays as it is.
     """
-    if cost.island_size == 1 or isinstance(cost.profile, AdditiveProfile):
+    staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
+    if staged or cost.island_size == 1 or isinstance(cost.profile, AdditiveProfile):
         return plan  # nothing can move, or nothing says what that costs
     changed = False
     pipelines = []

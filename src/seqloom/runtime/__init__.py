@@ -16,14 +16,19 @@ from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.loss import summed_loss
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Parameters, Replicated, scale_gradients
+from seqloom.runtime.placement import Placement
+from seqloom.runtime.split_backward import split_weights
+from seqloom.runtime.stage_sharded import StageSharded
 
 __all__ = [
     "BoundPlan",
     "BoundRound",
     "Network",
     "Parameters",
+    "Placement",
     "Replicated",
     "Sharded",
+    "StageSharded",
     "StepResult",
     "bind_plan",
     "compile_layers",
@@ -31,5 +36,6 @@ __all__ = [
     "recompute_layers",
     "run_step",
     "scale_gradients",
+    "split_weights",
     "summed_loss",
 ]

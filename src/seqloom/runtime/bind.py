@@ -1,4 +1,4 @@
-"""What a plan is for one rank: its rounds with their contexts, and the row of actions to run.
+"""What a plan is for one rank: its rounds on its stages with their contexts, and the row of actions to run.
 
 A rank runs, in the plan's order, the rounds in which it or a rank of its island is in a group, with no tokens if
 need be, and skips the others.
@@ -9,30 +9,41 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from seqloom.comm import Context, Transport, bind
+from seqloom.attention import Carry
+from seqloom.comm import Context, Transport, bind, pieces_of_plan
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, ActionKind, Checkpoint, Plan, Work
-
-RUN = (ActionKind.F, ActionKind.B, ActionKind.REDUCE)
-"""The actions that a table of one stage needs."""
+from seqloom.pipeline import Handovers, Progress, Share, ways_of
+from seqloom.plan import Action, Checkpoint, Plan, Work
+from seqloom.runtime.network import Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundRound:
-    """A round as one rank sees it.
+    """A round on one stage, as one rank sees it.
 
     Attributes:
         number: of the round in the plan.
         checkpoint: what is kept of its activations.
         context: for the model; None where this rank's island takes no part.
+        stage: of the pipeline.
+        part: layers of the stage.
+        offload: whether what is kept lies in host memory.
+        behind, ahead: rows that come from the stage before and go to the stage after; None: they change no place, or
+            there is no such stage.
     """
 
     number: int
     checkpoint: Checkpoint
     context: Context | None
+    stage: int
+    part: Part
+    offload: bool
+    behind: tuple[Share, ...] | None
+    ahead: tuple[Share, ...] | None
 
     @property
     def takes_part(self) -> bool:
@@ -49,21 +60,37 @@ class BoundPlan:
         transport: this rank's.
         device: where its tensors live.
         island: ranks that run the same rounds as this one, itself among them; none where it is in no stage.
-        rounds: all rounds of the plan, in its order.
-        actions: what this rank runs, in order: the plan's table without the rounds it takes no part in.
+        stages: all rounds of the plan, in its order, on every stage of this rank, by the number of the stage.
+        actions: what this rank runs, in order: its host's row without the rounds it takes no part in, and with the
+            messages among the host's ranks where two of its stages deal tokens differently.
+        carry: keys and values of documents in pieces, while a step runs.
+        progress: where the rank is in its row, while a step runs.
     """
 
     plan: Plan
     transport: Transport
     device: torch.device
     island: tuple[int, ...]
-    rounds: tuple[BoundRound, ...]
+    stages: dict[int, tuple[BoundRound, ...]]
     actions: tuple[Action, ...]
+    carry: Carry
+    progress: Progress
+
+    @property
+    def rounds(self) -> tuple[BoundRound, ...]:
+        """All rounds of the plan, in its order, on the first stage of this rank; none where it has no stage."""
+        return next(iter(self.stages.values()), ())
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank in all rounds."""
-        return sum(each.context.tokens for each in self.rounds if each.context is not None)
+        """Tokens of this rank in all rounds, on the stage where it has the most."""
+        held = [sum(each.context.tokens for each in own if each.context is not None) for own in self.stages.values()]
+        return max(held, default=0)
+
+    def at(self, action: Action) -> BoundRound:
+        """Return the round of an action, on its stage."""
+        assert action.round is not None
+        return self.stages[action.stage][action.round]
 
 
 def bind_plan(
@@ -77,7 +104,7 @@ def bind_plan(
     """Work out what a plan means for the rank of `transport`. Called by all ranks, whatever they do in it.
 
     Args:
-        plan: valid, of one pipeline with one stage.
+        plan: valid, of one pipeline.
         transport: this rank's; its world is the plan's.
         device: where the local tensors live.
         check: compare the plan's hash with that of all other ranks; one all-gather of 32 bytes.
@@ -87,20 +114,37 @@ def bind_plan(
     _check_plan(plan, transport)
     if check and transport.ranks > 1:  # looking at the answer waits for the device
         _check_hash(plan, transport, torch.device(device))
-    pipeline = plan.pipelines[0]
+    pipeline, rank, carry = plan.pipelines[0], transport.rank, Carry()
     islands = plan.islands
-    over = {"node_size": plan.limits.node_size, "islands": islands, "family": plan.limits.family}
-    island = next((island for island in islands if transport.rank in island), ())
-    rounds = []
-    for number, current in enumerate(pipeline.rounds):
-        work = current.work[0]
-        part = _takes_part(work, island)
-        context = bind(work, transport, device=device, **over) if part else None
-        if prepare is not None and context is not None:
-            prepare(context)
-        rounds.append(BoundRound(number, work.checkpoint, context))
-    actions = tuple(a for a in pipeline.actions[0] if a.round is None or rounds[a.round].takes_part)
-    return BoundPlan(plan, transport, torch.device(device), island, tuple(rounds), actions)
+    bind_work = partial(
+        bind,
+        transport=transport,
+        device=device,
+        node_size=plan.limits.node_size,
+        islands=islands,
+        family=plan.limits.family,
+        pieces=pieces_of_plan(plan),
+        carry=carry,
+    )
+    island = next((island for island in islands if rank in island), ())
+    host = next((h for h, ranks in enumerate(pipeline.hosts) if rank in ranks), None)
+    handovers = Handovers(pipeline, rank, torch.device(device))
+    stages: dict[int, tuple[BoundRound, ...]] = {}
+    for stage in pipeline.stages_of(host) if host is not None else ():
+        part, rounds = Part(*pipeline.stages[stage].layers, pipeline.stages[-1].layers[1]), []
+        for number, current in enumerate(pipeline.rounds):
+            work = current.work[stage]
+            context = bind_work(work) if _takes_part(work, island) else None
+            if prepare is not None and context is not None:
+                prepare(context)
+            sides = (None, None) if context is None else handovers.of(stage, number, context.tokens)
+            rounds.append(BoundRound(number, work.checkpoint, context, stage, part, work.offload, *sides))
+        stages[stage] = tuple(rounds)
+    row = handovers.with_own(pipeline.actions[host]) if host is not None else ()
+    actions = tuple(a for a in row if a.round is None or stages[a.stage][a.round].takes_part)
+    every = [each for rounds in stages.values() for each in rounds]
+    transport.connect(way for each in every for way in ways_of(rank, each.ahead or (), each.behind or ()))
+    return BoundPlan(plan, transport, torch.device(device), island, stages, actions, carry, Progress(pipeline, rank))
 
 
 def _takes_part(work: Work, island: tuple[int, ...]) -> bool:
@@ -114,20 +158,13 @@ def _check_plan(plan: Plan, transport: Transport) -> None:
             f"a plan for {plan.limits.ranks} ranks on {transport.ranks}: start {plan.limits.ranks} ranks, or plan for "
             f"a cluster of {transport.ranks}"
         )
-    stages = [len(pipeline.stages) for pipeline in plan.pipelines]
-    if stages != [1]:
+    if len(plan.pipelines) != 1:
         raise SeqloomError(
-            f"a plan with {len(stages)} pipelines of {stages} stages: the runtime runs one pipeline with one stage; "
-            "use a planner of sequence parallelism, such as flex, adaptive or static"
+            f"a plan with {len(plan.pipelines)} pipelines: the runtime runs one pipeline over all ranks; plan for one"
         )
-    stage = plan.pipelines[0].stages[0]
-    if stage.tensor > 1:
-        raise SeqloomError(f"tensor degree {stage.tensor}: the runtime has no tensor parallelism; plan with 1")
-    unknown = next((action for action in plan.pipelines[0].actions[0] if action.kind not in RUN), None)
-    if unknown is not None:
-        raise SeqloomError(
-            f"action {unknown}: a table of one stage consists of F, B and REDUCE here; let Pipeline.single make it"
-        )
+    for stage in plan.pipelines[0].stages:
+        if stage.tensor > 1:
+            raise SeqloomError(f"tensor degree {stage.tensor}: the runtime has no tensor parallelism; plan with 1")
 
 
 def _check_hash(plan: Plan, transport: Transport, device: torch.device) -> None:

@@ -143,7 +143,8 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        super().__init__(own.work, own.transport, *rows, own.node_size, kept=own._kept)
+        more = {"kept": own._kept, "pieces": own.pieces, "carry": own.carry}
+        super().__init__(own.work, own.transport, *rows, own.node_size, **more)
         self.tape, self.around_mlp = tape, own.around_mlp
         if own.around_attention is not None:
             self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqloom.attention.tickets import ticket
+from seqloom.attention.tickets import Visit, ticket
 from seqloom.comm import Context
 from seqloom.compat import mark_rows
 from seqloom.errors import SeqloomError
@@ -54,9 +54,9 @@ class _Compiled:
         context = context_among(args, options)
         if context.around_mlp is not None:
             return super().forward(*args, **options)  # pyrefly: ignore[missing-attribute]
-        tokens = context.tokens
-        given = [_into_graph(each, tokens) for each in args]
-        return self.run_body(*given, **{name: _into_graph(each, tokens) for name, each in options.items()})
+        tokens, layer = context.tokens, _number_of(self) if context.pieces else None
+        given = [_into_graph(each, tokens, layer) for each in args]
+        return self.run_body(*given, **{name: _into_graph(each, tokens, layer) for name, each in options.items()})
 
 
 @cache
@@ -68,12 +68,17 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
     return type(kind.__name__, (_Compiled, kind), {"run_body": body})
 
 
-def _into_graph(argument: Any, tokens: int) -> Any:
+def _number_of(layer: Any) -> int | None:
+    """Return the number of a layer in the model, as its attention knows it."""
+    return next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
+
+
+def _into_graph(argument: Any, tokens: int, layer: int | None) -> Any:
     """Return an argument as the graph takes it: contexts as tickets, rows of tensors marked."""
     if isinstance(argument, Context):
-        return ticket(argument)
+        return ticket(Visit(argument, layer))
     if isinstance(argument, tuple):
-        return tuple(_into_graph(each, tokens) for each in argument)
+        return tuple(_into_graph(each, tokens, layer) for each in argument)
     if isinstance(argument, torch.Tensor) and tokens > 1 and tokens in argument.shape:
         mark_rows(argument, argument.shape.index(tokens))  # rows come before other axes
     return argument

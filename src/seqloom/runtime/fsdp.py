@@ -10,11 +10,13 @@ Rows may run different rounds, or none. Sums are sums: the loss is scaled alread
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,8 +27,9 @@ from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
 from seqloom.plan import Sharding
 from seqloom.runtime.loss import CHUNK
-from seqloom.runtime.network import LossOf, Network
-from seqloom.runtime.parameters import squared_norm, sum_gradients, trained
+from seqloom.runtime.network import LossOf, Network, Part
+from seqloom.runtime.parameters import local, squared_norm, sum_gradients, trained
+from seqloom.runtime.split_backward import WeightGradients
 
 REPLICA, SHARD = "replica", "shard"
 
@@ -61,12 +64,13 @@ class Sharded:
             chunk: as in `summed_loss`.
         """
         parameters = list(network.module.parameters())
-        device = _device_of(parameters)
+        device = device_of(parameters)
         self._mesh = _mesh(transport, Sharding(sharding), node_size, device)
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=_reduce_dtype(parameters))
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype(parameters))
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         for layer in network.layers:
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
+        self._network, self._compute, self._weights = network, compute, WeightGradients()
         self._loss = LossOf(network, chunk)
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
@@ -79,18 +83,42 @@ class Sharded:
         """See `Parameters.sharers`."""
         return tuple(self._mesh[SHARD].mesh.flatten().tolist())
 
-    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """See `Parameters.loss`."""
-        loss = self._loss(ids, labels, context)
+    @property
+    def weights(self) -> WeightGradients:
+        """See `Parameters.weights`. Nothing waits there: FSDP2 reduces a layer's gradients in its backward."""
+        return self._weights
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.room`."""
+        head = cast("torch.Tensor", self._network.head.weight)
+        return torch.empty(tokens, head.shape[1], dtype=self._compute or head.dtype, device=head.device)
+
+    def acquire(self, part: Part) -> None:
+        """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""
+
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """See `Parameters.run`; the part is the whole model."""
+        if not (part.begins and part.ends):
+            raise SeqloomError(
+                f"layers {part.first} to {part.stop - 1} of {part.of} asked of parameters that FSDP2 shards over all "
+                "ranks: they run the whole model; plan with one stage, or keep the stages' parameters apart"
+            )
+        loss = self._loss(given, labels, context)
         if not torch.is_grad_enabled():  # no backward will release what forward has gathered
-            for part in self._parts:
-                part.reshard()
+            for sharded in self._parts:
+                sharded.reshard()
         return loss
 
-    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Without `reduce`, whole gradients stay on this rank and add up."""
         self._root.set_requires_gradient_sync(reduce)
-        loss.backward()
+        torch.autograd.backward(output, gradient)
+
+    def reduce(self, part: Part) -> None:
+        """See `Parameters.reduce`; the last backward did it."""
+
+    def release(self, part: Part) -> None:
+        """See `Parameters.release`; layers are released one by one."""
 
     def finish(self) -> None:
         """See `Parameters.finish`."""
@@ -111,9 +139,19 @@ class Sharded:
             assert parameter.grad is not None
             yield name, parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
 
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.values`; each is gathered when its turn comes."""
+        for name, parameter in self._network.module.named_parameters():
+            held = parameter.detach()
+            yield name, held.full_tensor() if isinstance(held, DTensor) else held
+
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`; all of them are distributed tensors."""
         return dict(self._masters)
+
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`; the gathered ones come and go inside torch."""
+        yield from map(local, self._masters.values())
 
     def clear(self) -> None:
         """See `Parameters.clear`."""
@@ -123,13 +161,8 @@ class Sharded:
 
 def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, device: torch.device) -> DeviceMesh:
     """Make the table of ranks. All processes of the job take part."""
+    check_job(transport)
     world = transport.ranks
-    if not dist.is_initialized() or dist.get_world_size() != world:
-        job = f"a job of {dist.get_world_size()}" if dist.is_initialized() else "no torch.distributed job"
-        raise SeqloomError(
-            f"sharded parameters on {world} ranks in {job}: they need all ranks of a torch.distributed job; start it "
-            "with torchrun, or use Replicated"
-        )
     width = {Sharding.FULL: world, Sharding.HYBRID: node_size, Sharding.NONE: 1}[sharding]
     if width is None or width < 1 or world % width:
         raise SeqloomError(
@@ -143,6 +176,17 @@ def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, devic
     return mesh
 
 
+def check_job(transport: Transport) -> None:
+    """Refuse a transport that is not all of a torch.distributed job."""
+    world = transport.ranks
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        job = f"a job of {dist.get_world_size()}" if dist.is_initialized() else "no torch.distributed job"
+        raise SeqloomError(
+            f"sharded parameters on {world} ranks in {job}: they need all ranks of a torch.distributed job; start it "
+            "with torchrun, or use Replicated"
+        )
+
+
 def _sum_only(part: FSDPModule) -> None:
     """Make reductions plain sums over all parameters, also those that a rank without tokens never touched."""
     part.set_gradient_divide_factor(1.0)
@@ -151,7 +195,8 @@ def _sum_only(part: FSDPModule) -> None:
         part.set_reduce_scatter_unused_params(True)
 
 
-def _device_of(parameters: list[nn.Parameter]) -> torch.device:
+def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the device of parameters; refuse several, and parameters without values."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise SeqloomError(
@@ -161,7 +206,8 @@ def _device_of(parameters: list[nn.Parameter]) -> torch.device:
     return devices.pop()
 
 
-def _reduce_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
+def reduce_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """Return the dtype that their gradients are added up in; refuse parameters of several."""
     dtypes = {sum_dtype(parameter.dtype) for parameter in parameters}
     if len(dtypes) != 1:
         raise SeqloomError(

@@ -1,10 +1,10 @@
-"""What the runtime needs to know of a model: how to call it, where its layers and its head are."""
+"""What the runtime needs to know of a model: how to call it, whole or in parts, where its layers and its head are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -13,12 +13,36 @@ from seqloom.attention import ModelCall, prepare_attention
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.runtime.loss import CHUNK, summed_loss
+from seqloom.runtime.loss import CHUNK, HeadGradients, summed_loss
+from seqloom.runtime.split_backward import WeightGradients
+
+
+class Part(NamedTuple):
+    """Layers `first .. stop - 1` of a model with `of` layers: what a stage of a pipeline runs.
+
+    A part that begins also embeds; one that ends also has the final norm, the head and the loss.
+    """
+
+    first: int
+    stop: int
+    of: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether it takes token ids; others take hidden states."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it gives the sum of token losses; others give hidden states."""
+        return self.stop == self.of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
     """A language model, whoever wrote it.
+
+    A model that is cut into stages also says how its parts are called: `hidden` is norm(body(embed(ids))).
 
     Attributes:
         module: has all parameters, under the names that checkpoints use.
@@ -26,6 +50,12 @@ class Network:
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
         head: has `weight` [vocabulary, hidden]; maybe the table of tokens.
         calls: the attention calls of the layers, each distinct one once, for `prepare`.
+        embed: embed(ids int64[tokens], context) -> [tokens, hidden].
+        body: body(hidden [tokens, hidden], context, first, stop) -> the same shape, after layers first .. stop - 1.
+        norm: the final norm, [tokens, hidden] -> the same shape.
+        weights: what `split_weights(layers)` returned; without that a backward's halves are one, all in I.
+        embedding: has the parameters that `embed` needs.
+        whole: why the model cannot be cut into stages, where that is known.
     """
 
     module: nn.Module
@@ -33,6 +63,12 @@ class Network:
     hidden: Callable[[torch.Tensor, Context], torch.Tensor]
     head: nn.Module
     calls: tuple[ModelCall, ...] = ()
+    embed: Callable[[torch.Tensor, Context], torch.Tensor] | None = None
+    body: Callable[[torch.Tensor, Context, int, int], torch.Tensor] | None = None
+    norm: nn.Module | None = None
+    weights: WeightGradients = field(default_factory=WeightGradients)
+    embedding: nn.Module | None = None
+    whole: str = ""
 
     @classmethod
     def of(cls, model: Transformer) -> Network:
@@ -44,7 +80,26 @@ class Network:
             )
         decoder, spec = model.model, model.spec
         calls = tuple(ModelCall(spec.heads, spec.kv_heads, spec.head_dim, each) for each in dict.fromkeys(spec.windows))
-        return cls(model, tuple(decoder.layers), lambda ids, c: decoder(ids, c.positions, c), model.lm_head, calls)
+        return cls(
+            model,
+            tuple(decoder.layers),
+            lambda ids, c: decoder(ids, c.positions, c),
+            model.lm_head,
+            calls,
+            embed=lambda ids, c: decoder.embed(ids, c.positions),
+            body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
+            norm=decoder.norm,
+            embedding=decoder.embed_tokens,
+        )
+
+    @property
+    def uncut(self) -> str:
+        """What to say where this model shall be cut into stages and cannot."""
+        why = self.whole or "it is not known how to run some of its layers"
+        return (
+            f"{type(self.module).__name__} cannot be cut into stages: {why}; plan with one stage "
+            "(pipeline.stages = 1), or say how its parts are called: Network(.., embed=, body=, norm=, embedding=)"
+        )
 
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
@@ -56,23 +111,65 @@ class Network:
         for heads, kv_heads, dim, window, scale in self.calls:
             prepare_attention(context, heads, kv_heads, dim, dtype, window=window, scale=scale)
 
+    def run(self, part: Part, given: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return the hidden states [tokens, hidden] after a part; those of a part that ends are normalised.
+
+        Args:
+            part: of this model.
+            given: int64[tokens] for a part that begins, else hidden states [tokens, hidden].
+            context: of the round.
+        """
+        whole = part.begins and part.ends
+        if whole and not self._carries_frozen(context):
+            return self.hidden(given, context)
+        if not whole and (part.of != len(self.layers) or not 0 <= part.first <= part.stop <= part.of):
+            raise SeqloomError(
+                f"layers {part.first} to {part.stop - 1} of {part.of} asked of a model with {len(self.layers)} layers; "
+                "make the plan for this model"
+            )
+        if self.embed is None or self.body is None or self.norm is None:
+            raise SeqloomError(self.uncut)
+        states = self.embed(given, context) if part.begins else given
+        if part.begins and self._carries_frozen(context) and not states.requires_grad:
+            states.requires_grad_()
+        states = self.body(states, context, part.first, len(self.layers) if whole else part.stop)
+        return self.norm(states) if part.ends else states
+
+    def _carries_frozen(self, context: Context) -> bool:
+        """Whether a document is in pieces and some parameters do not learn.
+
+        Keys are kept until attention goes backward, which it would not below the first parameter that learns.
+        """
+        if not context.pieces or not torch.is_grad_enabled():
+            return False
+        return not all(parameter.requires_grad for parameter in self.module.parameters())
+
 
 class LossOf(nn.Module):
     """A network from token ids to the sum of token losses, as one module: what it needs is gathered for one call."""
 
-    def __init__(self, network: Network, chunk: int = CHUNK) -> None:
-        """Wrap a network; `chunk` as in `summed_loss`."""
+    def __init__(self, network: Network, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
+        """Wrap a network; `chunk` and `together` as in `summed_loss`."""
         super().__init__()
         self.inner = network.module
-        self._calls = (network.hidden, network.head)  # in a tuple: torch sees parameters under `inner` alone
-        self._chunk = chunk
+        self._network = (network,)  # in a tuple: torch sees parameters under `inner` alone
+        self._options = {"chunk": chunk, "together": together}
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return the sum of the losses of this rank's tokens, a scalar in float32 or float64.
+    def forward(
+        self, given: torch.Tensor, labels: torch.Tensor | None, context: Context, part: Part | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the losses of this rank's tokens, a scalar in float32 or float64; see `Parameters.run`.
 
         Args:
-            ids, labels: int64[tokens], rows as `context.spans` says; see `summed_loss`.
+            given: token ids int64[tokens], rows as `context.spans` says, or what the part before gave.
+            labels: int64[tokens], see `summed_loss`; None for a part that does not end.
             context: of the round.
+            part: of the model; None: all of it. One that does not end returns its hidden states [tokens, hidden].
         """
-        hidden, head = self._calls
-        return summed_loss(hidden(ids, context), cast("torch.Tensor", head.weight), labels, chunk=self._chunk)
+        network = self._network[0]
+        part = part or Part(0, len(network.layers), len(network.layers))
+        states = network.run(part, given, context)
+        if not part.ends:
+            return states
+        assert labels is not None  # rows of a part that ends are read with their labels
+        return summed_loss(states, cast("torch.Tensor", network.head.weight), labels, **self._options)

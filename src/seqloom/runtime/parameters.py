@@ -7,16 +7,18 @@ It works on every transport. `fsdp.Sharded` keeps the same interface with shards
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
-from seqloom.runtime.loss import CHUNK
-from seqloom.runtime.network import LossOf, Network
+from seqloom.runtime.loss import CHUNK, HeadGradients
+from seqloom.runtime.network import LossOf, Network, Part
+from seqloom.runtime.split_backward import WeightGradients
 
 BUCKET = 1 << 26
 """Elements that are summed over ranks in one call."""
@@ -33,12 +35,49 @@ class Parameters(Protocol):
         """Ranks that have shards of the same parameters, this one among them: they run the same rounds."""
         ...
 
-    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """Run the model forward and return the sum of this rank's token losses."""
+    @property
+    def weights(self) -> WeightGradients:
+        """Where gradients of weights wait between the two halves of a split backward: those of the network."""
         ...
 
-    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
-        """Run the model backward; the gradients are added to what is there, and if asked reduced to the shards."""
+    def room(self, tokens: int) -> torch.Tensor:
+        """Return memory for hidden states, [tokens, hidden]: on the device, in the dtype that layers compute in."""
+        ...
+
+    def acquire(self, part: Part) -> None:
+        """Gather the parameters of a part, for all its rounds: UNSHARD. A plan may leave this to `run`."""
+        ...
+
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """Run a part of the model forward.
+
+        Args:
+            part: the whole model, or the layers of a stage.
+            given: token ids int64[tokens] for a part that begins, else hidden states [tokens, hidden].
+            labels: int64[tokens] for a part that ends, else None.
+            context: of the round, on this part's stage.
+
+        Returns:
+            The sum of this rank's token losses, a scalar, for a part that ends, else hidden states [tokens, hidden].
+        """
+        ...
+
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
+        """Run what `run` has run backward; the gradients are added to what is there, and if asked reduced.
+
+        Args:
+            output: what `run` returned, or its place in the graph (which does not hold its memory).
+            gradient: of the step's loss by `output`; None: 1.
+            reduce: whether gradients are reduced to the shards with this backward; not if `reduce` is called later.
+        """
+        ...
+
+    def reduce(self, part: Part) -> None:
+        """Reduce the gradients of a part to the shards, after all its backwards: REDUCE of a step."""
+        ...
+
+    def release(self, part: Part) -> None:
+        """Drop what `acquire` has gathered: RESHARD."""
         ...
 
     def finish(self) -> None:
@@ -53,8 +92,16 @@ class Parameters(Protocol):
         """Yield every trained parameter's canonical name and whole gradient, one at a time; all ranks iterate."""
         ...
 
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every parameter's canonical name and whole value, one at a time; all ranks iterate. Tied ones once."""
+        ...
+
     def masters(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
+        ...
+
+    def computing(self) -> Iterator[torch.Tensor]:
+        """Yield what layers compute with on this rank, as it is in memory now: masters, or copies of them."""
         ...
 
     def clear(self) -> None:
@@ -74,20 +121,40 @@ class Replicated:
             chunk: as in `summed_loss`.
         """
         self._network, self._transport = network, transport
-        self._loss = LossOf(network, chunk)
+        self._head = HeadGradients()
+        self._loss = LossOf(network, chunk, self._head)
 
     @property
     def sharers(self) -> tuple[int, ...]:
         """This rank alone."""
         return (self._transport.rank,)
 
-    def loss(self, ids: torch.Tensor, labels: torch.Tensor, context: Context) -> torch.Tensor:
-        """See `Parameters.loss`."""
-        return self._loss(ids, labels, context)
+    @property
+    def weights(self) -> WeightGradients:
+        """See `Parameters.weights`."""
+        return self._network.weights
 
-    def backward(self, loss: torch.Tensor, *, reduce: bool) -> None:
+    def room(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.room`."""
+        head = cast("torch.Tensor", self._network.head.weight)
+        return head.new_empty(tokens, head.shape[1])
+
+    def acquire(self, part: Part) -> None:
+        """See `Parameters.acquire`; everything is here."""
+
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """See `Parameters.run`."""
+        return self._loss(given, labels, context, part)
+
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. A shard group of one rank has nothing to reduce."""
-        loss.backward()
+        torch.autograd.backward(output, gradient)
+
+    def reduce(self, part: Part) -> None:
+        """See `Parameters.reduce`; a shard group of one rank has nothing to reduce."""
+
+    def release(self, part: Part) -> None:
+        """See `Parameters.release`; nothing was gathered."""
 
     def finish(self) -> None:
         """See `Parameters.finish`."""
@@ -107,12 +174,22 @@ class Replicated:
             assert parameter.grad is not None
             yield name, parameter.grad
 
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.values`."""
+        for name, parameter in self._network.module.named_parameters():
+            yield name, parameter.detach()
+
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`."""
         return trained(self._network.module)
 
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`."""
+        yield from self._network.module.parameters()
+
     def clear(self) -> None:
         """See `Parameters.clear`."""
+        self._head.clear()
         self._network.module.zero_grad(set_to_none=True)
 
 

@@ -2,53 +2,109 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel
 from seqloom.cost.rounds import tokens_on_ranks
-from seqloom.plan import ActionKind, Pipeline, Plan
+from seqloom.cost.stage_memory import StageMemory
+from seqloom.plan import ActionKind, Pipeline, Plan, Work
+from seqloom.simulate.twins import stage_shares
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
-    """int64[ranks] bytes. Plans of one stage: the cost model's own figure. Stages: an estimate, see below."""
+    """int64[ranks] bytes. Plans of one stage: the cost model's own figure. Stages: a walk along every host's row."""
     if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
         return cost.plan_memory(plan)
     peak = np.zeros(cost.ranks, dtype=np.int64)
     for pipeline in plan.pipelines:
-        for host in range(len(pipeline.hosts)):
-            peak = np.maximum(peak, _host_peak(plan, cost, pipeline, host))
+        for host, ranks in enumerate(pipeline.hosts):
+            used = _state(plan, cost, pipeline, host) + _walk(plan, cost, pipeline, host)[list(ranks)]
+            peak[list(ranks)] = np.ceil(used).astype(np.int64)
     return peak
 
 
-def _host_peak(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
-    """int64[ranks] bytes of one host; ranks of other hosts have 0.
+class _Load(NamedTuple):
+    """What a unit takes on a stage; float64[ranks] bytes each, see `Holding`."""
 
-    Of what a rank holds before any token: its stages' share of the layers, and more where an island is smaller
-    than the cost model's shard group. Of what tokens add: every stage's share of the layers; all rounds between
-    their forward and the end of their backward are held together.
-    """
-    layers = pipeline.stages[-1].layers[1]
-    added, fixed = {}, np.zeros(cost.ranks)
-    for stage in pipeline.stages_of(host):
-        first, stop = pipeline.stages[stage].layers
-        share = (stop - first) / layers
-        variants = [Variant(current.work[stage].checkpoint, plan.reduce) for current in pipeline.rounds]
-        fixed += share * max((cost.fixed_bytes(variant) for variant in variants), default=0)
-        for r, variant in enumerate(variants):
-            tokens = tokens_on_ranks(cost, pipeline.rounds[r].work[stage])
-            added[stage, r] = share * cost.token_bytes(variant) * tokens
+    held: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    deferred: np.ndarray
+    split: np.ndarray
+
+
+def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
+    """float64[ranks of the host] bytes before any token."""
+    shares = stage_shares(pipeline)
+    stages = [StageMemory(cost, share) for s in pipeline.stages_of(host) if (share := shares[s]) is not None]
+    working = max((stage.working_bytes() for stage in stages), default=0)
+    state = {}
     for island in plan.limits.islands(plan.sharding, pipeline.hosts[host]):
-        fixed[list(island)] *= max(1.0, cost.island_size / len(island))
+        own = working + sum(stage.state_bytes(len(island)) for stage in stages)
+        state |= dict.fromkeys(island, own)
+    return np.array([state[rank] for rank in pipeline.hosts[host]], dtype=np.float64)
+
+
+def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
+    """float64[ranks] bytes: the most that units and their documents' keys and values hold at once on a host."""
+    loads, carries = {}, {}
+    shares = stage_shares(pipeline)
+    for stage in pipeline.stages_of(host):
+        share = shares[stage]
+        if share is None:
+            continue
+        memory = StageMemory(cost, share)
+        for r, current in enumerate(pipeline.rounds):
+            work = current.work[stage]
+            tokens = tokens_on_ranks(cost, work).astype(np.float64)
+            loads[stage, r] = _Load(*(each * tokens for each in memory.holding(work.checkpoint, work.offload)))
+            carries[stage, r] = carried_changes(plan, memory, work)
     live, most = np.zeros(cost.ranks), np.zeros(cost.ranks)
     for action in pipeline.actions[host]:
-        if action.round is None:
+        key = action.stage, action.round
+        if action.kind not in _CHANGES or key not in loads:
             continue
+        load, carry = loads[key], carries[key]
         if action.kind == ActionKind.F:
-            live += added[action.stage, action.round]
+            live = live + load.held + carry.begun
+            most = np.maximum(most, live + load.forward)
+        elif action.kind == ActionKind.W:
+            live = live - load.deferred
+        else:
+            live = live + carry.returning
+            split = action.kind == ActionKind.I
+            most = np.maximum(most, live + load.backward + (load.split if split else 0.0))
+            live = live - load.held - carry.done + (load.deferred if split else 0.0)
             most = np.maximum(most, live)
-        elif action.kind in (ActionKind.B, ActionKind.W):
-            live -= added[action.stage, action.round]
-    used = np.zeros(cost.ranks, dtype=np.int64)
-    ranks = list(pipeline.hosts[host])
-    used[ranks] = np.ceil(fixed[ranks] + most[ranks]).astype(np.int64)
-    return used
+    return most
+
+
+_CHANGES = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+
+
+class Carried(NamedTuple):
+    """Keys and values that a unit begins or ends to hold on a stage. float64[ranks] bytes."""
+
+    begun: np.ndarray  # its F is the document's first: keys and values of all its tokens
+    returning: np.ndarray  # its backward is the document's first: their gradients
+    done: np.ndarray  # its backward is the document's last: both go
+
+
+def carried_changes(plan: Plan, memory: StageMemory, work: Work) -> Carried:
+    """What a unit changes in the keys and values of documents in pieces."""
+    begun, returning, done = (np.zeros(memory.cost.ranks) for _ in range(3))
+    for group in work.groups:
+        for document, start, stop in group.spans:
+            length = plan.documents[document]
+            if stop - start == length:
+                continue
+            keys, gradients = memory.carried_bytes(group, length)
+            ranks = list(group.ranks)
+            if start == 0:
+                begun[ranks] += keys
+                done[ranks] += keys + gradients
+            if stop == length:
+                returning[ranks] += gradients
+    return Carried(begun, returning, done)

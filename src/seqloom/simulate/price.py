@@ -3,54 +3,76 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Hashable
+from itertools import islice
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.rounds import StageShare
-from seqloom.plan import Checkpoint, Plan, Work
+from seqloom.cost.offload import copy_ns
+from seqloom.cost.rounds import StageShare, tokens_on_ranks
+from seqloom.cost.stage_memory import StageMemory
+from seqloom.cost.stages import stage_end_ns
+from seqloom.plan import Pipeline, Plan, Work
+from seqloom.simulate.twins import Place, Twins, stage_shares
 from seqloom.simulate.window import Islands, Window, window_of
-
-
-class Place(NamedTuple):
-    """Where in a plan."""
-
-    pipeline: int
-    stage: int
-    round: int
 
 
 def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every `Work`, and turn it into its window."""
     islands = Islands.of(plan)
     windows = {}
-    for checkpoint, works in _by_checkpoint(plan).items():
-        variant = Variant(checkpoint, plan.reduce)
+    for (variant, p), works in _alike(plan).items():
+        twins = Twins.of(plan, cost, p)
+        shares = stage_shares(plan.pipelines[p])
+        own: dict[Hashable, list[tuple[Place, Work]]] = defaultdict(list)
         for place, work in works:
-            times = cost.round_times(work, variant, _stage_share(plan, place))
-            windows[place] = window_of(work, times, islands)
+            own[twins.key(place, work)].append((place, work))
+        first = [members[0] for members in own.values()]
+        parts = iter(cost.groups_parts([group for _, work in first for group in work.groups], variant))
+        for (place, work), members in zip(first, own.values(), strict=True):
+            priced = list(islice(parts, len(work.groups)))
+            times = cost.round_times(work, variant, shares[place.stage], priced)
+            window = window_of(work, times, islands, _copied(cost, work, shares[place.stage]))
+            for other, _ in members:
+                windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
 
 
-def overhead_ns(plan: Plan, cost: CostModel) -> tuple[int, int]:
-    """What the step costs once, after its last round, and how much of that is communication."""
-    variants = [Variant(checkpoint, plan.reduce) for checkpoint in _by_checkpoint(plan)]
-    costs = [(cost.step_overhead_ns(variant), cost.step_communication_ns(variant)) for variant in variants]
-    return max(costs, default=(0, 0))
+def _copied(cost: CostModel, work: Work, share: StageShare | None) -> int:
+    """ns of copying what is kept of a unit to host memory, on its fullest rank."""
+    if not work.offload or share is None:
+        return 0
+    kept = StageMemory(cost, share).holding(work.checkpoint, offload=False).held
+    return copy_ns(kept * int(tokens_on_ranks(cost, work).max()))
 
 
-def _by_checkpoint(plan: Plan) -> dict[Checkpoint, list[tuple[Place, Work]]]:
-    works: dict[Checkpoint, list[tuple[Place, Work]]] = defaultdict(list)
+def _alike(plan: Plan) -> dict[tuple[Variant, int], list[tuple[Place, Work]]]:
+    """Return the works of every variant and pipeline: what is priced in one go."""
+    works: dict[tuple[Variant, int], list[tuple[Place, Work]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.pipelines):
+        resident = len(pipeline.stages) > 1
         for r, current in enumerate(pipeline.rounds):
             for s, work in enumerate(current.work):
-                works[work.checkpoint].append((Place(p, s, r), work))
+                works[Variant(work.checkpoint, plan.reduce, resident), p].append((Place(p, s, r), work))
     return works
 
 
-def _stage_share(plan: Plan, place: Place) -> StageShare | None:
-    """Return what a stage has of the model: its layers; the vocabulary projection is the last stage's alone."""
-    stages = plan.pipelines[place.pipeline].stages
-    if len(stages) == 1:
-        return None
-    first, stop = stages[place.stage].layers
-    return StageShare(stop - first, stages[-1].layers[1], place.stage == len(stages) - 1)
+def overhead_ns(plan: Plan, cost: CostModel) -> tuple[int, int]:
+    """What the step costs once, after its last round, and how much of that is communication: the slowest host's."""
+    costs = [(0, 0)]
+    for pipeline in plan.pipelines:
+        if len(pipeline.stages) > 1:
+            costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.hosts))]
+            continue
+        for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
+            variant = Variant(checkpoint, plan.reduce)
+            costs.append((cost.step_overhead_ns(variant), cost.step_communication_ns(variant)))
+    return max(costs)
+
+
+def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tuple[int, int]:
+    """The end of a step on one host: of all its stages, by the widest island that it has."""
+    shares = stage_shares(pipeline)
+    own = [shares[stage] for stage in pipeline.stages_of(host)]
+    ranks = pipeline.hosts[host]
+    islands = plan.limits.islands(plan.sharding, ranks)
+    return stage_end_ns(cost, [share for share in own if share is not None], len(ranks), min(map(len, islands)))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,8 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, ActionKind, Pipeline, Plan, Work
 from seqloom.simulate.engine import Engine
-from seqloom.simulate.price import Place
 from seqloom.simulate.transfer import message_ns
+from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Phase, Window
 
 WORKING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))
@@ -107,9 +108,10 @@ def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) 
             missing = f"{waiting} of pipeline {number} is never sent; add {Action(stage, kind, r)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
     host = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
+    price = cache(partial(message_ns, cost, pipeline))
     for stage, kind, r in sorted(sends):
         other = stage + _TO_NEXT[kind]
-        ns = message_ns(cost, pipeline, r, min(stage, other))
+        ns = price(r, min(stage, other))
         links = ((number, host[stage], "out"), (number, host[other], "in"))
         task = engine.add(ns, links=links)
         yield Message(Place(number, stage, r), Place(number, other, r), kind, ns, task)

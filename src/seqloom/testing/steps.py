@@ -35,6 +35,7 @@ from seqloom.runtime.executor import run_step
 from seqloom.runtime.loss import IGNORED
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Parameters, Replicated
+from seqloom.runtime.split_backward import split_weights
 from seqloom.testing.strategies_groups import Shape, group_shapes, shared
 
 
@@ -134,6 +135,8 @@ class Step:
     ) -> Found:
         """Return what a rank of a plan finds, with layers compiled if there is a backend. All ranks call it."""
         network = self.network()
+        if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
+            network = replace(network, weights=split_weights(network.layers))
         if backend is not None:
             compile_layers(network.layers, backend=backend)
         recompute_layers(network.layers)

@@ -180,7 +180,7 @@ def _pipelines(
     found = [
         Round(
             tuple(
-                draw(_works(own, spans, [home[span.document][s] for span in spans], islands[s]))
+                draw(_works(own, documents, spans, [home[span.document][s] for span in spans], islands[s]))
                 for s in range(len(stages))
             )
         )
@@ -198,15 +198,25 @@ def _pipelines(
 
 @st.composite
 def _works(
-    draw: st.DrawFn, own: Limits, spans: list[Span], shapes: list[Shape], islands: tuple[tuple[int, ...], ...]
+    draw: st.DrawFn,
+    own: Limits,
+    documents: dict[int, int],
+    spans: list[Span],
+    shapes: list[Shape],
+    islands: tuple[tuple[int, ...], ...],
 ) -> Work:
-    """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then."""
+    """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then.
+
+    Keys of documents in pieces go round from rank to rank, those of others any way.
+    """
     by_shape: dict[Shape, list[Span]] = {}
     for span, shape in zip(spans, shapes, strict=True):
         by_shape.setdefault(shape, []).append(span)
     used = {rank for ranks, _, _ in by_shape for rank in ranks}
     awake = {rank for island in islands if used.intersection(island) for rank in island}
-    groups = [draw(shared(Group(*shape, tuple(members)), own.node_size, awake)) for shape, members in by_shape.items()]
+    plain = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
+    whole = [all(span.tokens == documents[span.document] for span in group.spans) for group in plain]
+    groups = [draw(shared(g, own.node_size, awake)) if free else g for g, free in zip(plain, whole, strict=True)]
     work = Work(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     kind = draw(st.sampled_from(("derived", "derived", "attention", "linear", "both")))
     if kind == "derived":

@@ -22,7 +22,7 @@ def greedy_order(
         split: stages with I and W instead of B.
         first: kinds and stages; of all that is ready, what stands here first is done next.
     """
-    later = _later_pieces(rounds)
+    later = later_pieces(rounds)
     done: set[tuple[ActionKind, int, int]] = set()
 
     def ready(kind: ActionKind, stage: int, r: int) -> bool:
@@ -47,7 +47,7 @@ def _rounds(kind: ActionKind, rounds: int, split: bool) -> list[int]:
     return list(range(rounds)) if wanted else []
 
 
-def _later_pieces(rounds: Sequence[Round]) -> list[set[int]]:
+def later_pieces(rounds: Sequence[Round]) -> list[set[int]]:
     """Return, for every round, the rounds with the next pieces of its documents."""
     later: list[set[int]] = [set() for _ in rounds]
     last: dict[int, int] = {}

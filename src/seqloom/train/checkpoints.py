@@ -7,11 +7,12 @@
       .step-00000060.partial-2/ being written, or left by a crash: nobody reads it, the next run removes it
 
 Tensors are whole ones or shards (DTensor); torch's format keeps their global shapes, so another number of ranks reads
-what it needs.
+what it needs. Ranks may hold different tensors, as the stages of a pipeline do; what several hold is written once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from seqloom.errors import SeqloomError
 from seqloom.train.folders import AtomicWriter, complete, folder_of, partials
-from seqloom.train.manifest import Manifest
+from seqloom.train.manifest import Manifest, described
 
 Tensors = Mapping[str, torch.Tensor]
 States = Mapping[str, Tensors]
@@ -111,7 +112,7 @@ class Checkpoints:
                 "resume from it, or choose another run.output"
             )
         self._saves += 1
-        text = Manifest.of(step, model, _flat(optimiser), extra).to_json()
+        text = Manifest.of(step, *self._of_all_ranks(model, optimiser), extra).to_json()
         partial = self._folder / f".{folder_of(self._folder, step).name}.partial-{self._saves}"
         writer = AtomicWriter(partial, folder_of(self._folder, step), text, self._keep)
         state = _state(model, optimiser)
@@ -147,7 +148,8 @@ class Checkpoints:
 
         Args:
             path: folder of a complete checkpoint, of this run or another.
-            model: parameters by canonical name. Names, shapes and dtypes must be those of the checkpoint.
+            model: parameters by canonical name. Names, shapes and dtypes must, over all ranks, be those of the
+                checkpoint.
             optimiser: see `named_state`, the same way.
 
         Raises:
@@ -155,7 +157,7 @@ class Checkpoints:
         """
         self.wait()
         manifest = Manifest.read(path)
-        manifest.check(path, model, _flat(optimiser))
+        manifest.check(path, *self._of_all_ranks(model, optimiser))
         state = _state(model, optimiser)
         group = self._group
         try:
@@ -169,6 +171,24 @@ class Checkpoints:
         if path == self.latest:
             self._own = manifest.step
         return manifest
+
+    def _of_all_ranks(self, model: Tensors, optimiser: States) -> tuple[dict[str, str], dict[str, str]]:
+        """Describe the tensors of all ranks. Ranks that hold the same say it only once: compared are hashes."""
+        mine = (described(model), described(_flat(optimiser)))
+        if self._group is None:
+            return mine
+        digests = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest(), group=self._group)
+        sources = sorted({digests.index(digest) for digest in digests})
+        if len(sources) == 1:
+            return mine
+        found: tuple[dict[str, str], dict[str, str]] = ({}, {})
+        for source in sources:
+            told = [mine]
+            dist.broadcast_object_list(told, group_src=source, group=self._group)
+            for known, new in zip(found, told[0], strict=True):
+                known.update(new)
+        return found
 
     def close(self) -> None:
         """Wait for what is being written, raise its error, and give the communicator back."""

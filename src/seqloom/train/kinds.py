@@ -6,25 +6,42 @@ other processes find them by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from seqloom.models import Transformer
 from seqloom.models.files import config_of, details_of, read_parameters, write_model
-from seqloom.runtime import Network
+from seqloom.runtime import Network, Parameters
+from seqloom.runtime.network import Part
+from seqloom.runtime.placement import materialise
 from seqloom.train.config import Config
 from seqloom.train.folders import replaced
 from seqloom.train.setup import model_spec
 
-Build = Callable[[Config, torch.device, torch.dtype], Network]
-"""Make the model of a run on a device, in a dtype, with the same values on all ranks; on "meta" without values."""
+
+class Build(Protocol):
+    """Makes the model of a run."""
+
+    def __call__(
+        self, config: Config, device: torch.device, dtype: torch.dtype, /, parts: Sequence[Part] | None = None
+    ) -> Network:
+        """Return the model, with the same values on all ranks; on "meta" without values.
+
+        Args:
+            config: of the run.
+            device: where parameters live.
+            dtype: of parameters.
+            parts: what this rank runs of the model; other parameters stay on "meta". None: all of it.
+        """
+        ...
+
+
 Save = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
 """Write the trained model, given the module of its network and all its tensors, whole and on the CPU; return where.
 Called on the first rank."""
@@ -43,12 +60,18 @@ class Kind:
     save: Save
 
 
-def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
+def build_reference(
+    config: Config, device: torch.device, dtype: torch.dtype, parts: Sequence[Part] | None = None
+) -> Network:
     """Make the reference model, with fresh parameters or those that the config names: see `Build`."""
     settings = config.model
     details = details_of(str(settings.spec)) if settings.parameters is not None else None
-    model = Transformer(model_spec(config), details, seed=settings.seed, dtype=dtype, device=device)
+    where = device if parts is None else "meta"
+    model = Transformer(model_spec(config), details, seed=settings.seed, dtype=dtype, device=where)
     config_of(model.spec, model.details)  # refuse now what could not be written in the end
+    if parts is not None and device.type != "meta":
+        materialise(Network.of(model), parts, device)
+        model.initialise(settings.seed)
     if settings.parameters is not None:
         read_parameters(model, settings.parameters)
     return Network.of(model)
@@ -72,23 +95,18 @@ def dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, dtype) if dtype == torch.bfloat16 else (dtype, None)
 
 
-def gathered(module: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+def gathered(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by name, whole and on the CPU; tied ones once, by the first name.
 
     All ranks take part, one tensor after the other.
 
     Args:
-        module: sharded or not.
+        module: of the model; every rank has its buffers.
+        parameters: keeps its parameters, in shards or not.
         keep: whether this rank wants them; others get nothing.
     """
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        held = tensor.detach()
-        whole = held.full_tensor() if isinstance(held, DTensor) else held
-        if keep:
-            found[name] = whole.cpu()
-    return found
+    found = {name: whole.cpu() for name, whole in parameters.values() if keep}
+    if not keep:
+        return found
+    saved = module.state_dict(keep_vars=True)
+    return found | {name: each.detach().cpu() for name, each in module.named_buffers() if name in saved}

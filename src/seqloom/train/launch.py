@@ -24,6 +24,7 @@ from seqloom.train.compilers import check_compilers
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
+from seqloom.train.model import require_parts
 from seqloom.train.processes import backend, device_of, start_processes
 from seqloom.train.setup import Setup
 from seqloom.train.watch import FAILED, START_S, Watch
@@ -60,8 +61,11 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
     When one fails, the others are stopped and its reason is raised.
     """
     _check_machine(config)
-    Setup.of(config, ranks)  # refuse here, once, what every process would refuse
-    kind.build(config, torch.device("meta"), dtypes(config)[0])
+    setup = Setup.of(config, ranks)  # refuse here, once, what every process would refuse
+    config = setup.config
+    built = kind.build(config, torch.device("meta"), dtypes(config)[0])
+    if len(setup.planners.stages) > 1:
+        require_parts(built)
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         arguments = (ranks, config, kind, folder, show)
         with for_new_processes():
@@ -112,7 +116,7 @@ def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool, watch: W
     communicators.warm_up()
     device = device_of(rank)
     stream = sys.stderr if show and rank == 0 else None
-    with Trainer(config, setup, Distributed(communicators), kind=kind, device=device, watch=watch) as trainer:
+    with Trainer(setup.config, setup, Distributed(communicators), kind=kind, device=device, watch=watch) as trainer:
         summary = trainer.run(stream, notes=[text for text in (advice(device.type),) if text])
     communicators.close()
     return summary

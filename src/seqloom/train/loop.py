@@ -6,7 +6,7 @@ All ranks run the same lines in the same order; only the first one plans, shows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,14 @@ from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import (
-    BoundPlan,
-    Sharded,
-    StepResult,
-    bind_plan,
-    compile_layers,
-    evaluate,
-    recompute_layers,
-    run_step,
-)
-from seqloom.runtime.parameters import scale_gradients
+from seqloom.runtime import BoundPlan, StepResult, bind_plan, evaluate, run_step, scale_gradients
+from seqloom.simulate import predicted_ns
 from seqloom.train.checkpoints import Checkpoints
 from seqloom.train.config import Config
 from seqloom.train.display import open_display
 from seqloom.train.kinds import REFERENCE, Kind, dtypes, gathered
 from seqloom.train.metrics import Metrics, StepRecord
+from seqloom.train.model import made_ready, parts_of, place
 from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
 from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
@@ -44,7 +36,7 @@ from seqloom.train.warm import warm_up
 from seqloom.train.watch import Watch
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
-"""How long a step waits for its plan before the static one stands in; the first one compiles the planner."""
+"""How long a step waits for its plan before a plain one stands in; the first one compiles the planner."""
 
 
 class Trainer:
@@ -74,12 +66,10 @@ class Trainer:
         self._closing, self._kind, self._watch = ExitStack(), kind, watch
         masters, compute = dtypes(config)
         self._compute = compute or masters
-        self._network = kind.build(config, self.device, masters)
-        if config.model.compile:
-            compile_layers(self._network.layers)
-        recompute_layers(self._network.layers)
-        sharding, nodes = setup.cost.sharding, setup.cost.node_size
-        self.parameters = Sharded(self._network, transport, sharding, node_size=nodes, compute=compute)
+        stages = setup.planners.stages
+        built = kind.build(config, self.device, masters, parts=parts_of(stages, setup.cost, transport.rank))
+        self._network = made_ready(built, compiled=config.model.compile, split=len(stages) > 1)
+        self.parameters = place(self._network, transport, stages, setup.cost, compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
@@ -117,7 +107,7 @@ class Trainer:
             if metrics is not None:
                 metrics.step(record)
                 if taken.fallback:
-                    metrics.note(number, f"the static plan stood in: {taken.fallback}")
+                    metrics.note(number, f"the {taken.plan.planner} plan stood in: {taken.fallback}")
             self.checkpoints.poll()
             self._evaluate(number, metrics)
             if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
@@ -132,9 +122,9 @@ class Trainer:
         longest = self.setup.cost.max_length or int(self.setup.source.lengths.max())
         warm_up(self._network, plan, longest, self._compute, self.device, note)
 
-    def _at(self, place: str, *, limited: bool = True) -> None:
+    def _at(self, place: str, *, limited: bool = True, where: Callable[[], str] | None = None) -> None:
         if self._watch is not None:
-            self._watch.at(place, limited=limited)
+            self._watch.at(place, limited=limited, where=where)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield the steps to come, planned ahead."""
@@ -151,6 +141,8 @@ class Trainer:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
         bound = self._bound(taken.plan)
+        if len(bound.plan.pipelines[0].hosts) > 1:  # a stage waits for others: say for which, if it hangs
+            self._at(f"step {taken.step}, plan {taken.plan.hash[:12]}", where=bound.progress.report)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
         rate = self._update(taken.step, result)
@@ -177,7 +169,7 @@ class Trainer:
         return rate
 
     def _record(self, batch: Batch, taken: StepPlan, result: StepResult, rate: float, seconds: float) -> StepRecord:
-        predicted = self.setup.cost.plan_ns(taken.plan)
+        predicted = predicted_ns(taken.plan, self.setup.cost)
         return StepRecord(
             step=taken.step,
             loss=result.loss,
@@ -228,7 +220,7 @@ class Trainer:
     def _write_model(self) -> None:
         """Write the trained model; also when nothing was left to do, since a crash may have been."""
         leads = self.transport.rank == 0
-        state = gathered(self._network.module, keep=leads)
+        state = gathered(self._network.module, self.parameters, keep=leads)
         if leads:
             self._kind.save(self.config, self._network.module, state)
 
@@ -255,7 +247,8 @@ class Trainer:
             return None
         limit = self.config.run.timeout_s / 2  # other ranks wait as well
         patience = {"patience_s": min(PATIENCE_S, limit), "first_patience_s": min(FIRST_PATIENCE_S, limit)}
-        ahead = PlanAhead(self.setup.cost, self.config.plan.planner, seed=self.config.run.seed, **patience)
+        chosen = self.setup.planners
+        ahead = PlanAhead(self.setup.cost, chosen.planner, stand_in=chosen.stand_in, **patience)
         return self._closing.enter_context(ahead)
 
     def _metrics(self, stream: IO[str] | None) -> Metrics | None:

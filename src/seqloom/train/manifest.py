@@ -16,6 +16,8 @@ from seqloom.errors import SeqloomError
 from seqloom.train.folders import MANIFEST
 
 FORMAT, VERSION = "seqloom checkpoint", 1
+Described = Mapping[str, str]
+"""See `described`."""
 _SHOWN = 4
 """Differences of each kind that a message lists."""
 
@@ -42,15 +44,9 @@ class Manifest:
     version: int = VERSION
 
     @classmethod
-    def of(
-        cls,
-        step: int,
-        model: Mapping[str, torch.Tensor],
-        optimiser: Mapping[str, torch.Tensor],
-        extra: Mapping[str, Any],
-    ) -> Manifest:
-        """Describe what is about to be written."""
-        return cls(step, _described(model), _described(optimiser), dict(extra), str(torch.__version__))
+    def of(cls, step: int, model: Described, optimiser: Described, extra: Mapping[str, Any]) -> Manifest:
+        """Say what is about to be written, by all ranks."""
+        return cls(step, dict(model), dict(optimiser), dict(extra), str(torch.__version__))
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -76,12 +72,9 @@ class Manifest:
                 "dictionaries, and RNG states by rng_state()"
             ) from None
 
-    def check(self, path: Path, model: Mapping[str, torch.Tensor], optimiser: Mapping[str, torch.Tensor]) -> None:
-        """Refuse a checkpoint whose tensors are not those that are to be loaded, and list the differences."""
-        for what, saved, wanted in (
-            ("model", self.model, _described(model)),
-            ("optimiser", self.optimiser, _described(optimiser)),
-        ):
+    def check(self, path: Path, model: Described, optimiser: Described) -> None:
+        """Refuse a checkpoint whose tensors are not those that all ranks want to load, and list the differences."""
+        for what, saved, wanted in (("model", self.model, model), ("optimiser", self.optimiser, optimiser)):
             differences = _differences(saved, wanted)
             if differences:
                 raise SeqloomError(
@@ -106,7 +99,8 @@ def set_rng_state(states: Mapping[str, str]) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the dtype and the global shape of every tensor, `float32[4, 8]`."""
     return {name: f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for name, each in tensors.items()}
 
 

@@ -6,15 +6,16 @@ way out; nothing here opens a file.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Strict
 
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, unknown
+from seqloom.planners.pipelines.orders import ALL_NAMES
 from seqloom.planners.registry import parse_name
+from seqloom.train.values import above, at_least, either
 
 Whole = Annotated[int, Strict()]
 """A whole number; no text that looks like one, no 3.0."""
@@ -150,6 +151,37 @@ class Planning:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipelining:
+    """Whether the model's layers are cut into stages, each on ranks of its own, through which documents flow."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    stages: Whole | str = 1
+    """Groups of ranks that follow each other, for the whole run; 1: no pipeline; auto: the fastest for the data."""
+    chunks: Whole = 1
+    """Stages of the model that each of them holds."""
+    schedule: str = "auto"
+    """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if isinstance(self.stages, int):
+            at_least("pipeline", self, 1, "stages")
+        elif self.stages != "auto":
+            raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
+        at_least("pipeline", self, 1, "chunks")
+        if self.schedule not in ("auto", *ALL_NAMES):
+            raise unknown("pipeline.schedule", self.schedule, ("auto", *ALL_NAMES))
+        changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
+        if self.stages == 1 and changed:
+            name = changed[0]
+            raise SeqloomError(
+                f"pipeline.{name} = {getattr(self, name)!r} with pipeline.stages = 1, which is no pipeline; "
+                f"set stages to 2 or more, or leave {name} out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Optimiser:
     """AdamW. Matrices are decayed, norms and biases are not."""
 
@@ -244,27 +276,3 @@ class Logging:
         at_least("log", self, 1, "every")
         if len(set(self.sinks)) < len(self.sinks):
             raise SeqloomError(f"log.sinks = {list(self.sinks)} names one twice; name each once")
-
-
-def either(section: str, values: object, one: str, other: str) -> None:
-    """Refuse both or neither of two keys."""
-    given = [name for name in (one, other) if getattr(values, name) is not None]
-    if len(given) != 1:
-        what = "both are given" if given else "neither is given"
-        raise SeqloomError(f"{section}.{one} and {section}.{other}: {what}; give exactly one of them")
-
-
-def at_least(section: str, values: object, least: float, *names: str) -> None:
-    """Refuse numbers below `least`, and those that are not finite."""
-    for name in names:
-        value = getattr(values, name)
-        if not least <= value < math.inf:
-            raise SeqloomError(f"{section}.{name} = {value}; it must be {least} or more")
-
-
-def above(section: str, values: object, limit: float, *names: str) -> None:
-    """Refuse numbers that are not above `limit`, and those that are not finite."""
-    for name in names:
-        value = getattr(values, name)
-        if not limit < value < math.inf:
-            raise SeqloomError(f"{section}.{name} = {value}; it must be above {limit}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from seqloom.cost import CostModel
@@ -10,6 +10,8 @@ from seqloom.data import Batch, Limited, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.train.config import Config
+from seqloom.train.sections import Pipelining
+from seqloom.train.stages import SAMPLE, Planners, number_of_stages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,11 +19,12 @@ class Setup:
     """What a run is made of, the same on all ranks.
 
     Attributes:
-        config: of the run.
+        config: of the run, with its number of stages.
         spec: shapes of the model.
         source: documents of training.
         sampler: at its beginning.
         cost: prices plans.
+        planners: that plan its steps.
         steps: of the whole run.
     """
 
@@ -30,6 +33,7 @@ class Setup:
     source: Source
     sampler: Sampler
     cost: CostModel
+    planners: Planners
     steps: int
 
     @classmethod
@@ -39,12 +43,21 @@ class Setup:
         source = open_documents(config, spec)
         sampler = make_sampler(config, source)
         cost = make_cost(config, spec, ranks, int(source.lengths.max()))
-        return cls(config, spec, source, sampler, cost, _steps(config, source))
+        config = with_stages(config, cost, sampler)
+        planners = Planners.of(config, cost, int(config.pipeline.stages))
+        return cls(config, spec, source, sampler, cost, planners, _steps(config, source))
 
     def validation(self) -> tuple[Source, list[Batch]]:
         """Return the documents of evaluation, and its batches: always the same ones."""
         source = open_documents(self.config, self.spec, validation=True)
         return source, make_sampler(self.config, source).peek(self.config.evaluation.batches)
+
+
+def with_stages(config: Config, cost: CostModel, sampler: Sampler) -> Config:
+    """Return the config with a number in the place of `pipeline.stages = "auto"`, by the first batches."""
+    batches = [batch.lengths for batch in sampler.peek(SAMPLE)]
+    stages = number_of_stages(config, cost, batches)
+    return replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining())
 
 
 def _steps(config: Config, source: Source) -> int:
@@ -100,4 +113,6 @@ def make_cost(config: Config, spec: ModelSpec, ranks: int, longest: int) -> Cost
         )
     options = config.plan
     limit = config.data.max_length or longest
-    return CostModel(cluster, spec, options.profile, options.sharding, options.budget_gib, limit, options.capacity)
+    stages = 2 if config.pipeline.stages == "auto" else max(1, config.pipeline.stages)
+    memory = (options.budget_gib, limit, options.capacity)
+    return CostModel(cluster, spec, options.profile, options.sharding, *memory, stages=stages)

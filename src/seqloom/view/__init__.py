@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from seqloom.view.explanation import bounds_lines, explanation_table
 from seqloom.view.picture import save_picture
+from seqloom.view.schedule import schedule_chart
 from seqloom.view.terminal import comparison_table, gantt, length_histogram, plan_table
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "length_histogram",
     "plan_table",
     "save_picture",
+    "schedule_chart",
 ]

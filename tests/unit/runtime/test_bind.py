@@ -8,7 +8,7 @@ import torch
 from seqloom.comm import Alone, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Reduce, Round, Sharding, Span, Stage
+from seqloom.plan import Checkpoint, Group, Reduce, Sharding, Span, Stage
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.network import Network
 from seqloom.testing.steps import one_stage_plan, tiny_spec
@@ -68,19 +68,9 @@ def test_all_ranks_refuse_a_plan_that_another_does_not_have():
 
 def test_what_the_runtime_cannot_run_is_refused_by_name():
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 4),))]], ranks=1)
-    work = plan.pipelines[0].rounds[0].work[0]
     one = plan.pipelines[0]
-    halves = tuple(Action(0, kind, 0) for kind in (ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.REDUCE))
-    refused = {
-        "1 pipelines of \\[2\\] stages": replace(
-            one, stages=(Stage((0,), (0, 1)), Stage((0,), (1, 2))), rounds=(Round((work, work)),)
-        ),
-        "action 0I0": replace(one, actions=(halves,)),
-        "tensor degree 2": replace(one, stages=(Stage((0,), (0, 2), 2),)),
-    }
-    for words, pipeline in refused.items():
-        with pytest.raises(SeqloomError, match=words):
-            bind_plan(replace(plan, pipelines=(pipeline,)), Alone())
+    with pytest.raises(SeqloomError, match="tensor degree 2"):
+        bind_plan(replace(plan, pipelines=(replace(one, stages=(Stage((0,), (0, 2), 2),)),)), Alone())
     with pytest.raises(SeqloomError, match="2 pipelines"):
         bind_plan(replace(plan, pipelines=(one, one)), Alone())
 

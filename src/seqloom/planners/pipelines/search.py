@@ -1,0 +1,205 @@
+"""The search: how coarse units are, in what order they run, and how much is kept of them.
+
+Units that take longer make fewer messages and fuller kernels; shorter ones fill the pipeline sooner. Several sizes are
+tried, every one with several orders; the best by `play` is taken. Where memory binds, less is kept, cheapest first:
+the list schedule obeys the cap by itself, the other orders have units keep less until they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqloom.cost import CostModel, Variant
+from seqloom.plan import Checkpoint, Limits, Reduce
+from seqloom.plan.schedules import Schedule, Times, play
+from seqloom.plan.schedules.balanced import BUDGET
+from seqloom.planners.pipelines.draft import Draft, draft
+from seqloom.planners.pipelines.ledger import Choice, Ledger
+from seqloom.planners.pipelines.line import Line
+from seqloom.planners.pipelines.orders import PIECEWISE, WHOLE, order_of
+from seqloom.planners.pipelines.prices import UnitPrices
+from seqloom.planners.pipelines.seats import Hall, Level
+
+PIECES = (1, 2, 4, 8, 16, 32)
+"""Into how many pieces the longest document is cut, where nobody says."""
+ROUNDS_PER_STAGE = (2, 4)
+"""Units per stage, where the batch and not its longest document decides how coarse they are."""
+APART_PERCENT = 140
+"""Sizes nearer to each other than this are not tried both."""
+WORTH_PERCENT = 105
+"""Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
+MOST_UNITS = 16
+"""Units per stage that a plan may have."""
+BINDING_PERCENT = 90
+"""A plan that fills less of the memory than this gains nothing by keeping less."""
+
+
+QUICK = 3
+"""Orders that every size is tried with; the others are tried with the best size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One way to run a batch."""
+
+    draft: Draft
+    order: Schedule
+    choice: Choice
+    """int64[stages, units]: index of the level of every unit on every stage."""
+    makespan: int
+    """ns without the step's end."""
+    filled: float
+    """Share of the memory for units that is in use at most, on the fullest host."""
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """One batch on one line."""
+
+    cost: CostModel
+    line: Line
+    limits: Limits
+    lengths: np.ndarray
+    names: tuple[str, ...]
+    """Orders to try."""
+    pieces: int | None
+    """Pieces of the longest document; None: several are tried."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """How little may be kept, the fastest first; what lies in host memory comes last."""
+        known = [checkpoint for checkpoint, _ in self.limits.capacity]
+        least = [Level(c, offload=True) for c in (Checkpoint.FULL, Checkpoint.STAGE, Checkpoint.PROFILE) if c in known]
+        return (*(Level(checkpoint) for checkpoint in known), *least)
+
+    def answers(self) -> list[Answer]:
+        """The best answer of every order, fastest first; empty where nothing fits.
+
+        Where memory binds, all units keep less, level by level; running a stage again and host memory are no faster
+        than running its layers again, and are begun with only where nothing else fits.
+        """
+        best: dict[str, Answer] = {}
+        for base, level in enumerate(self.levels):
+            if best and (level.offload or level.checkpoint == Checkpoint.STAGE):
+                break
+            for made in self._drafts(base):
+                self._try(made, base, self.names[:QUICK], best, budget=1)
+            fastest = _fastest(best)
+            if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
+                break
+        for base in reversed(range(0 if best else len(self.levels))):  # the smallest pieces, the least kept
+            for made in self._smallest(base):
+                self._try(made, base, self.names[:QUICK], best, budget=1)
+        chosen = _fastest(best)
+        if chosen is not None:
+            again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
+            self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
+        return sorted(best.values(), key=lambda answer: answer.makespan)
+
+    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
+        """Run a draft in these orders, and keep what beats the best of its kind."""
+        for answer in self._orders(made, base, names, budget):
+            known = best.get(answer.order.name)
+            if known is None or answer.makespan < known.makespan:
+                best[answer.order.name] = answer
+
+    def _drafts(self, base: int) -> Iterator[Draft]:
+        """Units of every size that is tried."""
+        hall, variant, room = self._hall(base)
+        seen = set()
+        if int(hall.tokens.max()) > room * self.line.width * self.most_units:
+            return  # more pieces than a plan may have units
+        for degree in self._degrees(hall):
+            for target in self._targets(hall, degree):
+                made = draft(hall, variant, degree, target, room)
+                if made.seats not in seen and len(made.units) <= self.most_units:
+                    seen.add(made.seats)
+                    yield made
+
+    def _smallest(self, base: int) -> Iterator[Draft]:
+        """Units as small as a plan may have, for documents that nothing else holds."""
+        hall, variant, room = self._hall(base)
+        degree = hall.degrees[-1]
+        least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
+        made = draft(hall, variant, degree, max(1, 2 * hall.longest(degree) // self.most_units), min(room, least))
+        if self.pieces is None and len(made.units) <= 2 * self.most_units:
+            yield made
+
+    def _hall(self, base: int) -> tuple[Hall, Variant, int]:
+        """The batch priced for a level, its variant, and the tokens that a rank may hold in a unit."""
+        checkpoint = self.levels[base].checkpoint
+        variant = Variant(checkpoint, Reduce.STEP, resident=True)
+        return Hall.of(self.lengths, self.cost, self.line, variant), variant, dict(self.limits.capacity)[checkpoint]
+
+    @property
+    def most_units(self) -> int:
+        """Units that a plan may have."""
+        return MOST_UNITS * self.line.hosts
+
+    def _degrees(self, hall: Hall) -> list[int]:
+        """Ranks of the groups of documents in pieces: of a whole host, of a node, or as few as the longest can do with.
+
+        A document may take half of what a host works in a step. Narrow groups exchange less and have others beside
+        them; where that is little, the widest are enough.
+        """
+        half = hall.work // (2 * self.line.width)
+        fast = [degree for degree in hall.degrees if hall.longest(degree) <= half]
+        widest = hall.degrees[-1]
+        narrow = [degree for degree in (self.cost.node_size, *fast[:1]) if degree in fast and degree < widest]
+        spent = {degree: degree * hall.longest(degree) for degree in (widest, *narrow)}
+        return [widest, *(d for d in dict.fromkeys(narrow) if spent[widest] * 100 > spent[d] * WORTH_PERCENT)]
+
+    def _targets(self, hall: Hall, degree: int) -> list[int]:
+        """ns that a unit shall take, the longest first."""
+        longest = max(1, hall.longest(degree))
+        if self.pieces is not None:
+            return [-(-longest // self.pieces)]
+        wanted = [longest // k for k in PIECES]
+        wanted += [hall.work // (self.line.width * self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
+        if all(name in WHOLE for name in self.names):
+            wanted = [max(longest, target) for target in wanted]
+        kept: list[int] = []
+        for target in sorted({max(1, w) for w in wanted}, reverse=True):
+            if not kept or kept[-1] * 100 >= target * APART_PERCENT:
+                kept.append(target)
+        return kept
+
+    def _orders(self, made: Draft, base: int, names: Sequence[str], budget: int) -> Iterator[Answer]:
+        """The draft in each of these orders, as far as it fits."""
+        prices = UnitPrices(self.cost, self.line, made, self.lengths)
+        ledger = Ledger(prices, self.levels)
+        times = prices.times(self.levels[base])
+        shape = times.forward.shape
+        cut = any(unit.pieces > 1 for unit in made.units)
+        for name in names:
+            if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
+                continue  # it is the same order by another name
+            order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
+            if order is None:
+                continue
+            choice: Choice | None = np.full(shape, base, dtype=np.int64)
+            peaks = ledger.peaks(order, choice)
+            chosen = times
+            if any(peak > free for peak, free in zip(peaks, ledger.free, strict=True)):
+                every = [prices.times(level) for level in self.levels]
+                choice = ledger.fitted(order, choice, every)
+                if choice is None:
+                    continue
+                chosen = mixed(every, choice)
+                peaks = ledger.peaks(order, choice)
+            filled = max(peak / max(free, 1) for peak, free in zip(peaks, ledger.free, strict=True))
+            makespan = play(order, chosen, message=prices.message).makespan
+            yield Answer(made, order, choice, makespan, filled)
+
+
+def _fastest(best: dict[str, Answer]) -> Answer | None:
+    return min(best.values(), key=lambda answer: answer.makespan, default=None)
+
+
+def mixed(times: Sequence[Times], choice: Choice) -> Times:
+    """The times of units of which each is kept in its own way."""
+    columns = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
+    return Times(*columns)

@@ -1,0 +1,20 @@
+"""One predicted step time for any plan: what planners compare, and what training records beside the measured time."""
+
+from __future__ import annotations
+
+from seqloom.cost import CostModel
+from seqloom.plan import Plan
+from seqloom.simulate.price import overhead_ns, price
+from seqloom.simulate.translate import translate
+
+
+def predicted_ns(plan: Plan, cost: CostModel) -> int:
+    """Step time of a plan in ns: `Simulation.step_ns`, by the closed form where there is one.
+
+    Plans of one stage have a closed form; plans with more stages are run on paper.
+    """
+    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return cost.plan_ns(plan)
+    program = translate(plan, cost, price(plan, cost))
+    _, stops = program.engine.run(program.name)
+    return int(stops.max(initial=0)) + overhead_ns(plan, cost)[0]

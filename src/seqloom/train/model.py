@@ -1,0 +1,69 @@
+"""The model of a run on one rank: its layers made ready, its parameters where the run's stages want them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from seqloom.comm import Transport
+from seqloom.cost import CostModel
+from seqloom.plan import Stage
+from seqloom.runtime import (
+    Network,
+    Parameters,
+    Placement,
+    Sharded,
+    StageSharded,
+    compile_layers,
+    recompute_layers,
+    split_weights,
+)
+from seqloom.runtime.network import Part
+from seqloom.runtime.placement import parameters_of
+
+
+def made_ready(network: Network, *, compiled: bool = False, split: bool = True) -> Network:
+    """Return a network whose layers recompute and split their backward as plans ask for.
+
+    Args:
+        network: fresh; its layers are changed in place.
+        compiled: whether the bodies of layers are compiled.
+        split: whether plans may split backwards; those of one stage have no use for it.
+    """
+    if compiled:
+        compile_layers(network.layers)
+    recompute_layers(network.layers)
+    return replace(network, weights=split_weights(network.layers)) if split else network
+
+
+def require_parts(network: Network) -> None:
+    """Refuse a model that cannot be cut into stages, and parameters that no stage would hold."""
+    parameters_of(network, Part(0, len(network.layers), len(network.layers)))
+
+
+def parts_of(stages: Sequence[Stage], cost: CostModel, rank: int) -> tuple[Part, ...] | None:
+    """Return what a rank runs of the model; None: all of it."""
+    return _placement(stages, cost).parts_of(rank) if len(stages) > 1 else None
+
+
+def place(
+    network: Network, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
+) -> Parameters:
+    """Shard the parameters over all ranks, or every stage's over its own.
+
+    Args:
+        network: made ready, with the same values on all ranks; on the device where it will run.
+        transport: over torch.distributed.
+        stages: of all plans of the run.
+        cost: says how far parameters are sharded.
+        compute: as in `Sharded`.
+    """
+    if len(stages) > 1:
+        return StageSharded(network, transport, _placement(stages, cost), compute=compute)
+    return Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+
+
+def _placement(stages: Sequence[Stage], cost: CostModel) -> Placement:
+    return Placement(tuple(stages), cost.sharding, cost.node_size)

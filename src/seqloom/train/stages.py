@@ -1,0 +1,92 @@
+"""Who plans a run, and on which stages: one pipeline for all of its steps, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError
+from seqloom.plan import Sharding, Stage
+from seqloom.planners.choice import Choice
+from seqloom.planners.pipelines.line import check_stages, line_of
+from seqloom.planners.pipelines.orders import FOLDED, require_order
+from seqloom.simulate import predicted_ns
+from seqloom.train.config import Config
+
+SAMPLE = 4
+"""Batches by whose predicted times the number of stages is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planners:
+    """What a run plans with.
+
+    Attributes:
+        stages: of all its plans; a single one: no pipeline.
+        planner: of every step.
+        stand_in: of a step whose plan is late or could not be made.
+    """
+
+    stages: tuple[Stage, ...]
+    planner: Choice
+    stand_in: Choice
+
+    @classmethod
+    def of(cls, config: Config, cost: CostModel, stages: int) -> Planners:
+        """Return the planners of a run with so many stages.
+
+        Raises:
+            SeqloomError: the model or the ranks do not allow this number.
+        """
+        if stages == 1:
+            everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
+            return cls((everything,), Choice(config.plan.planner, seed=config.run.seed), Choice("static"))
+        chunks, order = config.pipeline.chunks, config.pipeline.schedule
+        check_stages(cost, stages, chunks)
+        require_order(order, stages, chunks)
+        _check_nodes(cost, stages)
+        folded = order in FOLDED
+        placed = line_of(cost, stages, chunks, folded=folded).stages
+        plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
+        line = {"stages": stages, "chunks": chunks}
+        planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        return cls(placed, planner, stand_in)
+
+
+def _check_nodes(cost: CostModel, stages: int) -> None:
+    """Refuse hybrid sharding of ranks that are neither a part of a node nor a number of whole ones."""
+    width, node = cost.ranks // stages, cost.node_size
+    if cost.sharding == Sharding.HYBRID and width % node and node % width:
+        raise SeqloomError(
+            f"plan.sharding = 'hybrid' with stages of {width} ranks in nodes of {node}: every stage needs equally many "
+            "ranks in every node that it touches; use 'full' or 'none', or stages that fill nodes or divide them"
+        )
+
+
+def number_of_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
+    """Return the config's number of stages; where it says auto, the one with the shortest predicted steps.
+
+    Args:
+        config: of the run.
+        cost: prices its plans.
+        batches: lengths of its first batches, int64[n] each.
+    """
+    wanted = config.pipeline.stages
+    if isinstance(wanted, int):
+        return wanted
+    most = cost.model.layers // config.pipeline.chunks
+    divisors = [count for count in range(1, min(cost.ranks, most) + 1) if cost.ranks % count == 0]
+    times: dict[int, int] = {}
+    refused: SeqloomError | None = None
+    for count in divisors:
+        try:
+            planner = Planners.of(config, cost, count).planner
+            times[count] = sum(predicted_ns(planner.plan(batch, cost), cost) for batch in batches[:SAMPLE])
+        except SeqloomError as error:
+            refused = refused or error
+    if not times:
+        raise refused or SeqloomError("no documents to choose the number of stages by; give it in pipeline.stages")
+    return min(times, key=lambda count: (times[count], count))

@@ -1,0 +1,82 @@
+"""Stages as real processes: messages on lanes, and the numbers of one process."""
+
+import pytest
+import torch
+
+from seqloom.comm import Lane, Way
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
+from seqloom.plan.schedules import schedule_of
+from seqloom.runtime.fsdp import Sharded
+from seqloom.runtime.placement import Placement
+from seqloom.runtime.stage_sharded import StageSharded
+from seqloom.testing.pipelines import stages_on
+from seqloom.testing.steps import Step, tiny_spec
+
+STEP = Step((13, 10, 6), tiny_spec(layers=4, tied=True))
+
+
+def early(transport):
+    """Every rank receives from all others on both lanes before anybody sends; what it got, by peer and lane."""
+    me, others = transport.rank, [peer for peer in range(transport.ranks) if peer != transport.rank]
+    ways = [Way(lane, *pair) for lane in Lane for peer in others for pair in ((me, peer), (peer, me))]
+    transport.connect(ways)
+    rooms = {(peer, lane, k): torch.empty(k + 1) for peer in others for lane in Lane for k in range(2)}
+    waiting = [transport.receive(room, peer, lane) for (peer, lane, _), room in rooms.items()]
+    total = torch.ones(1)
+    transport.all_reduce(total, tuple(range(transport.ranks)))  # is not held up
+    kinds = [(lane, k) for lane in reversed(Lane) for k in range(2)]
+    sent = [torch.full((k + 1,), 100.0 * me + 10 * list(Lane).index(lane) + k) for lane, k in kinds]
+    handles = [
+        transport.send(each, peer, lane)
+        for peer in reversed(others)
+        for each, (lane, _) in zip(sent, kinds, strict=True)
+    ]
+    for handle in (*waiting, *handles):
+        handle.wait()
+        assert handle.done()
+    return {(peer, list(Lane).index(lane), k): room.unique().tolist() for (peer, lane, k), room in rooms.items()}
+
+
+def test_messages_arrive_in_order_and_ways_do_not_wait_for_each_other(gloo_pool):
+    for me, found in enumerate(gloo_pool.run(early, ranks=3)):
+        assert len(found) == 8
+        for (peer, lane, k), values in found.items():
+            assert peer != me and values == [100.0 * peer + 10 * lane + k]
+
+
+def planned(name, hosts, width, pieces, sharding):
+    """A document is a sequence of the schedule; rounds keep something else in turn."""
+    schedule = schedule_of(name, hosts, len(STEP.lengths), pieces)
+    stages, rounds = stages_on(schedule.hosts, width, STEP.spec.layers), []
+    ulysses = min(width, STEP.spec.heads)
+    for number, (document, piece, count) in enumerate(schedule.units):
+        low, high = (STEP.lengths[document] * (piece + k) // count for k in (0, 1))
+        spans, kind = (Span(document, low, high),), list(Checkpoint)[number % 4]
+        rounds.append(Round(tuple(Work((Group(s.ranks, ulysses, width // ulysses, spans),), kind) for s in stages)))
+    limits = Limits(hosts * width, 2, STEP.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
+    line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
+    plan = Plan(limits, sharding, Reduce.STEP, STEP.lengths, (line,), name)
+    plan.validate()
+    return plan
+
+
+def run(transport, plan, kind):
+    placement = Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
+    make = {
+        "layers": lambda network, own: Sharded(network, own, plan.sharding),
+        "stages": lambda network, own: StageSharded(network, own, placement),
+    }
+    return STEP.spread(plan, transport, make[kind])
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "pieces", "sharding", "kind"),
+    [
+        ("zb-v", 2, 1, Sharding.HYBRID, "stages"),
+        ("gpipe", 2, 1, Sharding.NONE, "stages"),
+        ("seq1f1b-zb", 1, 2, Sharding.FULL, "layers"),  # layers sharded over all ranks: both halves at once, in I
+    ],
+)
+def test_stages_are_one_process_however_parameters_are_kept(gloo_pool, name, hosts, pieces, sharding, kind):
+    plan = planned(name, hosts, 8 // hosts, pieces, sharding)
+    assert max(each.worst(STEP.alone()) for each in gloo_pool.run(run, plan, kind, ranks=8)) < 1e-9

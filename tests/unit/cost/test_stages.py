@@ -1,0 +1,125 @@
+"""Stages: pieces add up to documents, stages to the model; parameters, the step's end and memory of a stage."""
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqloom.cost import CostModel, Variant
+from seqloom.cost.rounds import NAMES, StageShare
+from seqloom.cost.stage_memory import StageMemory
+from seqloom.cost.stages import stage_end_ns, stage_parameters
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import Checkpoint, Group, Reduce, Span
+
+LENGTH = 20_000
+
+
+@cache
+def cost_of(tied=False, learned=False, profile=None, cluster="2x4xH100"):
+    shape = (9, 1024, 8, 4, 128, 4096, True, 32000, tied)
+    return CostModel(Cluster.parse(cluster), ModelSpec("small", *shape, learned_positions=learned), profile)
+
+
+def variant(checkpoint=Checkpoint.NONE):
+    return Variant(checkpoint, Reduce.STEP, resident=True)
+
+
+edges = st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True).map(lambda inner: [0, *sorted(inner), LENGTH])
+checkpoints = st.sampled_from([Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE])
+
+
+@given(edges, st.sampled_from([(1, 1), (4, 1), (2, 2), (1, 4), (2, 4)]), checkpoints)
+def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, shape, checkpoint):
+    cost, own = cost_of(), variant(checkpoint)
+    ranks = tuple(range(shape[0] * shape[1]))
+
+    def parts(*spans):
+        found = cost.groups_parts([Group(ranks, *shape, (span,)) for span in spans], own)
+        return np.array([[getattr(one, name) for name in NAMES] for one in found])
+
+    fixed = np.array([getattr(cost.group_parts(Group(ranks, *shape, ()), own), name) for name in NAMES])
+    whole = parts(Span(0, 0, LENGTH))[0] - fixed
+    pieces = parts(*(Span(0, a, b) for a, b in pairwise(edges))) - fixed
+    again = pieces.sum(axis=0) - whole
+    prefix = sum(edges[1:-1])
+    added = {name: again[NAMES.index(name)] for name in NAMES}
+    assert {name for name, value in added.items() if value} <= {"ring", "steps", "network", "link", "kv_gather"}
+    place = cost.place(Group(ranks, *shape, ()))
+    share = cost.engine.links.ring(place[0], place[1], Checkpoint.FULL if checkpoint == "stage" else checkpoint)
+    assert added["ring"] == pytest.approx(prefix * share.time, abs=len(edges))
+    assert added["network"] == pytest.approx(prefix * share.network, abs=len(edges))
+
+
+@given(st.integers(1, 7), st.integers(1, 8))
+def test_stages_add_up_to_the_model(first, second):
+    table = np.random.default_rng(first).integers(0, 10**9, (5, len(NAMES)))
+    cuts = [0, *sorted({first, second}), 9]
+    shares = [StageShare(a, b, 9) for a, b in pairwise(cuts)]
+    total = sum(share.scale(table) for share in shares)
+    assert ((table - total >= 0) & (table - total < len(shares))).all()
+    assert (total[:, NAMES.index("head")] == table[:, NAMES.index("head")]).all()
+    assert all((share.scale(table)[:, NAMES.index("head")] == 0).all() for share in shares[:-1])
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_of_the_stages_are_those_of_the_model(tied, learned):
+    cost = cost_of(tied, learned)
+    shares = [StageShare(0, 2, 9), StageShare(2, 7, 9), StageShare(7, 9, 9)]
+    own = [stage_parameters(cost, share) for share in shares]
+    twice = cost.model.head_parameters if tied else 0  # the table is on the first and on the last stage
+    assert sum(own) == cost.model.parameters(384 * 1024) + twice
+    assert own[1] == sum(map(cost.model.layer_parameters, range(2, 7)))
+    assert stage_parameters(cost, StageShare(0, 9, 9)) == cost.model.parameters(384 * 1024)
+
+
+def test_rounds_of_stages_gather_and_reduce_nothing():
+    cost = cost_of()
+    group = Group((0, 1), 2, 1, (Span(0, 0, 4096),))
+    stays, gathered = (cost.group_parts(group, v) for v in (variant(), Variant(Checkpoint.NONE, Reduce.ROUND)))
+    assert (stays.gather, stays.reduce) == (0, 0) and gathered.gather > 0 and gathered.reduce > 0
+    assert (stays.linear, stays.attention, stays.head) == (gathered.linear, gathered.attention, gathered.head)
+
+
+def test_the_end_of_a_step_grows_with_a_stages_parameters_and_shrinks_with_its_islands():
+    cost = cost_of()
+    small, large = StageShare(0, 2, 9), StageShare(0, 6, 9)
+    assert stage_end_ns(cost, [small], 4, 4)[0] < stage_end_ns(cost, [large], 4, 4)[0]
+    assert stage_end_ns(cost, [small, StageShare(6, 9, 9)], 4, 4)[0] > stage_end_ns(cost, [small], 4, 4)[0]
+    sharded, apart = stage_end_ns(cost, [small], 4, 4), stage_end_ns(cost, [small], 4, 1)
+    assert sharded[0] - sharded[1] < apart[0] - apart[1]  # the optimiser runs on a part
+    assert stage_end_ns(cost, [small], 1, 1)[1] == 0  # nobody to talk to
+    additive = CostModel(Cluster.parse("1x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", max_length=192 * 1024)
+    assert stage_end_ns(additive, [small], 4, 4) == (0, 0)
+
+
+def test_what_is_kept_falls_from_choice_to_choice():
+    memory = StageMemory(cost_of(), StageShare(3, 6, 9))
+    order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
+    held = [memory.holding(checkpoint, offload=False).held for checkpoint in order]
+    assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
+    assert held[2] == 3 * held[3]  # one input per layer
+    assert all(memory.holding(checkpoint, offload=True).held == 0 for checkpoint in order)
+    whole = memory.holding(Checkpoint.NONE, offload=False)
+    assert whole.deferred <= whole.held and whole.split == 0
+    again = memory.holding(Checkpoint.STAGE, offload=False)
+    assert again.backward >= whole.held and again.split == again.deferred == whole.deferred
+
+
+def test_only_the_last_stage_has_logits():
+    cost = cost_of()
+    first, last = (StageMemory(cost, StageShare(*layers, 9)) for layers in ((0, 3), (6, 9)))
+    assert last.working_bytes() - first.working_bytes() == cost.profile.head_chunk * 32000 * 6
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 4), (2, 1, 2), (4, 2, 1), (8, 1, 1), (1, 4, 4)])
+def test_keys_and_values_of_a_rank(ulysses, ring, heads):
+    """4 key/value heads of 128 for 8 query heads, 3 layers."""
+    memory = StageMemory(cost_of(), StageShare(0, 3, 9))
+    group = Group(tuple(range(ulysses * ring)), ulysses, ring, ())
+    keys, gradients = memory.carried_bytes(group, 1000)
+    assert keys == 2 * 2 * heads * 128 * (1000 // ring) * 3 and gradients == 2 * keys

@@ -1,0 +1,140 @@
+"""Decoders in parts: composed they are the whole, and what is more than its parts is refused with the reason."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from seqloom.comm import bind_alone
+from seqloom.errors import SeqloomError
+from seqloom.integrations import attach, network
+from seqloom.integrations.parts import Whole, parts_of
+from seqloom.runtime.network import LossOf, Part
+from seqloom.runtime.placement import held_by
+from seqloom.testing.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
+
+torch.set_num_threads(1)
+LAYERS = 3
+CUTS = [Part(0, 1, LAYERS), Part(1, 1, LAYERS), Part(1, 3, LAYERS)]  # the second one has no layer
+
+
+def gemma3():
+    """Embeddings that scale themselves, and tables of two kinds."""
+    import transformers
+
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {**SIZES, "num_hidden_layers": LAYERS, "head_dim": 6, "layer_types": types, "sliding_window": 3}
+    return randomised(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes)), 0).double().train()
+
+
+def model_of(name):
+    return gemma3() if name == "gemma3" else tiny_model(name, num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize("tokens", [9, 0])
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name != "granite"), "gemma3"])
+def test_parts_in_turn_are_the_whole(name, tokens):
+    context = bind_alone((5, 3, 1) if tokens else ())
+    ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
+    models = [model_of(name) for _ in range(2)]
+    networks = [network(attach(model)) for model in models]
+    wanted = LossOf(networks[0])(ids, labels, context)
+    found = ids
+    for part in CUTS:
+        found = LossOf(networks[1])(found, labels, context, part)
+    assert torch.equal(found, wanted)
+    wanted.backward()
+    found.backward()
+    expected = gradients(models[0])
+    assert all(torch.equal(each, expected[key]) for key, each in gradients(models[1]).items())
+
+
+def test_parameters_are_told_apart():
+    found = network(attach(tiny_model("qwen3", num_hidden_layers=LAYERS)))  # tied
+    names = dict(found.module.named_parameters())
+    first, _, last = (held_by(found, [part]) for part in CUTS)
+    assert first.keys() & last.keys() == {"model.embed_tokens.weight"} and first.keys() | last.keys() == names.keys()
+    assert "model.norm.weight" in last and all("layers.0." not in name for name in last)
+    assert not held_by(found, [CUTS[1]])
+
+
+def test_granite_is_refused_where_it_is_cut():
+    """It multiplies embeddings in its own forward."""
+    found = network(attach(tiny_model("granite")))
+    context = bind_alone((2,))
+    with pytest.raises(SeqloomError, match=r"layer 0 is not given what its embedding returned.*pipeline\.stages = 1"):
+        found.run(Part(0, 1, 2), torch.zeros(2, dtype=torch.int64), context)
+    assert found.run(Part(0, 2, 2), torch.zeros(2, dtype=torch.int64), context).shape == (2, SIZES["hidden_size"])
+
+
+def test_parts_are_found_without_values():
+    with torch.device("meta"):
+        found = network(attach(tiny_model("qwen3")))
+    assert not found.whole and found.embedding is found.module.model.embed_tokens
+
+
+class Decoder(nn.Module):
+    """A decoder that may do something beside its parts."""
+
+    def __init__(self, odd=""):
+        super().__init__()
+        self.odd = odd
+        self.embed, self.norm, self.turn = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Identity()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, input_ids, position_ids, use_cache, seqloom_context):
+        x = self.embed(input_ids)
+        x = x * 2 if self.odd == "factor" else x
+        table = self.turn(position_ids)
+        for number, layer in enumerate(self.layers[:2] if self.odd == "skipped" else self.layers):
+            own = {"own": x + 0} if self.odd == "own input" else {}
+            x = layer(x, table=table, number=number, context=seqloom_context, **own)
+            if self.odd == "in place" and number == 0:
+                x += 1
+            if self.odd == "between":
+                x = self.turn(x)
+            if self.odd == "changed":
+                x = x + 1
+        if self.odd == "error":
+            raise ValueError("too short")
+        x = self.norm(self.norm(x)) if self.odd == "two norms" else self.norm(x)
+        return BaseModelOutput(last_hidden_state=2 * x if self.odd == "result" else x)
+
+
+class Layer(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, table, number, context, own=None):
+        return x + super().forward(x) * table[..., None] * number
+
+
+def test_a_decoder_of_any_make():
+    decoder = Decoder()
+    parts = parts_of(decoder, decoder.embed, tuple(decoder.layers))
+    context, ids = bind_alone((3, 2)), torch.arange(5)
+    wanted = decoder(ids[None], context.positions[None], False, context).last_hidden_state[0]
+    found = parts.body(parts.body(parts.embed(ids, context), context, 0, 2), context, 2, 3)
+    assert torch.equal(parts.norm(found), wanted)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ("factor", "layer 0 is not given what its embedding returned"),
+        ("skipped", "every layer once"),
+        ("own input", "own of Layer is neither"),
+        ("in place", "what layer 0 returned is changed in place"),
+        ("between", "one after the other"),
+        ("changed", "layer 1 is not given what layer 0 returned"),
+        ("error", "cannot be followed .ValueError: too short"),
+        ("two norms", "2 calls follow its last layer"),
+        ("result", "its result is not that of its final norm"),
+    ],
+)
+def test_what_is_more_than_its_parts_is_refused(odd, reason):
+    decoder = Decoder(odd)
+    with pytest.raises(Whole, match=reason):
+        parts_of(decoder, decoder.embed, tuple(decoder.layers))
+    with pytest.raises(Whole, match="2 layers are not one list"):
+        parts_of(decoder, decoder.embed, tuple(decoder.layers)[:2])

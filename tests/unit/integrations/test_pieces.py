@@ -1,0 +1,40 @@
+"""Models of transformers over a document in pieces: gradients of plain transformers on the whole document."""
+
+import pytest
+import torch
+
+from seqloom.attention import Carry
+from seqloom.comm import Alone, bind
+from seqloom.integrations import attach, network
+from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
+from seqloom.runtime.network import LossOf
+from seqloom.testing.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
+torch.set_num_threads(1)
+PIECES = (Span(0, 0, 8), Span(0, 8, 11), Span(0, 11, 20))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "checkpoint"), [("llama", "none"), ("qwen2-windows", "selective")])
+def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
+    plain, model = tiny_model(name), tiny_model(name)
+    own, carry, losses = network(attach(model)), Carry(), []
+    if compiled:
+        torch._dynamo.reset()
+        compile_layers(own.layers, backend="aot_eager")
+    recompute_layers(own.layers)
+    (ids,) = documents([20])
+    one_by_one(plain, [ids])
+    for piece in PIECES:
+        work = Work((Group((0,), 1, 1, (piece,)),), Checkpoint(checkpoint))
+        context = bind(work, Alone(), pieces={0: PIECES}, carry=carry)
+        rows = slice(piece.start, piece.stop)
+        losses.append(LossOf(own)(ids[rows], targets(ids)[rows], context))
+    for loss in reversed(losses):
+        loss.backward()
+    carry.check_empty()
+    for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+        assert float((found - wanted).norm()) <= 1e-9 * float(wanted.norm())

@@ -1,0 +1,198 @@
+"""Planner `pipeline`: valid plans within memory, never slower than the strict orders, above the bound; refusals."""
+
+import re
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqloom.cost import CostModel, Variant
+from seqloom.cost.stage_limits import pipeline_limits
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.plan import ActionKind, Checkpoint, Group, Reduce, Span
+from seqloom.planners import make_plan
+from seqloom.planners.bounds import plan_bound
+from seqloom.planners.pipelines import plan_pipeline, stage_layers
+from seqloom.planners.pipelines.ledger import Ledger
+from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.planners.pipelines.prices import UnitPrices
+from seqloom.planners.pipelines.search import Search
+from seqloom.planners.pipelines.seats import Level
+from seqloom.simulate import predicted_ns, simulate
+from seqloom.simulate.price import price
+from seqloom.simulate.twins import Place
+
+KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
+
+
+@cache
+def cost_of(cluster="2x4xH100", sharding="full", budget=None, layers=8, name="h100", vocabulary=32000):
+    model = ModelSpec("small", layers, 2048, 16, 4, 128, 8192, True, vocabulary, False)
+    sizes = {"sharding": sharding, "budget_gib": budget, "max_length": 65536}
+    return CostModel(Cluster.parse(cluster), model, **sizes, stages=8)
+
+
+def lengths_of(seed, count=24, longest=40_000):
+    random = np.random.default_rng(seed)
+    return np.clip(random.lognormal(7.2, 1.4, count).astype(np.int64), 16, longest)
+
+
+batches = st.lists(st.integers(1, 30_000), min_size=1, max_size=14).map(np.array)
+lines = st.sampled_from([(2, 1), (4, 1), (2, 2), (8, 1)])
+
+
+@settings(max_examples=15)
+@given(batches, lines, st.sampled_from(["full", "hybrid", "none"]), st.sampled_from([None, 11.0, 9.0]))
+def test_plans_are_valid_repeatable_within_memory_and_above_the_bound(lengths, line, sharding, budget):
+    cost, (stages, chunks) = cost_of(sharding=sharding, budget=budget), line
+    plan = plan_pipeline(lengths, cost, stages=stages, chunks=chunks)
+    plan.validate()
+    assert plan == plan_pipeline(lengths, cost, stages=stages, chunks=chunks)
+    assert plan.documents == tuple(lengths.tolist()) and len(plan.pipelines[0].hosts) == stages
+    found = simulate(plan, cost)
+    assert int(found.peak_memory.max()) <= cost.budget_bytes
+    assert found.step_ns == predicted_ns(plan, cost) >= plan_bound(plan, cost) > 0
+
+
+@settings(max_examples=8)
+@given(batches, st.sampled_from([2, 4]), st.sampled_from([None, 8.7]))
+def test_never_slower_than_the_strict_orders(lengths, stages, budget):
+    cost = cost_of(budget=budget)
+    ours = predicted_ns(plan_pipeline(lengths, cost, stages=stages), cost)
+    for order in ("1f1b", "seq1f1b"):
+        assert ours <= predicted_ns(plan_pipeline(lengths, cost, stages=stages, schedule=order), cost)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "zb-h1", "terapipe", "seq1f1b", "seq1f1b-zb", "balanced"])
+def test_every_order_can_be_asked_for(order):
+    cost, lengths = cost_of(), lengths_of(3)
+    plan = plan_pipeline(lengths, cost, stages=4, schedule=order)
+    plan.validate()
+    pieces = sum(len(group.spans) for r in plan.pipelines[0].rounds for group in r.work[0].groups) - len(lengths)
+    assert (pieces > 0) == (order in ("terapipe", "seq1f1b", "seq1f1b-zb", "balanced"))
+
+
+@pytest.mark.parametrize("order", ["interleaved", "zb-v", "seq1f1b-i", "balanced"])
+def test_two_stages_per_host(order):
+    plan = plan_pipeline(lengths_of(3), cost_of(), stages=4, chunks=2, schedule=order)
+    plan.validate()
+    turn = [plan.pipelines[0].host_of(stage) for stage in range(8)]
+    assert turn == ([0, 1, 2, 3, 3, 2, 1, 0] if order == "zb-v" else [0, 1, 2, 3] * 2)
+
+
+def test_the_longest_document_has_as_many_pieces_as_asked_for():
+    plan = plan_pipeline(np.array([30_000, 200, 300]), cost_of(), stages=4, pieces=5)
+    spans = [span for r in plan.pipelines[0].rounds for span in r.work[0].spans() if span.document == 0]
+    assert len(spans) == 5
+    tokens = [span.tokens for span in spans]
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] > tokens[-1]  # late tokens cost more
+
+
+@pytest.mark.parametrize(("layers", "hosts", "vocabulary"), list(product([8, 11], [2, 3, 4], [1000, 256_000])))
+def test_layers_level_the_slowest_stage(layers, hosts, vocabulary):
+    """Against all ways to cut the layers."""
+    cost = cost_of(cluster="1x12xH100", layers=layers, vocabulary=vocabulary)
+    one = Group((0,), 1, 1, (Span(0, 0, 8192),))
+    parts = cost.group_parts(one, Variant(Checkpoint.NONE, Reduce.STEP, resident=True))
+
+    def slowest(counts):
+        own = [count * (parts.total_ns - parts.head) / layers for count in counts]
+        return max(*own[:-1], own[-1] + parts.head)
+
+    every = [c for c in product(range(1, layers + 1), repeat=hosts) if sum(c) == layers]
+    assert slowest(stage_layers(cost, hosts)) == pytest.approx(min(map(slowest, every)))
+
+
+def searched(cost, stages, lengths):
+    line = line_of(cost, stages)
+    limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
+    return Search(cost, line, limits, lengths, ("seq1f1b",), None)
+
+
+@pytest.mark.parametrize("sharding", ["full", "none"])
+@pytest.mark.parametrize("level", [Level(Checkpoint.NONE), Level(Checkpoint.SELECTIVE), Level(Checkpoint.FULL, True)])
+def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
+    """Up to a stage whose groups are apart: there the planner has the whole unit wait for its longest group."""
+    from seqloom.planners.pipelines.planner import build
+    from seqloom.planners.pipelines.search import Answer
+
+    cost, lengths = cost_of(sharding=sharding), lengths_of(7)
+    search = searched(cost, 4, lengths)
+    made = list(search._drafts(0))[-1]
+    prices = UnitPrices(cost, search.line, made, lengths)
+    times = prices.times(level)
+    order = next(iter(search._orders(made, 0, ("seq1f1b",), 1))).order
+    choice = np.full(times.forward.shape, search.levels.index(level))
+    windows = price(build(search, Answer(made, order, choice, 0, 0.0)), cost)
+    for stage, unit in product(range(4), range(len(made.units))):
+        window = windows[Place(0, stage, unit)]
+        longest = window.length.argmax()
+        found = [int(window.phase(kind).duration[longest]) for kind in KINDS]
+        assert found == [int(column[stage, unit]) for column in times]
+
+
+def test_the_ledger_knows_what_the_simulator_finds():
+    cost, lengths = cost_of(cluster="1x4xH100"), lengths_of(5)
+    search = searched(cost, 4, lengths)
+    for made in search._drafts(0):
+        ledger = Ledger(UnitPrices(cost, search.line, made, lengths), search.levels)
+        for answer in search._orders(made, 0, ("seq1f1b",), 1):
+            from seqloom.planners.pipelines.planner import build
+
+            peak = simulate(build(search, answer), cost).peak_memory
+            held = [cost.budget_bytes - free for free in ledger.free]
+            expected = np.array(held) + np.array(ledger.peaks(answer.order, answer.choice))
+            assert np.abs(peak - expected).max() <= 2 * len(made.units)  # bytes: rounding up, unit by unit
+
+
+def test_documents_that_fit_whole_on_no_host_go_through_in_pieces_and_keep_less():
+    cost = cost_of(cluster="1x4xH100", budget=7.0)
+    plan = plan_pipeline(np.array([30_000, 5_000, 900]), cost, stages=4)
+    kept = {work.checkpoint for r in plan.pipelines[0].rounds for work in r.work}
+    assert len(plan.pipelines[0].rounds) > 3 and kept - {Checkpoint.NONE}
+    assert int(simulate(plan, cost).peak_memory.max()) <= cost.budget_bytes
+
+
+def test_a_document_too_long_is_refused_with_what_fits():
+    cost = cost_of(cluster="1x4xH100", budget=7.0)
+    with pytest.raises(SeqloomError, match=r"sequence 1 has 9000000 tokens.*--max-length \d+") as caught:
+        plan_pipeline(np.array([10, 9_000_000]), cost, stages=4)
+    fits = int(re.search(r"--max-length (\d+)", str(caught.value))[1])
+    plan_pipeline(np.array([10, fits]), cost, stages=4).validate()
+
+
+REFUSED = {
+    "9 stages for the 8 layers": dict(stages=9),
+    "use at most 4 stages or 1 chunks": dict(stages=8, chunks=2),
+    "3 stages on 8 ranks.*use 2 stages": dict(stages=3),
+    "0 stages": dict(stages=0),
+    "unknown schedule 'seq1f1'.*seq1f1b": dict(stages=2, schedule="seq1f1"),
+    "1f1b with 2 chunks": dict(stages=2, chunks=2, schedule="1f1b"),
+    "0 pieces.*give 1 to 900": dict(stages=2, pieces=0),
+    "901 pieces": dict(stages=2, pieces=901),
+    "add up to the 8 layers": dict(stages=2, layers=[4, 5]),
+    "need 2 numbers": dict(stages=2, layers=[8]),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_refused_with_the_way_out(message):
+    with pytest.raises(SeqloomError, match=message):
+        plan_pipeline(np.array([900, 40]), cost_of(), **REFUSED[message])
+
+
+def test_a_model_that_no_stage_holds_is_refused():
+    with pytest.raises(SeqloomError, match=r"stage 1 needs .* GiB.*raise the budget above"):
+        plan_pipeline(np.array([900]), cost_of(cluster="1x2xH100", budget=6.5), stages=2)
+
+
+def test_without_a_number_the_best_of_several_is_taken():
+    cost, lengths = cost_of(), lengths_of(1)
+    best = predicted_ns(make_plan("pipeline", lengths, cost), cost)
+    assert best == min(predicted_ns(make_plan(f"pipeline:{n}", lengths, cost), cost) for n in (2, 4, 8))
+    with pytest.raises(SeqloomError, match="say how many"):
+        make_plan("pipeline", lengths, cost_of(cluster="1x3xH100"))

@@ -1,0 +1,66 @@
+"""Layers over documents in pieces: the reference model, plain and compiled, gives what it gives on whole documents."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from seqloom.attention import Carry, tickets
+from seqloom.comm import Alone, bind, bind_alone
+from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.runtime.checkpoint import recompute_layers
+from seqloom.runtime.compiled import compile_layers
+from seqloom.runtime.network import LossOf, Network
+from seqloom.testing.steps import Step, tiny_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
+torch.set_num_threads(1)
+STEP = Step((30, 4, 7), tiny_spec())
+PIECES = (Span(0, 0, 9), Span(0, 9, 21), Span(0, 21, 30))
+ROUNDS = ((PIECES[0],), (PIECES[1], Span(1, 0, 4)), (Span(2, 0, 7), PIECES[2]))
+
+
+def whole():
+    """Gradients of one call over whole documents."""
+    network = STEP.network()
+    context = bind_alone(STEP.lengths)
+    LossOf(network)(*STEP.rows()(context), context).backward()
+    return [parameter.grad for parameter in network.module.parameters()]
+
+
+def in_pieces(network, checkpoint):
+    """Gradients of three calls, forward in order and backward in reverse."""
+    carry, losses = Carry(), []
+    for spans in ROUNDS:
+        work = Work((Group((0,), 1, 1, spans),), checkpoint)
+        context = bind(work, Alone(), pieces={0: PIECES}, carry=carry)
+        losses.append(LossOf(network)(*STEP.rows()(context), context))
+    for loss in reversed(losses):
+        loss.backward()
+    carry.check_empty()
+    found = [parameter.grad for parameter in network.module.parameters()]
+    network.module.zero_grad()
+    return found
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).norm()) <= 1e-9 * float(other.norm())
+
+
+@pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL])
+def test_layers_keep_their_keys_apart(checkpoint):
+    network = Network.of(STEP.model())
+    recompute_layers(network.layers)
+    assert_same(in_pieces(network, checkpoint), whole())
+
+
+def test_one_compiled_graph_serves_all_layers():
+    torch._dynamo.reset()
+    counters.clear()
+    network = Network.of(STEP.model())
+    compile_layers(network.layers, backend="aot_eager")
+    recompute_layers(network.layers)
+    for checkpoint in (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL):
+        assert_same(in_pieces(network, checkpoint), whole())
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not tickets._held

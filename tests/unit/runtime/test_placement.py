@@ -1,0 +1,59 @@
+"""Which rank holds which parameters, and models of which only a part has values."""
+
+import pytest
+import torch
+
+from seqloom.errors import SeqloomError
+from seqloom.models import Transformer
+from seqloom.plan import Sharding, Stage
+from seqloom.runtime.network import Network, Part
+from seqloom.runtime.placement import Placement, held_by, keep_only, materialise, move
+from seqloom.testing.steps import Step, tiny_spec
+
+STEP = Step((3,), tiny_spec(layers=4, tied=True))
+
+
+def stages(*layers, ranks):
+    ends = torch.tensor(layers).cumsum(0).tolist()
+    return tuple(Stage(r, (end - n, end)) for n, end, r in zip(layers, ends, ranks, strict=True))
+
+
+def test_a_v_of_two_hosts():
+    low, high = (0, 1, 2, 3), (4, 5, 6, 7)
+    placement = Placement(stages(1, 1, 1, 1, ranks=(low, high, high, low)), Sharding.HYBRID, 2)
+    assert placement.hosts == (low, high) and placement.layers == 4
+    assert placement.parts_of(3) == (Part(0, 1, 4), Part(3, 4, 4)) and placement.parts_of(4) == (
+        Part(1, 2, 4),
+        Part(2, 3, 4),
+    )
+    assert placement.table(8).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+@pytest.mark.parametrize(("sharding", "shape"), [(Sharding.FULL, (2, 1, 3)), (Sharding.NONE, (2, 3, 1))])
+def test_the_table_of_other_shardings(sharding, shape):
+    assert Placement(stages(2, 2, ranks=((0, 1, 2), (3, 4, 5))), sharding, 2).table(6).shape == shape
+
+
+def test_hosts_that_do_not_fit_are_refused():
+    with pytest.raises(SeqloomError, match="nodes of 2: every host needs equally many"):
+        Placement(stages(2, 2, ranks=((0, 1, 2), (3, 4, 5))), Sharding.HYBRID, 2).table(6)
+    with pytest.raises(SeqloomError, match="choose a number of stages that divides the ranks"):
+        Placement(stages(2, 2, ranks=((0, 1, 2), (3, 4, 5))), Sharding.FULL, 2).table(8)
+
+
+@pytest.mark.parametrize("parts", [(Part(0, 1, 4),), (Part(1, 2, 4), Part(3, 4, 4))])
+def test_a_part_of_a_model_has_the_values_of_the_whole(parts):
+    """Built on its own it is what remains of the whole; what is tied stays tied."""
+    whole = Transformer(STEP.spec, seed=5)
+    wanted = {name: each.detach().clone() for name, each in held_by(Network.of(whole), parts).items()}
+    keep_only(Network.of(whole), parts)
+    model = Transformer(STEP.spec, device="meta")
+    materialise(Network.of(model), parts, torch.device("cpu"))
+    model.initialise(5)
+    move(Network.of(model), torch.device("cpu"))
+    for found in (whole, model):
+        own = dict(found.named_parameters())
+        assert [*own] == [name for name, _ in Transformer(STEP.spec, device="meta").named_parameters()]
+        assert {name for name, each in own.items() if not each.is_meta} == wanted.keys()
+        assert all(torch.equal(own[name], each) for name, each in wanted.items())
+        assert found.lm_head.weight is found.model.embed_tokens.weight
