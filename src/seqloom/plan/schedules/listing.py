@@ -2,8 +2,9 @@
 
 Where both a forward and a backward could run, the neighbour that is hungrier is fed: a forward if no more forwards
 wait at the next stage than backwards at the stage before, else a backward. A weight half has no one waiting for it:
-it runs where the host would idle, or where a forward needs the memory that it frees. What a unit holds counts from
-its F to its W.
+it runs where the host would idle, or where a forward needs the memory that it frees; the latest first, because
+pieces go backward from the last, which is short, to the first, which is long and frees more. What a unit holds counts
+from its F to its W.
 
 Forwards run in the order of the units on every stage, and what the later stages of a host will need of a unit is set
 aside when the first of them takes it in. So a host can only be full of whole sequences, whose backwards will come, or
@@ -15,7 +16,6 @@ stage * units + unit; an action is kind * places + place.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -124,7 +124,7 @@ class State:
         self.back = [0] * len(hosts) + [1]  # backwards that wait at a stage; stage -1 always has one
         self.missing = [1 if unit.piece == unit.pieces - 1 else 2 for unit in problem.units] * len(hosts)
         self.ready: list[list[tuple[int, int]]] = [[] for _ in caps]
-        self.weights: list[deque[int]] = [deque() for _ in caps]
+        self.weights: list[list[int]] = [[] for _ in caps]
         self.stages = [[s for s, own in enumerate(hosts) if own == h][::-1] for h in range(len(caps))]
 
     def less(self, place: int, host: int) -> None:
@@ -176,7 +176,7 @@ class State:
             place = heappop(ready)[1]
             self.back[place // self.width] -= 1
             return self.places + place
-        return 2 * self.places + self.weights[host].popleft() if self.weights[host] else -1
+        return 2 * self.places + self.weights[host].pop() if self.weights[host] else -1
 
     def feeds(self, host: int, stage: int, place: int) -> bool:
         """Whether the stage after `stage` is hungrier than the one before that of the backward at `place`."""
