@@ -1,4 +1,7 @@
-"""Planner ``auto``: the best of all. Never worse than any planner it knows, static included."""
+"""Planner ``auto``: the best of all. Never worse than any planner it knows, static included.
+
+Pipelines take part only where a number of stages is given: a run keeps its layers where they are, step after step.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.adaptive import plan_adaptive
 from seqloom.planners.flex import plan_flex
+from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
 from seqloom.planners.zones import plan_zones
@@ -34,12 +38,16 @@ def plan_auto(
     evaluations: int | None = None,
     seed: int = 0,
     known: Iterable[Plan] = (),
+    stages: int = 1,
 ) -> Plan:
     """Plan a batch with every planner that answers at once, keep the best, and remap its rounds where that pays.
 
     Args:
         known: plans made for this batch before; they take part in the choice.
+        stages: with more than one, a pipeline of so many stages takes part too; nobody else cuts the model.
     """
+    if stages > 1:
+        known = [*known, plan_pipeline(lengths, cost, stages=stages)]
     candidates = [
         plan_flex(lengths, cost, evaluations=evaluations, seed=seed),
         plan_adaptive(lengths, cost),

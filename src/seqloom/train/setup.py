@@ -113,6 +113,7 @@ def make_cost(config: Config, spec: ModelSpec, ranks: int, longest: int) -> Cost
         )
     options = config.plan
     limit = config.data.max_length or longest
-    stages = 2 if config.pipeline.stages == "auto" else max(1, config.pipeline.stages)
+    asked = config.pipeline.stages
+    stages = asked if isinstance(asked, int) else 2  # auto: perhaps only a pipeline holds the model
     memory = (options.budget_gib, limit, options.capacity)
     return CostModel(cluster, spec, options.profile, options.sharding, *memory, stages=stages)

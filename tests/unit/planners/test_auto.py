@@ -9,6 +9,7 @@ from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.auto import SOLVER_LIMIT, best_of, plan_auto
 from seqloom.planners.static import plan_static
+from seqloom.simulate import predicted_ns
 from seqloom.testing.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
@@ -56,3 +57,11 @@ def test_a_planner_that_refuses_does_not_stop_the_others():
 def test_it_repeats(sharding):
     cost = roomy_cost_model("2x8xA100-40G", "gpt-7b", "flexsp-a100", sharding, 2)
     assert plan_auto(LENGTHS, cost, seed=4).hash == plan_auto(LENGTHS, cost, seed=4).hash
+
+
+def test_a_pipeline_takes_part_where_stages_are_given():
+    pipeline = make_plan("pipeline:2", LENGTHS, COST)
+    assert predicted_ns(plan_auto(LENGTHS, COST, stages=2), COST) <= predicted_ns(pipeline, COST)
+    static = plan_static(LENGTHS, COST, degree=8)
+    assert (best_of([static, pipeline], COST) is pipeline) == (predicted_ns(pipeline, COST) < COST.plan_ns(static))
+    assert len(plan_auto(LENGTHS, COST).pipelines[0].stages) == 1

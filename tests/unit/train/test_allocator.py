@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,7 +62,8 @@ def test_train_starts_its_ranks_with_it(unset, monkeypatch):
 
     monkeypatch.setattr(launch, "start_processes", start)
     monkeypatch.setattr(launch, "_check_machine", lambda _: None)
-    monkeypatch.setattr(launch.Setup, "of", lambda *_: None)
+    setup = SimpleNamespace(config=None, planners=SimpleNamespace(stages=("all layers",)))
+    monkeypatch.setattr(launch.Setup, "of", lambda *_: setup)
     monkeypatch.setattr(launch, "dtypes", lambda _: (None, None))
     kind = launch.Kind(lambda *_: None, lambda *_: None)
     with pytest.raises(KeyboardInterrupt):

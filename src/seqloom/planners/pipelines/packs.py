@@ -80,13 +80,15 @@ class _Level(NamedTuple):
     def with_packs(self, count: int) -> _Level:
         """A copy with so many empty units more."""
         empty = np.zeros((count, self.load.shape[1]), dtype=np.int64)
-        tables = [np.concatenate([table, empty]) for table in (self.load, self.held)]
-        return _Level(*tables, [dict(unit) for unit in self.seats] + [{} for _ in range(count)])
+        seats = [{place: list(members) for place, members in unit.items()} for unit in self.seats]
+        load, held = np.concatenate([self.load, empty]), np.concatenate([self.held, empty])
+        return _Level(load, held, seats + [{} for _ in range(count)])
 
 
 def _begin(hall: Hall, begun: Sequence[Sequence[Seat]], target: int) -> _Level:
     """Units with their pieces: of equal time, so each is taken to last as long as a unit shall."""
-    level = _Level(*(np.zeros((0, hall.line.width), dtype=np.int64) for _ in range(2)), []).with_packs(len(begun))
+    nothing = np.zeros((0, hall.line.width), dtype=np.int64)
+    level = _Level(nothing, nothing, []).with_packs(len(begun))
     for unit, seats in enumerate(begun):
         for shape, offset, spans in seats:
             level.load[unit, offset : offset + shape.degree] = target

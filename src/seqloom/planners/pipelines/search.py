@@ -172,27 +172,26 @@ class Search:
         prices = UnitPrices(self.cost, self.line, made, self.lengths)
         ledger = Ledger(prices, self.levels)
         times = prices.times(self.levels[base])
-        shape = times.forward.shape
         cut = any(unit.pieces > 1 for unit in made.units)
         for name in names:
             if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
                 continue  # it is the same order by another name
             order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
-            if order is None:
+            choice = None if order is None else self._kept(prices, ledger, order, base)
+            if order is None or choice is None:
                 continue
-            choice: Choice | None = np.full(shape, base, dtype=np.int64)
             peaks = ledger.peaks(order, choice)
-            chosen = times
-            if any(peak > free for peak, free in zip(peaks, ledger.free, strict=True)):
-                every = [prices.times(level) for level in self.levels]
-                choice = ledger.fitted(order, choice, every)
-                if choice is None:
-                    continue
-                chosen = mixed(every, choice)
-                peaks = ledger.peaks(order, choice)
             filled = max(peak / max(free, 1) for peak, free in zip(peaks, ledger.free, strict=True))
+            chosen = times if (choice == base).all() else mixed([prices.times(level) for level in self.levels], choice)
             makespan = play(order, chosen, message=prices.message).makespan
             yield Answer(made, order, choice, makespan, filled)
+
+    def _kept(self, prices: UnitPrices, ledger: Ledger, order: Schedule, base: int) -> Choice | None:
+        """What is kept of every unit: as much as the level says, or as much less as memory asks for; None: too much."""
+        choice = np.full((len(self.line.places), len(prices.draft.units)), base, dtype=np.int64)
+        if all(peak <= free for peak, free in zip(ledger.peaks(order, choice), ledger.free, strict=True)):
+            return choice
+        return ledger.fitted(order, choice, [prices.times(level) for level in self.levels])
 
 
 def _fastest(best: dict[str, Answer]) -> Answer | None:
