@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from seqloom.cli.outcome import Outcome
     from seqloom.cost import CostModel
-    from seqloom.plan import Plan
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, .json or .txt.")]
 OwnSharding = Annotated[
@@ -54,6 +53,7 @@ def simulate(
     from seqloom.api import cost_model, simulated
     from seqloom.cli.outcome import Outcome, setting
     from seqloom.plan import Plan
+    from seqloom.planners.bounds import plan_bound
 
     require_picture(picture)
     loaded = Plan.load(plan)
@@ -66,7 +66,7 @@ def simulate(
         max_length=max_length,
     )
     simulation = simulated(loaded, cost)
-    outcome = Outcome(loaded, simulation, bound_of(loaded, cost))
+    outcome = Outcome(loaded, simulation, plan_bound(loaded, cost))
     if json:
         print_json({"plan": str(plan)} | setting(cost) | outcome.described())
     else:
@@ -75,15 +75,6 @@ def simulate(
         from seqloom.view import save_picture
 
         save_picture(picture, "seqloom simulate", lambda console: _draw_simulation(console, cost, outcome))
-
-
-def bound_of(plan: Plan, cost: CostModel) -> int | None:
-    """ns that no plan for these documents can beat; None where the bound was not proven for such a plan."""
-    from seqloom.api import lower_bound
-
-    staged = any(len(pipeline.stages) > 1 or pipeline.stages[0].tensor > 1 for pipeline in plan.pipelines)
-    spans = sum(len(group.spans) for pipeline in plan.pipelines for entry in pipeline.rounds for group in entry.groups)
-    return None if staged or spans > len(plan.documents) else lower_bound(plan.documents, cost)
 
 
 def _print_simulation(cost: CostModel, outcome: Outcome) -> None:

@@ -156,7 +156,7 @@ class CostModel:
         variant = self._priced(variant)
         tokens = self.tokens(np.asarray(lengths))
         shapes = self.shapes if shapes is None else tuple(shapes)
-        places = [(shape, self._aligned(shape)) for shape in shapes]
+        places = [(shape, self.aligned(shape)) for shape in shapes]
         cost = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
         for name, values in self.document_parts(tokens, places, variant).items():
             for lane, members in enumerate(LANES):
@@ -273,7 +273,7 @@ class CostModel:
         parts["attention"] = np.rint(attention).astype(np.int64)
         return parts
 
-    def _aligned(self, shape: Shape) -> Reach:
+    def aligned(self, shape: Shape) -> Reach:
         """Reach of the shape on any aligned block."""
         ranks = tuple(range(shape.degree))
         return reach_of(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks))

@@ -123,14 +123,10 @@ def round_times(
         table = stage.scale(table)
         cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
         by_rank = None if by_rank is None else stage.scale(by_rank)
-    parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
-    np.add.at(parts, rank, table[group])
-    once = _columns(ONCE)
-    parts[:, once] = 0
-    np.maximum.at(parts, (rank[:, None], np.array(once)[None, :]), table[group][:, once])
+    parts = parts_of_ranks(table, rank, group, cost.ranks)
     if by_rank is not None:
         parts += by_rank
-    rank_ns, member_ns = _compose(parts, table, rank, group, degrees == 1)
+    rank_ns, member_ns = compose(parts, table, rank, group, degrees == 1)
     links = links + parts[:, NAMES.index("link")]
     group = np.where(degrees[group] > 0, group, -1)
     return RoundTimes(parts, rank_ns, cards, links, rank, group, member_ns)
@@ -140,7 +136,24 @@ def _columns(names: Iterable[str]) -> list[int]:
     return [NAMES.index(name) for name in names]
 
 
-def _compose(
+def parts_of_ranks(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks: int) -> np.ndarray:
+    """int64[ranks, len(NAMES)]: parts of every rank, over all groups that it is in.
+
+    Args:
+        table: int64[groups, len(NAMES)].
+        rank: int64[members] of every pair of a group and one of its ranks.
+        group: int64[members]
+        ranks: how many there are.
+    """
+    parts = np.zeros((ranks, len(NAMES)), dtype=np.int64)
+    np.add.at(parts, rank, table[group])
+    once = _columns(ONCE)
+    parts[:, once] = 0
+    np.maximum.at(parts, (rank[:, None], np.array(once)[None, :]), table[group][:, once])
+    return parts
+
+
+def compose(
     parts: np.ndarray, table: np.ndarray, rank: np.ndarray, group: np.ndarray, local: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(int64[ranks], int64[members]) ns by the formula above.

@@ -76,7 +76,7 @@ class StageMemory:
         engine, model = self.cost.engine, self.cost.model
         if isinstance(engine, AdditiveEngine):
             each = engine.constants.mib_per_token * 1024**2 * (self.share.stop - self.share.first) / self.share.of
-            return Holding(each, 0.0, 0.0, each, 0.0)
+            return Holding(0.0, 2 * each, 2 * each, each, 0.0) if offload else Holding(each, 0.0, 0.0, each, 0.0)
         query, kv, hidden = query_width(model), kv_width(model), model.hidden
         layers = layer_values(model)[self.share.first : self.share.stop]
         statistics = 4 * model.heads  # log-sum-exp, float32

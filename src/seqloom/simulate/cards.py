@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqloom.simulate.price import Place
 from seqloom.simulate.translate import Program
+from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Window
 
 

@@ -8,8 +8,8 @@ from enum import IntEnum
 import numpy as np
 
 from seqloom.plan import ActionKind
-from seqloom.simulate.price import Place
 from seqloom.simulate.translate import Program
+from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Window
 
 

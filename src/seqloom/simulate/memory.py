@@ -10,7 +10,7 @@ from seqloom.cost import CostModel
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.plan import ActionKind, Pipeline, Plan, Work
-from seqloom.simulate.price import stage_shares
+from seqloom.simulate.twins import stage_shares
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:

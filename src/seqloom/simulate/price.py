@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from itertools import islice
-from typing import NamedTuple
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.rounds import StageShare
+from seqloom.cost.offload import copy_ns
+from seqloom.cost.rounds import StageShare, tokens_on_ranks
+from seqloom.cost.stage_memory import StageMemory
 from seqloom.cost.stages import stage_end_ns
 from seqloom.plan import Pipeline, Plan, Work
+from seqloom.simulate.twins import Place, Twins, stage_shares
 from seqloom.simulate.window import Islands, Window, window_of
-
-
-class Place(NamedTuple):
-    """Where in a plan."""
-
-    pipeline: int
-    stage: int
-    round: int
 
 
 def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every `Work`, and turn it into its window."""
     islands = Islands.of(plan)
     windows = {}
-    for (variant, pipeline), works in _alike(plan).items():
-        shares = stage_shares(plan.pipelines[pipeline])
-        parts = iter(cost.groups_parts([group for _, work in works for group in work.groups], variant))
+    for (variant, p), works in _alike(plan).items():
+        twins = Twins.of(plan, cost, p)
+        shares = stage_shares(plan.pipelines[p])
+        own: dict[Hashable, list[tuple[Place, Work]]] = defaultdict(list)
         for place, work in works:
+            own[twins.key(place, work)].append((place, work))
+        first = [members[0] for members in own.values()]
+        parts = iter(cost.groups_parts([group for _, work in first for group in work.groups], variant))
+        for (place, work), members in zip(first, own.values(), strict=True):
             priced = list(islice(parts, len(work.groups)))
             times = cost.round_times(work, variant, shares[place.stage], priced)
-            windows[place] = window_of(work, times, islands)
+            window = window_of(work, times, islands, _copied(cost, work, shares[place.stage]))
+            for other, _ in members:
+                windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
+
+
+def _copied(cost: CostModel, work: Work, share: StageShare | None) -> int:
+    """ns of copying what is kept of a unit to host memory, on its fullest rank."""
+    if not work.offload or share is None:
+        return 0
+    kept = StageMemory(cost, share).holding(work.checkpoint, offload=False).held
+    return copy_ns(kept * int(tokens_on_ranks(cost, work).max()))
 
 
 def _alike(plan: Plan) -> dict[tuple[Variant, int], list[tuple[Place, Work]]]:
@@ -44,14 +54,6 @@ def _alike(plan: Plan) -> dict[tuple[Variant, int], list[tuple[Place, Work]]]:
             for s, work in enumerate(current.work):
                 works[Variant(work.checkpoint, plan.reduce, resident), p].append((Place(p, s, r), work))
     return works
-
-
-def stage_shares(pipeline: Pipeline) -> list[StageShare | None]:
-    """What every stage has of the model; None: all of it."""
-    stages = pipeline.stages
-    if len(stages) == 1:
-        return [None]
-    return [StageShare(*stage.layers, stages[-1].layers[1]) for stage in stages]
 
 
 def overhead_ns(plan: Plan, cost: CostModel) -> tuple[int, int]:

@@ -12,8 +12,9 @@ from seqloom.plan import Plan
 from seqloom.simulate.cards import CardTable, busy_ns, record_cards
 from seqloom.simulate.events import EventTable, record
 from seqloom.simulate.memory import peak_memory
-from seqloom.simulate.price import Place, overhead_ns, price
+from seqloom.simulate.price import overhead_ns, price
 from seqloom.simulate.translate import translate
+from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Window
 
 

@@ -20,13 +20,18 @@ def message_ns(cost: CostModel, pipeline: Pipeline, number: int, stage: int) -> 
     rank when the stages lie in different nodes, else over the link inside the node. An additive profile has
     no figures for links: there messages are free.
     """
+    work = pipeline.rounds[number].work
+    tokens = max(int(tokens_on_ranks(cost, share).max()) for share in work[stage : stage + 2])
+    here, there = pipeline.stages[stage : stage + 2]
+    return stage_message_ns(cost, tokens, here, there)
+
+
+def stage_message_ns(cost: CostModel, tokens: int, here: Stage, there: Stage) -> int:
+    """Time of a message of so many tokens per rank between two stages."""
     profile = cost.profile
     if not isinstance(profile, AnalyticProfile):
         return 0
-    work = pipeline.rounds[number].work
-    tokens = max(int(tokens_on_ranks(cost, share).max()) for share in work[stage : stage + 2])
     size = tokens * cost.model.hidden * ACTIVATION_BYTES
-    here, there = pipeline.stages[stage : stage + 2]
     nodes = Counter(rank // cost.node_size for rank in here.ranks)
     if len(nodes.keys() | _nodes(there, cost)) == 1:
         rate, link, share = profile.intra.p2p, cost.cluster.intra, 1.0

@@ -26,8 +26,8 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, ActionKind, Pipeline, Plan, Work
 from seqloom.simulate.engine import Engine
-from seqloom.simulate.price import Place
 from seqloom.simulate.transfer import message_ns
+from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Phase, Window
 
 WORKING = frozenset((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W))

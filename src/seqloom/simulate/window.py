@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqloom.cost.rounds import RoundTimes
-from seqloom.plan import ActionKind, Plan, Work
+from seqloom.plan import ActionKind, Checkpoint, Plan, Work
 from seqloom.simulate.split import computing_ns, forward_ns, weights_ns
 
 _BITS = 20  # shares are in units of 2**-20: products with times up to 2**43 ns (two hours) stay in int64
@@ -67,17 +67,41 @@ class Window:
             ActionKind.I: (self.forward, self.weights),
             ActionKind.W: (self.weights, whole),
         }[kind]
-        duration = _between(self.length, low, high)
+        duration = between(self.length, low, high)
         low, high = low[self.component], high[self.component]
         most = duration[self.component]
-        start = np.minimum(_between(self.before, low, high), most)
-        stop = np.minimum(_between(self.before + self.total, low, high), most)
-        comm = np.minimum(_between(self.comm, low, high), stop - start)
+        start = np.minimum(between(self.before, low, high), most)
+        stop = np.minimum(between(self.before + self.total, low, high), most)
+        comm = np.minimum(between(self.comm, low, high), stop - start)
         return Phase(duration, start, stop, comm)
 
 
-def _between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The part of a time from one share to another, in units of 2**-20; parts that follow each other add up."""
     return (time * high >> _BITS) - (time * low >> _BITS)
+
+
+def cuts(parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
+    """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time."""
+    forward = _share(forward_ns(parts, load, checkpoint), load)
+    return forward, np.maximum((1 << _BITS) - _share(weights_ns(parts, checkpoint), load), forward)
+
+
+def stretched(
+    length: np.ndarray, forward: np.ndarray, weights: np.ndarray, least: int | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(length, forward, weights), with forward and the input half of the backward not shorter than `least` ns."""
+    ends = [length * share >> _BITS for share in (forward, weights)]
+    early = np.maximum(ends[0], least)
+    late = early + np.maximum(ends[1] - ends[0], least)
+    longer = late + length - ends[1]
+    if np.array_equal(longer, length):
+        return length, forward, weights
+    return longer, -(-(early << _BITS) // np.maximum(longer, 1)), -(-(late << _BITS) // np.maximum(longer, 1))
+
+
+WHOLE = 1 << _BITS
+"""The share that is everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +118,14 @@ class Islands:
         return cls({rank: i for i, island in enumerate(islands) for rank in island}, tuple(map(len, islands)))
 
 
-def window_of(work: Work, times: RoundTimes, islands: Islands) -> Window:
+def window_of(work: Work, times: RoundTimes, islands: Islands, copied: int = 0) -> Window:
     """Find out who waits for whom.
 
     Args:
         work: the stage's share of the round.
         times: its price.
         islands: of the plan; all ranks of an island that the round touches take part in it.
+        copied: ns of copying what is kept to host memory, behind the forward, and back, behind the backward.
     """
     rank, group = times.member_rank, times.member_group
     component, joined = _components(work, islands.of_rank)
@@ -108,9 +133,8 @@ def window_of(work: Work, times: RoundTimes, islands: Islands) -> Window:
     total, load = times.member_ns, times.rank_ns
     length = np.array([times.joined_ns(np.flatnonzero(component == k)) for k in range(len(joined))], dtype=np.int64)
     slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
-    cut = work.checkpoint, times.parts[slowest]
-    forward = _share(forward_ns(cut[1], load[slowest], cut[0]), load[slowest])
-    weights = (1 << _BITS) - _share(weights_ns(cut[1], cut[0]), load[slowest])
+    forward, weights = cuts(times.parts[slowest], load[slowest], work.checkpoint)
+    length, forward, weights = stretched(length, forward, weights, copied)
     degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
     return Window(
         rank=rank,
@@ -122,7 +146,7 @@ def window_of(work: Work, times: RoundTimes, islands: Islands) -> Window:
         component=member,
         length=length,
         forward=forward,
-        weights=np.maximum(weights, forward),
+        weights=weights,
         islands=joined,
         held=np.array([sum(islands.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
         nic=times.nic_ns,

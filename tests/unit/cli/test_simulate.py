@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cli.simulate import bound_of
 from seqloom.plan import Plan
+from seqloom.planners.bounds import plan_bound
 
 BOX = "--cluster 1x8xH200 --model llama3-8b"
 SIMULATE = f"simulate plan.json {BOX}"
@@ -55,12 +55,12 @@ def test_use_of_network_cards_is_shown_where_there_are_several_nodes(run):
 
 def test_the_bound_is_given_only_where_it_is_proven(planned, folder):
     plan, cost = Plan.load(folder / "plan.json"), cost_model("1x8xH200", "llama3-8b")
-    assert bound_of(plan, cost) == planned["bound_ms"] * 1e6
+    assert plan_bound(plan, cost) == planned["bound_ms"] * 1e6
     [pipeline] = plan.pipelines
     [stage] = pipeline.stages
     tensor = replace(plan, pipelines=(replace(pipeline, stages=(replace(stage, tensor=2),)),))
-    assert bound_of(tensor, cost) is None
-    assert bound_of(replace(plan, documents=plan.documents[:-1]), cost) is None
+    assert plan_bound(tensor, cost) is None
+    assert plan_bound(replace(plan, documents=plan.documents[:-1]), cost) is None
 
 
 def _first_group(content):

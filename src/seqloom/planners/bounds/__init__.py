@@ -1,6 +1,6 @@
-"""A proven lower bound on the time of a step: one number for all planners.
+"""A proven lower bound on the time of a step: one number for all planners, and one for each cut into stages.
 
-Whatever the plan, three things hold, and the bound is the best of what follows from them.
+Whatever the plan of one stage, three things hold, and the bound is the best of what follows from them.
 
 *Work.* A document at degree ``d`` keeps ``d`` ranks busy for its cost, and only degrees that hold it and finish in time
 are open to it. All ranks together have ``ranks x step`` rank-nanoseconds. Other ranks may take over the linear part of
@@ -13,10 +13,13 @@ round twice: two documents that each fill more than half of a rank cannot share 
 *Lock step.* Where all ranks run all rounds together (full sharding), the longest round is at least as long as its
 longest document, and holds only one round's worth of tokens; what it cannot hold takes further rounds. A long round is
 cheap for long documents and idle for the rest, and the bound is the best compromise.
+
+Plans with several stages have a bound of their own, see `stages`: work of every host, and a document's chain.
 """
 
 from __future__ import annotations
 
 from seqloom.planners.bounds.lower import lower_bound, variants_bound
+from seqloom.planners.bounds.stages import plan_bound, stages_bound
 
-__all__ = ["lower_bound", "variants_bound"]
+__all__ = ["lower_bound", "plan_bound", "stages_bound", "variants_bound"]

@@ -18,7 +18,7 @@ from seqloom.planners.problem import fitting_problems
 
 
 def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
-    """A time in ns that no plan for these documents beats, including what a step costs once.
+    """A time in ns that no plan of one stage for these documents beats, including what a step costs once.
 
     SeqloomError if no plan can hold them.
     """

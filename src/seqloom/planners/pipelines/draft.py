@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from seqloom.cost import Shape, Variant
 from seqloom.plan import Span
 from seqloom.plan.schedules import Unit, units_of
+from seqloom.planners.pipelines.cuts import equal_cuts
 from seqloom.planners.pipelines.packs import fitting_shapes, pack
 from seqloom.planners.pipelines.seats import Hall, Seat, Seats
 
@@ -41,7 +42,7 @@ def draft(hall: Hall, variant: Variant, target: int, room: int) -> Draft:
     for k in long:
         shape = hall.widest(k)
         count = max(_ceil(int(hall.time[shape, k]), target), _ceil(int(hall.tokens[k]), room * int(hall.degree[shape])))
-        spans = cut(hall, variant, k, hall.shapes[shape], count)
+        spans = cut(hall, variant, k, hall.shapes[shape], count, room)
         at = hall.offsets[shape][0]
         chains.append([(Seat(hall.shapes[shape], at, (span,)),) for span in spans])
     short = np.flatnonzero(shape_of >= 0).tolist()
@@ -54,14 +55,31 @@ def _ceil(value: int, by: int) -> int:
     return -(-value // max(by, 1))
 
 
-def cut(hall: Hall, variant: Variant, document: int, shape: Shape, count: int) -> tuple[Span, ...]:
-    """Cut a document into at most `count` pieces of equal time, at multiples of what its group splits evenly."""
-    length = int(hall.lengths[document])
-    grain = hall.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
-    grid = np.unique(np.linspace(0, length, GRID + 1).astype(np.int64))
-    time = hall.cost.tables(grid, variant, (shape,)).cost.max(axis=0)[0]
-    wanted = time[-1] * (np.arange(1, count) / count)
-    places = np.interp(wanted, time.astype(np.float64), grid.astype(np.float64))
-    inner = np.unique(np.rint(places / grain).astype(np.int64) * grain)
-    edges: Sequence[int] = [0, *inner[(inner > 0) & (inner < length)].tolist(), length]
-    return tuple(Span(document, a, b) for a, b in zip(edges, edges[1:], strict=False))
+def cut(hall: Hall, variant: Variant, document: int, shape: Shape, count: int, room: int) -> tuple[Span, ...]:
+    """Cut a document into pieces of equal time, at multiples of what its group splits evenly.
+
+    Args:
+        hall: the batch.
+        variant: by whose prices.
+        document: which.
+        shape: of its group.
+        count: pieces that are wanted; more where one would not fit, fewer where they would be too short.
+        room: tokens that a rank may hold in a unit.
+    """
+    length, grain = int(hall.lengths[document]), hall.grain(shape)
+    step = max(grain, -(-length // GRID))
+    grid = np.minimum(np.arange(0, length + step, step), length)
+    time = hall.cost.tables(grid, variant, (shape,)).cost.max(axis=0)[0].tolist()
+
+    def upto(tokens: int) -> int:
+        at = min(tokens // step, len(time) - 2)
+        width = min(length, (at + 1) * step) - at * step
+        return time[at] + (time[at + 1] - time[at]) * (tokens - at * step) // width
+
+    most = room * shape.degree
+    while True:
+        edges = equal_cuts(length, min(count, length), upto, multiple=grain, floor=min(grain, length))
+        longest = max(b - a for a, b in pairwise(edges))
+        if longest <= most or longest <= grain or count >= length:
+            return tuple(Span(document, a, b) for a, b in pairwise(edges))
+        count = max(count + 1, min(length, -(-count * longest // most)))

@@ -55,7 +55,9 @@ class Line:
         return tuple(range(host * self.width, (host + 1) * self.width))
 
 
-def line_of(cost: CostModel, hosts: int, chunks: int = 1, layers: Sequence[int] | None = None) -> Line:
+def line_of(
+    cost: CostModel, hosts: int, chunks: int = 1, layers: Sequence[int] | None = None, *, folded: bool = False
+) -> Line:
     """Cut the ranks into hosts and the layers into stages; SeqloomError if that cannot be.
 
     Args:
@@ -63,15 +65,18 @@ def line_of(cost: CostModel, hosts: int, chunks: int = 1, layers: Sequence[int] 
         hosts: stages that work side by side.
         chunks: stages of every host; they take turns, 0 1 0 1.
         layers: of every stage; None levels the stages' times.
+        folded: whether two stages per host go down the hosts and up again, 0 1 1 0.
     """
-    _check(cost, hosts, chunks)
-    levelled = stage_layers(cost, hosts, chunks) if layers is None else tuple(layers)
+    check_stages(cost, hosts, chunks)
+    row = tuple(range(hosts))
+    places = row + row[::-1] if folded and chunks == 2 else row * chunks
+    levelled = stage_layers(cost, hosts, chunks, places) if layers is None else tuple(layers)
     if len(levelled) != hosts * chunks or min(levelled) < 1 or sum(levelled) != cost.model.layers:
         raise SeqloomError(
             f"layers per stage {list(levelled)}: {hosts} hosts x {chunks} stages need {hosts * chunks} numbers of at "
             f"least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them out to level them"
         )
-    return Line(hosts, cost.ranks // hosts, tuple(range(hosts)) * chunks, levelled)
+    return Line(hosts, cost.ranks // hosts, places, levelled)
 
 
 def island_of(cost: CostModel, line: Line) -> int:
@@ -84,7 +89,8 @@ def island_of(cost: CostModel, line: Line) -> int:
     return min(min(counts.values()) for counts in nodes)
 
 
-def _check(cost: CostModel, hosts: int, chunks: int) -> None:
+def check_stages(cost: CostModel, hosts: int, chunks: int) -> None:
+    """Refuse a number of stages that the layers or the ranks do not allow."""
     layers, ranks = cost.model.layers, cost.ranks
     if hosts < 1 or chunks < 1:
         raise SeqloomError(f"{hosts} stages with {chunks} chunks each; give 1 or more of both")
@@ -102,13 +108,20 @@ def _check(cost: CostModel, hosts: int, chunks: int) -> None:
         )
 
 
-def stage_layers(cost: CostModel, hosts: int, chunks: int = 1) -> tuple[int, ...]:
+def stage_layers(cost: CostModel, hosts: int, chunks: int = 1, places: Sequence[int] | None = None) -> tuple[int, ...]:
     """Layers of every stage such that the slowest host is as fast as can be: the last stage has the head too.
 
     They depend on no batch, because a run keeps its layers where they are: documents of the run's longest length, or
     of 8K tokens, decide how many layers the vocabulary projection is worth.
+
+    Args:
+        cost: prices the layers.
+        hosts: stages that work side by side.
+        chunks: stages of every host.
+        places: the host of every stage; None: in turns, 0 1 0 1.
     """
-    _check(cost, hosts, chunks)
+    check_stages(cost, hosts, chunks)
+    places = tuple(range(hosts)) * chunks if places is None else tuple(places)
     length = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH)
     variant = Variant(cost.variants[0].checkpoint, Reduce.STEP, resident=True)
     parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, length),)), variant)
@@ -116,10 +129,10 @@ def stage_layers(cost: CostModel, hosts: int, chunks: int = 1) -> tuple[int, ...
     stages = hosts * chunks
     counts = [1] * stages
     load = [layer * chunks] * hosts
-    load[(stages - 1) % hosts] += parts.head * cost.model.layers
+    load[places[-1]] += parts.head * cost.model.layers
     for _ in range(cost.model.layers - stages):
         host = min(range(hosts), key=lambda h: (load[h], -h))  # late hosts hold fewer units at a time
-        stage = min(range(host, stages, hosts), key=lambda s: (counts[s], s))
+        stage = min((s for s in range(stages) if places[s] == host), key=lambda s: (counts[s], s))
         counts[stage] += 1
         load[host] += layer
     return tuple(counts)

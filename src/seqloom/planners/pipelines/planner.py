@@ -1,24 +1,26 @@
-"""Planner ``pipeline``."""
+"""Planner ``pipeline``: stages, pieces, packs and their order, by the same prices as everything else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel
 from seqloom.cost.stage_limits import pipeline_limits
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round
-from seqloom.plan.schedules import Schedule
-from seqloom.plan.schedules.strict import one_forward_one_backward
-from seqloom.planners.pipelines.draft import Draft, draft
-from seqloom.planners.pipelines.line import Line, island_of, line_of
-from seqloom.planners.pipelines.seats import Hall, work_of
+from seqloom.plan import Pipeline, Plan, Reduce, Round
+from seqloom.planners.pipelines.line import check_stages, island_of, line_of
+from seqloom.planners.pipelines.longest import longest_document, too_long
+from seqloom.planners.pipelines.orders import FOLDED, names_of, require_order
+from seqloom.planners.pipelines.search import Answer, Search
+from seqloom.planners.pipelines.seats import work_of
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
+FINALISTS = 2
+"""Answers that are simulated before one is taken."""
 
 
 def plan_pipeline(
@@ -39,52 +41,66 @@ def plan_pipeline(
         stages: hosts that work side by side, each with an equal part of the ranks; None takes the best of 2, 4 and 8.
         chunks: stages of every host.
         pieces: into how many pieces the longest document is cut; None tries several.
-        schedule: name of the order, or ``auto``.
+        schedule: name of the order, or ``auto`` for the best of several.
         layers: of every stage; None levels the stages' times, see `stage_layers`.
     """
-    if stages is None:
-        options = [n for n in USUAL_STAGES if cost.ranks % n == 0 and n * chunks <= cost.model.layers]
-        if not options:
-            raise SeqloomError(
-                f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "
-                "say how many there shall be (pipeline:3), or plan without a pipeline (auto)"
-            )
-        given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
-        plans = [plan_pipeline(lengths, cost, stages=n, **given) for n in options]
-        return min(plans, key=lambda plan: predicted_ns(plan, cost))
     array = Batch.of(lengths).lengths
-    line = line_of(cost, stages, chunks, layers)
+    given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
+    if stages is None:
+        return _best_of(lambda n: plan_pipeline(array, cost, stages=n, **given), _usual(cost, chunks), cost)
+    check_stages(cost, stages, chunks)
+    names = names_of(schedule, chunks)
+    require_order(schedule, stages, chunks)
+    if pieces is not None and not 1 <= pieces <= int(array.max()):
+        raise SeqloomError(
+            f"{pieces} pieces of a longest sequence of {array.max()} tokens; give 1 to {array.max()}, or leave it out"
+        )
+    line = line_of(cost, stages, chunks, layers, folded=schedule in FOLDED)
     limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
-    checkpoint, room = limits.capacity[0]
-    variant = Variant(checkpoint, Reduce.STEP, resident=True)
-    hall = Hall.of(array, cost, line, variant)
-    longest = max(int(hall.time[hall.widest(k), k]) for k in range(len(array)))
-    made = draft(hall, variant, max(1, longest // (pieces or 4)), room)
-    counts = [unit.pieces for unit in made.units if unit.piece == 0]
-    order = one_forward_one_backward("seq1f1b", stages, counts)
-    return build(array, cost, line, made, order, [checkpoint] * len(made.units))
+    search = Search(cost, line, limits, array, names, pieces)
+    answers = search.answers() if int(array.max()) <= longest_document(search) else []
+    if not answers:
+        raise too_long(search)
+    plans = [build(search, answer) for answer in answers[:FINALISTS]]
+    return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
-def build(
-    lengths: np.ndarray,
-    cost: CostModel,
-    line: Line,
-    made: Draft,
-    order: Schedule,
-    kept: Sequence[Checkpoint],
-) -> Plan:
-    """The plan of these units in this order."""
-    limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
-    rounds = [
-        Round(tuple(work_of(cost, line, seats, host, checkpoint) for host in line.places))
-        for seats, checkpoint in zip(made.seats, kept, strict=True)
-    ]
-    pipeline = Pipeline(line.stages, tuple(rounds), order.rows_of_plan())
+def _best_of(make: Callable[[int], Plan], options: Sequence[int], cost: CostModel) -> Plan:
+    """The fastest plan over numbers of stages; the last refusal where all are refused."""
+    plans: list[Plan] = []
+    for stages in options:
+        try:
+            plans.append(make(stages))
+        except SeqloomError:
+            if not plans and stages == options[-1]:
+                raise
+    return min(plans, key=lambda plan: predicted_ns(plan, cost))
+
+
+def _usual(cost: CostModel, chunks: int) -> list[int]:
+    """Numbers of stages to choose from."""
+    options = [n for n in USUAL_STAGES if cost.ranks % n == 0 and n * chunks <= cost.model.layers]
+    if not options:
+        raise SeqloomError(
+            f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "
+            "say how many there shall be (pipeline:3), or plan without a pipeline (auto)"
+        )
+    return options
+
+
+def build(search: Search, answer: Answer) -> Plan:
+    """The plan of an answer."""
+    cost, line = search.cost, search.line
+    rounds = []
+    for unit, seats in enumerate(answer.draft.seats):
+        levels = [search.levels[k] for k in answer.choice[:, unit].tolist()]
+        works = [work_of(cost, line, seats, host, level) for host, level in zip(line.places, levels, strict=True)]
+        rounds.append(Round(tuple(works)))
     return Plan(
-        limits=limits,
+        limits=search.limits,
         sharding=cost.sharding,
         reduce=Reduce.STEP,
-        documents=tuple(lengths.tolist()),
-        pipelines=(pipeline,),
+        documents=tuple(search.lengths.tolist()),
+        pipelines=(Pipeline(line.stages, tuple(rounds), answer.order.rows_of_plan()),),
         planner="pipeline",
     )

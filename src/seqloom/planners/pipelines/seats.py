@@ -65,6 +65,15 @@ class Hall:
             fixed=int(tables.fixed.max(axis=0).min()),
         )
 
+    @property
+    def longest(self) -> int:
+        """ns of the document that takes longest, on a whole host."""
+        return max(int(self.time[self.widest(k), k]) for k in np.argsort(-self.lengths)[:1].tolist())
+
+    def grain(self, shape: Shape) -> int:
+        """Tokens of which pieces have whole multiples, so that the ranks of a group share them evenly."""
+        return self.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
+
     def widest(self, document: int) -> int:
         """The shape that is fastest for a document in pieces, among those of the most ranks."""
         rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING]
@@ -72,7 +81,14 @@ class Hall:
         return min((s for s in rows if self.degree[s] == most), key=lambda s: (int(self.time[s, document]), s))
 
 
-def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, checkpoint: Checkpoint) -> Work:
+class Level(NamedTuple):
+    """How little is kept of a unit on a stage."""
+
+    checkpoint: Checkpoint
+    offload: bool = False
+
+
+def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, level: Level) -> Work:
     """One stage's share of a unit."""
     first = host * line.width
     groups = [
@@ -85,4 +101,4 @@ def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, check
         )
         for seat in seats
     ]
-    return Work(in_order(groups, cost.node_size), checkpoint)
+    return Work(in_order(groups, cost.node_size), level.checkpoint, offload=level.offload)

@@ -1,0 +1,59 @@
+"""How long a document a pipeline can hold at most: keeping as little of it as can be, in the smallest pieces."""
+
+from __future__ import annotations
+
+from seqloom.cost.stage_limits import host_bytes
+from seqloom.cost.stage_memory import StageMemory
+from seqloom.errors import SeqloomError
+from seqloom.plan import Group
+from seqloom.planners.pipelines.line import host_shapes, island_of
+from seqloom.planners.pipelines.search import Search
+from seqloom.planners.pipelines.seats import Level
+
+PROBE = 1 << 20
+"""Tokens of the document whose keys and values are weighed; they grow in proportion."""
+
+
+def longest_document(search: Search) -> int:
+    """Tokens of the longest document that fits on every host: whole, or in pieces with its keys and values."""
+    widest = max(shape.degree for shape in host_shapes(search.cost, search.line))
+    whole = widest * max(tokens for _, tokens in search.limits.capacity)
+    return max(whole, *(_fits(search, level) for level in search.levels))
+
+
+def _fits(search: Search, level: Level) -> int:
+    cost, line = search.cost, search.line
+    island = island_of(cost, line)
+    best = 0
+    for shape in host_shapes(cost, line):
+        group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ())
+        most = []
+        for shares in line.of_hosts:
+            free = float(cost.budget_bytes - host_bytes(cost, shares, island))
+            each = 0.0
+            working = 0.0
+            for share in shares:
+                memory = StageMemory(cost, share)
+                own = memory.holding(*level)
+                working = max(working, own.forward, own.backward)
+                each += own.held / shape.degree + sum(memory.carried_bytes(group, PROBE)) / PROBE
+            piece = 2 * shape.ring * cost.granule  # tokens of the smallest piece on a rank
+            most.append(max(0.0, free - piece * working) / max(each, 1.0))
+        best = max(best, int(min(most)))
+    return best - best % cost.granule
+
+
+def too_long(search: Search) -> SeqloomError:
+    """The error that says which document no choice can hold, and what would fit."""
+    longest = int(search.lengths.argmax())
+    room = longest_document(search)
+    if int(search.lengths[longest]) <= room:
+        return SeqloomError(
+            f"order {search.names[0]} cannot hold sequence {longest} of {search.lengths[longest]} tokens here; take "
+            "schedule 'auto', which cuts it into pieces and keeps less of them, or raise the memory budget"
+        )
+    return SeqloomError(
+        f"sequence {longest} has {search.lengths[longest]} tokens, more than the {search.line.hosts} stages of "
+        f"{search.line.width} ranks hold even in pieces, recomputed and in host memory (about {room} tokens); "
+        f"drop longer sequences (--max-length {max(room, 1)}), raise the memory budget, use more stages or more GPUs"
+    )

@@ -1,0 +1,78 @@
+"""Orders to choose from: the strict ones, those with split backwards, and the list schedule under the memory cap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from seqloom.errors import unknown
+from seqloom.plan import Action, ActionKind, PlanError
+from seqloom.plan.schedules import NAMES, Schedule, Times, Unit, schedule_of
+from seqloom.plan.schedules.balanced import balanced
+from seqloom.planners.pipelines.ledger import Ledger
+
+B, W = ActionKind.B, ActionKind.W
+I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
+FOLDED = ("zb-v", "v-half", "v-min")
+"""Orders whose stages go down the hosts and up again; they run whole micro-batches only."""
+WHOLE = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *FOLDED)
+"""Orders that cut no document unless memory asks for it."""
+ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
+
+
+def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
+    """The orders that are tried when a run asks for this one: all that suit the chunks, or the one it names."""
+    if schedule not in ("auto", *ALL_NAMES):
+        raise unknown("schedule", schedule, ("auto", *ALL_NAMES))
+    if schedule != "auto":
+        return (schedule,)
+    return ("seq1f1b", "balanced", "seq1f1b-zb") if chunks == 1 else ("seq1f1b-i", "balanced")
+
+
+def order_of(
+    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int
+) -> Schedule | None:
+    """The order of that name for these units; None where it cannot hold them.
+
+    Args:
+        name: one of `ALL_NAMES`.
+        places: the host of every stage.
+        units: in forward order.
+        times: of the units.
+        ledger: what they hold.
+        level: which level they hold it at.
+    """
+    hosts = max(places) + 1
+    if name == "balanced":
+        whole = not ledger.splits(level)
+        try:
+            found = balanced(places, units, fused(times) if whole else times, ledger.held(level), ledger.caps(level))
+        except PlanError:
+            return None
+        return joined(found) if whole else found
+    counts = [unit.pieces for unit in units if unit.piece == 0]
+    if name in FOLDED and max(counts) > 1:
+        return None
+    return schedule_of(name, hosts, len(counts), counts, len(places) // hosts, times)
+
+
+def fused(times: Times) -> Times:
+    """The same work with nothing left for the weight half."""
+    return Times(times.forward, times.backward + times.weights, np.zeros_like(times.weights))
+
+
+def joined(order: Schedule) -> Schedule:
+    """The order with whole backwards in place of their halves, where the input half is."""
+    rows = tuple(
+        tuple(Action(a.stage, B if a.kind is I else a.kind, a.round) for a in row if a.kind is not W)
+        for row in order.rows
+    )
+    return replace(order, rows=rows)
+
+
+def require_order(name: str, hosts: int, chunks: int) -> None:
+    """Refuse a named order that such a pipeline cannot have, before any planning."""
+    if name not in ("auto", "balanced"):
+        schedule_of(name, hosts, 1, 1, chunks)

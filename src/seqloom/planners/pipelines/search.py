@@ -1,0 +1,161 @@
+"""The search: how coarse units are, in what order they run, and how much is kept of them.
+
+Units that take longer make fewer messages and fuller kernels; shorter ones fill the pipeline sooner. Several sizes are
+tried, every one with several orders; the best by `play` is taken. Where memory binds, less is kept, cheapest first:
+the list schedule obeys the cap by itself, the other orders have units keep less until they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqloom.cost import CostModel, Variant
+from seqloom.plan import Checkpoint, Limits, Reduce
+from seqloom.plan.schedules import Schedule, Times, play
+from seqloom.planners.pipelines.draft import Draft, draft
+from seqloom.planners.pipelines.ledger import Choice, Ledger
+from seqloom.planners.pipelines.line import Line
+from seqloom.planners.pipelines.orders import WHOLE, order_of
+from seqloom.planners.pipelines.prices import UnitPrices
+from seqloom.planners.pipelines.seats import Hall, Level
+
+PIECES = (1, 2, 4, 8, 16, 32)
+"""Into how many pieces the longest document is cut, where nobody says."""
+ROUNDS_PER_STAGE = (2, 4)
+"""Units per stage, where the batch and not its longest document decides how coarse they are."""
+APART_PERCENT = 140
+"""Sizes nearer to each other than this are not tried both."""
+MOST_UNITS = 24
+"""Units per stage that a plan may have."""
+BINDING_PERCENT = 90
+"""A plan that fills less of the memory than this gains nothing by keeping less."""
+
+
+QUICK = 2
+"""Orders that every size is tried with; the others are tried with the best size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One way to run a batch."""
+
+    draft: Draft
+    order: Schedule
+    choice: Choice
+    """int64[stages, units]: index of the level of every unit on every stage."""
+    makespan: int
+    """ns without the step's end."""
+    filled: float
+    """Share of the memory for units that is in use at most, on the fullest host."""
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """One batch on one line."""
+
+    cost: CostModel
+    line: Line
+    limits: Limits
+    lengths: np.ndarray
+    names: tuple[str, ...]
+    """Orders to try."""
+    pieces: int | None
+    """Pieces of the longest document; None: several are tried."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """How little may be kept, the fastest first; what lies in host memory comes last."""
+        known = [checkpoint for checkpoint, _ in self.limits.capacity]
+        least = [Level(c, offload=True) for c in (Checkpoint.FULL, Checkpoint.STAGE, Checkpoint.PROFILE) if c in known]
+        return (*(Level(checkpoint) for checkpoint in known), *least)
+
+    def answers(self) -> list[Answer]:
+        """The best answer of every order, fastest first; empty where nothing fits."""
+        best: dict[str, Answer] = {}
+        for base in range(len(self.levels)):
+            before = _fastest(best)
+            for made in self._drafts(base):
+                self._try(made, base, self.names[:QUICK], best)
+            now = _fastest(best)
+            if now is not None and (now is before or now.filled * 100 < BINDING_PERCENT):
+                break
+        chosen = _fastest(best)
+        if chosen is not None:
+            self._try(chosen.draft, int(chosen.choice.min()), self.names[QUICK:], best)
+        return sorted(best.values(), key=lambda answer: answer.makespan)
+
+    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer]) -> None:
+        """Run a draft in these orders, and keep what beats the best of its kind."""
+        for answer in self._orders(made, base, names):
+            known = best.get(answer.order.name)
+            if known is None or answer.makespan < known.makespan:
+                best[answer.order.name] = answer
+
+    def _drafts(self, base: int) -> Iterator[Draft]:
+        """Units of every size that is tried."""
+        level = self.levels[base]
+        variant = Variant(level.checkpoint, Reduce.STEP, resident=True)
+        hall = Hall.of(self.lengths, self.cost, self.line, variant)
+        room = dict(self.limits.capacity)[level.checkpoint]
+        seen = set()
+        if int(hall.tokens.max()) > room * self.line.width * MOST_UNITS * self.line.hosts:
+            return  # more pieces than a plan may have units
+        for target in self._targets(hall):
+            made = draft(hall, variant, target, room)
+            key = made.seats
+            if key not in seen and len(made.units) <= MOST_UNITS * self.line.hosts:
+                seen.add(key)
+                yield made
+
+    def _targets(self, hall: Hall) -> list[int]:
+        """ns that a unit shall take, the longest first."""
+        longest = max(1, hall.longest)
+        if self.pieces is not None:
+            return [max(1, -(-longest // self.pieces))]
+        work = int((hall.degree[:, None] * hall.time).min(axis=0).sum()) // self.line.width
+        wanted = [longest // k for k in PIECES]
+        wanted += [work // (self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
+        if self.names[0] in WHOLE:
+            wanted = [max(longest, target) for target in wanted]
+        kept: list[int] = []
+        for target in sorted({max(1, w) for w in wanted}, reverse=True):
+            if not kept or kept[-1] * 100 >= target * APART_PERCENT:
+                kept.append(target)
+        return kept
+
+    def _orders(self, made: Draft, base: int, names: Sequence[str]) -> Iterator[Answer]:
+        """The draft in each of these orders, as far as it fits."""
+        prices = UnitPrices(self.cost, self.line, made, self.lengths)
+        ledger = Ledger(prices, self.levels)
+        times = prices.times(self.levels[base])
+        shape = times.forward.shape
+        for name in names:
+            order = order_of(name, self.line.places, made.units, times, ledger, base)
+            if order is None:
+                continue
+            choice: Choice | None = np.full(shape, base, dtype=np.int64)
+            peaks = ledger.peaks(order, choice)
+            chosen = times
+            if any(peak > free for peak, free in zip(peaks, ledger.free, strict=True)):
+                every = [prices.times(level) for level in self.levels]
+                choice = ledger.fitted(order, choice, every)
+                if choice is None:
+                    continue
+                chosen = mixed(every, choice)
+                peaks = ledger.peaks(order, choice)
+            filled = max(peak / max(free, 1) for peak, free in zip(peaks, ledger.free, strict=True))
+            makespan = play(order, chosen, message=prices.message).makespan
+            yield Answer(made, order, choice, makespan, filled)
+
+
+def _fastest(best: dict[str, Answer]) -> Answer | None:
+    return min(best.values(), key=lambda answer: answer.makespan, default=None)
+
+
+def mixed(times: Sequence[Times], choice: Choice) -> Times:
+    """The times of units of which each is kept in its own way."""
+    columns = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
+    return Times(*columns)
