@@ -33,7 +33,7 @@ Planners = Annotated[
     str,
     typer.Option(
         "--planners",
-        help="Names with commas between; static:64 fixes the degree. "
+        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages. "
         "Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]
