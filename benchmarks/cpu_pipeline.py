@@ -6,7 +6,7 @@ stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pi
 order that turns from batch to batch. A step is bind, forward, backward, reduction, clipping and AdamW; its time is that
 of the slowest rank. Last, equal sequences through torch's schedules and ours, both without the optimiser.
 
-    python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out benchmarks/results/cpu_pipeline_8.json
+    python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.nd
 
 def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Plan]:
     """Every side's plan of a batch."""
-    line = line_of(cost, tuple(range(stages)))
+    line = line_of(cost, stages)
     limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
     longest = int(lengths.max())
     sides = {"1f1b": {"schedule": "1f1b"}, "seq1f1b": {"schedule": "seq1f1b", "pieces": 4}, "auto": {}}
@@ -92,7 +92,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
     for stages in (count for count in STAGES if ranks % count == 0 and count <= ranks):
-        timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, line_of(cost, tuple(range(stages))).stages)
+        timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, line_of(cost, stages).stages)
         for number, batch in enumerate(drawn(arguments, longest, steps)):
             plans = plans_of(batch, cost, stages)
             turn = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
@@ -109,7 +109,9 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
         report.show()
 
 
-def beside_torch(cost: CostModel, transport: Distributed, chunks: int, machine: Machine, quick: bool) -> dict[str, float]:
+def beside_torch(
+    cost: CostModel, transport: Distributed, chunks: int, machine: Machine, quick: bool
+) -> dict[str, float]:
     """Forward and backward of equal sequences, one process per host: torch's runtime and ours in turns."""
     ranks = transport.ranks
     length, count = (64 if quick else EQUAL["length"]), EQUAL["per_stage"] * ranks
@@ -122,7 +124,13 @@ def beside_torch(cost: CostModel, transport: Distributed, chunks: int, machine: 
     theirs = TorchSide(cost.model, length, count, chunks)
     pairs = [(ours.seconds(plan, update=False), theirs.seconds(ours.slowest)) for _ in range(REPEATS + 1)][1:]
     mine, other = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-    return {"chunks": chunks, "ours_ms": mine, "torch_ms": other, "speed": other / mine, "rounds": len(plan.pipelines[0].rounds)}
+    return {
+        "chunks": chunks,
+        "ours_ms": mine,
+        "torch_ms": other,
+        "speed": other / mine,
+        "rounds": len(plan.pipelines[0].rounds),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -67,7 +67,9 @@ class Report:
         sides = self.sides()
         off = 100 * max(abs(side["predicted_off"]) for side in sides)
         least = min(side["auto_faster"] for side in sides if side["side"] != "auto")
-        speeds = [Check(f"ours / torch, {t['chunks']:.0f} per process", t["speed"], 0.97, True) for t in self.torch if t]
+        speeds = [
+            Check(f"ours / torch, {t['chunks']:.0f} per process", t["speed"], 0.97, True) for t in self.torch if t
+        ]
         return [
             Check("predicted step time off, the worst side, %", off, 15),
             Check("auto / the best other side, speed", least, 1.0, True),

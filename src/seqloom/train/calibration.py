@@ -62,9 +62,7 @@ class Machine:
         self.timer = StepTimer(cost, transport, device, dtype)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
-    def calibrate(
-        self, longest: int, report: Report = lambda text: None, *, widest: int | None = None
-    ) -> Calibration:
+    def calibrate(self, longest: int, report: Report = lambda text: None, *, widest: int | None = None) -> Calibration:
         """Measure and fit; all ranks call it and find the same.
 
         Args:
