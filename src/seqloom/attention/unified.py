@@ -59,7 +59,8 @@ def attention(
         kernels: what computes; None: the best this device has.
         dropout: only 0: the result must not depend on the plan.
         softcap: only None.
-        layer: number of the layer in the model; needed where a document is in pieces, whose keys are kept by layer.
+        layer: number of the layer in the model, another one for every attention of it; needed where a document is in
+            pieces, whose keys are kept by layer.
 
     Returns:
         [tokens, heads, dim].

@@ -37,11 +37,24 @@ def states_layout(work: Work) -> Layout:
     return work.linear_layout() if work.remap == Remap.ATTENTION else work.attention_layout()
 
 
+def same_groups(work: Work, other: Work, ranks: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two stages' groups are the same but for the ranks, which is often so and quick to see."""
+    if any(each.attention is not None or each.linear is not None for each in (work, other)):
+        return False
+    if len(work.groups) != len(other.groups) or len(ranks) != len(others):
+        return False
+    place = dict(zip(ranks, others, strict=True))
+    return all(
+        (a.ulysses, a.ring, a.spans) == (b.ulysses, b.ring, b.spans) and tuple(place[r] for r in a.ranks) == b.ranks
+        for a, b in zip(work.groups, other.groups, strict=True)
+    )
+
+
 def alike(source: Layout, target: Layout, ranks: Sequence[int], others: Sequence[int]) -> bool:
     """Whether ranks of equal place in `ranks` and `others` hold the same tokens before and after."""
     if len(source) != len(target) or len(ranks) != len(others):
         return False
-    place = {rank: other for rank, other in zip(ranks, others, strict=True)}
+    place = dict(zip(ranks, others, strict=True))
     same = all(map(np.array_equal, source.columns()[1:], target.columns()[1:]))
     return same and [place[rank] for rank in source.rank.tolist()] == target.rank.tolist()
 

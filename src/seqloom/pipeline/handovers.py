@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from seqloom.pipeline.borders import Share, alike, border, states_layout, whole
+from seqloom.pipeline.borders import Share, alike, border, same_groups, states_layout, whole
 from seqloom.plan import Action, ActionKind, Layout, Pipeline
 
 Shares = tuple[Share, ...] | None
@@ -70,8 +70,10 @@ class Handovers:
     def _same(self, stage: int, number: int) -> bool:
         key = (stage, number)
         if key not in self._alike:
-            ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
-            self._alike[key] = alike(self._layout(stage, number), self._layout(stage + 1, number), ranks, others)
+            sides = [each.ranks for each in self._pipeline.stages[stage : stage + 2]]
+            self._alike[key] = same_groups(*self._pipeline.rounds[number].work[stage : stage + 2], *sides) or alike(
+                self._layout(stage, number), self._layout(stage + 1, number), *sides
+            )
         return self._alike[key]
 
     def _layout(self, stage: int, number: int) -> Layout:

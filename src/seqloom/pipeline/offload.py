@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 LEAST = 1024
@@ -27,7 +28,7 @@ class Offload:
             stays: parameters; what shares memory with them is not moved.
             stream: for the copies; None: the current one.
         """
-        self._stays = {each.untyped_storage().data_ptr() for each in stays}
+        self._stays = set(map(_memory, stays))
         self._stream = stream
         self._tensors: list[torch.Tensor] = []
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -41,7 +42,7 @@ class Offload:
 
     def hold(self, tensor: torch.Tensor) -> int:
         """Take one more tensor, outside of any graph; return its number."""
-        self._tensors.append(self._to_host(tensor.detach()))
+        self._tensors += self._to_host([tensor.detach()])
         return len(self._tensors) - 1
 
     def held(self, number: int) -> torch.Tensor:
@@ -63,8 +64,8 @@ class Offload:
         self._tensors = back
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | int:
-        storage = tensor.untyped_storage().data_ptr()
-        if tensor.numel() < LEAST or storage in self._stays:
+        origin = tensor if tensor._base is None else tensor._base
+        if tensor.numel() < LEAST or isinstance(origin, nn.Parameter) or _memory(tensor) in self._stays:
             return tensor
         # Several nodes may save one tensor. All are alive until the forward ends, so an address means one of them.
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -78,15 +79,21 @@ class Offload:
 
     def _leave(self) -> None:
         self._numbers.clear()
-        self._tensors = [self._to_host(each) for each in self._tensors]
+        self._tensors = self._to_host(self._tensors)
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
-        stream = self._stream or torch.cuda.current_stream()
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    def _to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not any(each.is_cuda for each in tensors):
+            return tensors
+        stream, hosts = self._stream or torch.cuda.current_stream(), []
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(stream)
-        return host
+            for each in tensors:
+                hosts.append(torch.empty_like(each, device="cpu", pin_memory=True))
+                hosts[-1].copy_(each, non_blocking=True)
+                each.record_stream(stream)  # its memory is not used anew before the copy is done
+        return hosts
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Name the memory that a tensor is in; others may be in it too."""
+    return tensor.untyped_storage().data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -45,7 +46,7 @@ class Progress:
             error.add_note(self.report())
             raise
         except RuntimeError as error:  # what transports raise for a rank that is gone or late
-            line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            line = re.sub(r"^\[\S+:\d+\] ", "", next(iter(str(error).strip().splitlines()), type(error).__name__))
             raise SeqloomError(self.report(f" ({line})")) from error
         self._awaited = None
 

@@ -101,7 +101,6 @@ class _Run:
         self._mail = Mail(bound.transport, parameters.room, _arrivals(bound, self._actions), bound.progress)
         self._open: dict[tuple[int, int | None], Kept] = {}
         self._seen = torch.zeros(2, dtype=torch.float64, device=bound.device)  # sum of losses, labels that count
-        self._stays = list(parameters.masters().values())
         self._stream = torch.cuda.Stream(bound.device) if bound.device.type == "cuda" else None
         bound.carry.clear()  # an earlier step may have been given up
         bound.carry.backward = backward
@@ -219,7 +218,7 @@ class _Run:
         parameters, part, context = self._parameters, unit.part, unit.context
         assert context is not None
         again = unit.checkpoint == Checkpoint.STAGE
-        offload = Offload(self._stays, self._stream) if unit.offload and self._learns else None
+        offload = Offload(parameters.computing(), self._stream) if unit.offload and self._learns else None
         return Kept(lambda x: parameters.run(part, x, labels, context), given, again=again, offload=offload)
 
 

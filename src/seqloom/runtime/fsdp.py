@@ -28,7 +28,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Sharding
 from seqloom.runtime.loss import CHUNK
 from seqloom.runtime.network import LossOf, Network, Part
-from seqloom.runtime.parameters import squared_norm, sum_gradients, trained
+from seqloom.runtime.parameters import local, squared_norm, sum_gradients, trained
 from seqloom.runtime.split_backward import WeightGradients
 
 REPLICA, SHARD = "replica", "shard"
@@ -148,6 +148,10 @@ class Sharded:
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`; all of them are distributed tensors."""
         return dict(self._masters)
+
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`; the gathered ones come and go inside torch."""
+        yield from map(local, self._masters.values())
 
     def clear(self) -> None:
         """See `Parameters.clear`."""

@@ -100,6 +100,10 @@ class Parameters(Protocol):
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
         ...
 
+    def computing(self) -> Iterator[torch.Tensor]:
+        """Yield what layers compute with on this rank, as it is in memory now: masters, or copies of them."""
+        ...
+
     def clear(self) -> None:
         """Drop all gradients."""
         ...
@@ -177,6 +181,10 @@ class Replicated:
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`."""
         return trained(self._network.module)
+
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`."""
+        yield from self._network.module.parameters()
 
     def clear(self) -> None:
         """See `Parameters.clear`."""

@@ -85,7 +85,8 @@ class StageSharded:
         exchange(network.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
         names = {part: list(parameters_of(network, part)) for part in self._parts}
         self._needs = {part: [self._kept[name] for name in names[part]] for part in self._parts}
-        self._ready: set[Part] = set()
+        self._ready: set[Part] = set()  # acquired
+        self._due: set[Part] = set()  # have run, and are to be reduced
         self._network, self._device, self._loss = network, device, LossOf(network, chunk)
 
     @property
@@ -120,18 +121,18 @@ class StageSharded:
     def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`."""
         self.acquire(part)
+        if torch.is_grad_enabled():
+            self._due.add(part)
         return self._loss(given, labels, context, part)
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
-        """See `Parameters.backward`. Whole gradients stay on this rank and add up until they are reduced."""
+        """See `Parameters.backward`. Whole gradients add up on this rank: they are reduced once, in the step's end."""
         torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
-        if reduce:
-            for part in self._parts:
-                self.reduce(part)
 
     def reduce(self, part: Part) -> None:
         """See `Parameters.reduce`. What was reduced before is added to: a table of two parts has two sums."""
         self._check(part)
+        self._due.discard(part)
         wanted = [kept for kept in self._needs[part] if kept.copy.requires_grad]
         for bucket in buckets(wanted):
             scatter(bucket, self._mesh.get_group(SHARD))
@@ -147,6 +148,9 @@ class StageSharded:
 
     def finish(self) -> None:
         """See `Parameters.finish`. A parameter on several hosts gets its gradient from all of them."""
+        for part in self._parts:
+            if part in self._due:  # the plan left it to this
+                self.reduce(part)
         masters = self.masters()
         if self._mesh[REPLICA].size() > 1:
             group = self._mesh.get_group(REPLICA)
@@ -180,8 +184,13 @@ class StageSharded:
         """See `Parameters.masters`; all of them are distributed tensors, of this rank's stages."""
         return {name: kept.master for name, kept in self._kept.items() if kept.master.requires_grad}
 
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`."""
+        yield from (kept.copy for kept in self._kept.values())
+
     def clear(self) -> None:
         """See `Parameters.clear`. Copies are dropped too: the optimiser may have changed the masters."""
+        self._due.clear()
         for kept in self._kept.values():
             kept.master.grad = kept.copy.grad = None
         for part in tuple(self._ready):

@@ -1,4 +1,4 @@
-"""Pipeline plans in the order of a schedule that has a name, for tests: drawn ones, and some that are the same anywhere."""
+"""Pipeline plans in the order of a schedule by its name, for tests: drawn ones, and some that are always the same."""
 
 from __future__ import annotations
 

@@ -140,7 +140,6 @@ class Step:
         if backend is not None:
             compile_layers(network.layers, backend=backend)
         recompute_layers(network.layers)
-        network = replace(network, weights=split_weights(network.layers))
         parameters = make(network, transport)
         result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
         gradients = {name: each.clone() for name, each in parameters.gradients()}

@@ -6,7 +6,7 @@ All ranks run the same lines in the same order; only the first one plans, shows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from seqloom.train.config import Config
 from seqloom.train.display import open_display
 from seqloom.train.kinds import REFERENCE, Kind, dtypes, gathered
 from seqloom.train.metrics import Metrics, StepRecord
-from seqloom.train.model import made_ready, place
+from seqloom.train.model import made_ready, parts_of, place
 from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
 from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
@@ -66,7 +66,8 @@ class Trainer:
         self._closing, self._kind, self._watch = ExitStack(), kind, watch
         masters, compute = dtypes(config)
         self._compute = compute or masters
-        built, stages = kind.build(config, self.device, masters), setup.planners.stages
+        stages = setup.planners.stages
+        built = kind.build(config, self.device, masters, parts=parts_of(stages, setup.cost, transport.rank))
         self._network = made_ready(built, compiled=config.model.compile, split=len(stages) > 1)
         self.parameters = place(self._network, transport, stages, setup.cost, compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
@@ -121,9 +122,9 @@ class Trainer:
         longest = self.setup.cost.max_length or int(self.setup.source.lengths.max())
         warm_up(self._network, plan, longest, self._compute, self.device, note)
 
-    def _at(self, place: str, *, limited: bool = True) -> None:
+    def _at(self, place: str, *, limited: bool = True, where: Callable[[], str] | None = None) -> None:
         if self._watch is not None:
-            self._watch.at(place, limited=limited)
+            self._watch.at(place, limited=limited, where=where)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield the steps to come, planned ahead."""
@@ -140,6 +141,8 @@ class Trainer:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
         bound = self._bound(taken.plan)
+        if len(bound.plan.pipelines[0].hosts) > 1:  # a stage waits for others: say for which, if it hangs
+            self._at(f"step {taken.step}, plan {taken.plan.hash[:12]}", where=bound.progress.report)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
         rate = self._update(taken.step, result)

@@ -44,6 +44,11 @@ def check_stages(network: Network, stages: Sequence[Stage]) -> None:
         parameters_of(network, Part(0, len(network.layers), len(network.layers)))
 
 
+def parts_of(stages: Sequence[Stage], cost: CostModel, rank: int) -> tuple[Part, ...] | None:
+    """Return what a rank runs of the model; None: all of it."""
+    return _placement(stages, cost).parts_of(rank) if len(stages) > 1 else None
+
+
 def place(
     network: Network, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
 ) -> Parameters:
@@ -57,6 +62,9 @@ def place(
         compute: as in `Sharded`.
     """
     if len(stages) > 1:
-        placement = Placement(tuple(stages), cost.sharding, cost.node_size)
-        return StageSharded(network, transport, placement, compute=compute)
+        return StageSharded(network, transport, _placement(stages, cost), compute=compute)
     return Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+
+
+def _placement(stages: Sequence[Stage], cost: CostModel) -> Placement:
+    return Placement(tuple(stages), cost.sharding, cost.node_size)

@@ -46,17 +46,18 @@ class Watch:
             tell: puts a last message where somebody reads it, from another thread than the main one.
         """
         self._ranks, self._timeout_s, self._checkpoints, self._tell = ranks, timeout_s, checkpoints, tell
-        self._place = ""
+        self._place, self._where = "", _nowhere
         self._deadline = time.monotonic() + max(timeout_s, START_S)
 
-    def at(self, place: str, *, limited: bool = True) -> None:
+    def at(self, place: str, *, limited: bool = True, where: Callable[[], str] | None = None) -> None:
         """Say what comes now.
 
         Args:
             place: the step and its plan.
             limited: whether it must be done within the limit; not what waits for a disk alone.
+            where: says how far it has come, when asked from another thread (`Progress.report`).
         """
-        self._place = place
+        self._place, self._where = place, where or _nowhere
         self._deadline = time.monotonic() + self._timeout_s if limited else float("inf")
 
     def __enter__(self) -> Self:
@@ -81,7 +82,7 @@ class Watch:
         if error is None:
             signal.signal(signal.SIGTERM, self._handler)
         elif is_lost_rank(error):
-            raise SeqloomError(self._last_words(_short(error))) from error
+            raise SeqloomError(self._last_words(_short(error), _rest(error))) from error
         elif self._place and isinstance(error, SeqloomError) and not str(error).startswith("step "):
             raise SeqloomError(f"{self._place}: {error}") from error
         elif self._place and not isinstance(error, SeqloomError):
@@ -101,17 +102,17 @@ class Watch:
 
     def _end(self, why: str) -> None:
         try:
-            self._tell(self._last_words(why))
+            self._tell(self._last_words(why, self._where()))
         finally:
             os._exit(FAILED)
 
-    def _last_words(self, why: str) -> str:
+    def _last_words(self, why: str, details: str = "") -> str:
         found = complete(self._checkpoints)
         intact = f"{found[-1][1]} is intact" if found else "There is no checkpoint yet"
         return (
             f"{self._place or 'the start of the run'}: one of {self._ranks} ranks has died or hangs ({why}); ranks "
             f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {intact}: run the same command "
-            "to go on"
+            "to go on" + (f"\n{details}" if details else "")
         )
 
 
@@ -122,7 +123,17 @@ def is_lost_rank(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | SeqloomError) and _GONE.search(str(error)) is not None
 
 
+def _nowhere() -> str:
+    """Say nothing."""
+    return ""
+
+
+def _rest(error: BaseException) -> str:
+    """What an error of ours says beyond its first line: where the ranks are."""
+    return str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
+
+
 def _short(error: BaseException) -> str:
     """The first sentence of an error, without the place in torch's source that it comes from."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(":")
     return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]

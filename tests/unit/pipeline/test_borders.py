@@ -1,5 +1,6 @@
 """Between two stages: every row of the next one comes from where it lies, whatever the layouts."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.comm import Lane, Way
-from seqloom.pipeline.borders import alike, border, states_layout, ways_of, whole
+from seqloom.pipeline.borders import alike, border, same_groups, states_layout, ways_of, whole
 from seqloom.plan import Checkpoint, Group, Layout, Remap, Span, Work
 
 
@@ -50,6 +51,10 @@ def test_what_is_sent_is_what_the_next_stage_needs(data):
 
 def test_stages_that_deal_alike_exchange_whole_buffers():
     group = Group((0, 1), 2, 1, (Span(0, 0, 9), Span(1, 0, 4)))
+    work, other = (Work((replace(group, ranks=ranks),), Checkpoint.NONE) for ranks in ((0, 1), (2, 3)))
+    assert same_groups(work, other, (0, 1), (2, 3)) and not same_groups(work, other, (0, 1), (3, 2))
+    turned, moved = Work((replace(group, ulysses=1, ring=2),), Checkpoint.NONE), replace(work, linear=Layout.empty())
+    assert not any(same_groups(each, other, (0, 1), (2, 3)) for each in (turned, moved, replace(work, groups=())))
     source = states_layout(Work((group,), Checkpoint.NONE))
     target = states_layout(Work((Group((2, 3), 2, 1, group.spans),), Checkpoint.NONE))
     ring = states_layout(Work((Group((2, 3), 1, 2, group.spans),), Checkpoint.NONE))

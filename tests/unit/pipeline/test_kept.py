@@ -65,7 +65,7 @@ def test_the_output_is_not_kept_and_a_recomputed_stage_keeps_only_its_input(agai
 
 def test_what_is_saved_goes_and_comes_back_once_and_parameters_stay(monkeypatch):
     moved = []
-    monkeypatch.setattr(Offload, "_to_host", lambda self, tensor: moved.append(tensor) or tensor.clone())
+    monkeypatch.setattr(Offload, "_to_host", lambda self, given: [moved.append(each) or each.clone() for each in given])
     offload = Offload(LAYER.parameters())
     kept = Kept(LAYER, GIVEN.clone(), again=False, offload=offload)
     kept.forward()

@@ -42,6 +42,12 @@ def test_a_lost_rank_is_told_with_step_plan_limit_and_checkpoint(error, why, tmp
     assert f"{done} is intact" in words_after(error, tmp_path)
 
 
+def test_a_message_that_does_not_come_is_told_with_the_grid(tmp_path):
+    said = words_after(SeqloomError("rank 1 waits for rank 0 (Timed out waiting):\nhost 0 | 0F0\nhost 1 |"), tmp_path)
+    assert said.startswith(f"{STEP}: one of 4 ranks has died or hangs (rank 1 waits for rank 0 (Timed out waiting));")
+    assert said.endswith("to go on\nhost 0 | 0F0\nhost 1 |")
+
+
 def test_other_refusals_say_where_and_those_of_the_start_are_left_alone(tmp_path):
     assert words_after(SeqloomError("the norm is nan"), tmp_path) == f"{STEP}: the norm is nan"
     assert words_after(SeqloomError("step 7: other lengths"), tmp_path) == "step 7: other lengths"
@@ -76,7 +82,7 @@ def test_a_rank_that_is_stuck_in_a_call_speaks_and_ends(tmp_path, limit, limited
 import ctypes, os, pathlib, signal, threading
 from seqloom.train.watch import Watch
 with Watch(4, {limit}, pathlib.Path({str(tmp_path)!r}), lambda text: print(text, flush=True)) as watch:
-    watch.at("{STEP}", limited={limited})
+    watch.at("{STEP}", limited={limited}, where=lambda: "at action 1F3")
     if {sends}:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     libc = ctypes.CDLL(None)
@@ -86,3 +92,4 @@ with Watch(4, {limit}, pathlib.Path({str(tmp_path)!r}), lambda text: print(text,
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == FAILED, result.stderr
     assert result.stdout.startswith(f"{STEP}: one of 4 ranks") and why in result.stdout
+    assert result.stdout.endswith("to go on\nat action 1F3\n")

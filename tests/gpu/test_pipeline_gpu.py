@@ -1,0 +1,79 @@
+"""Stages on a GPU: ranks as threads on one device, units offloaded to pinned memory and back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqloom.comm import Alone, Ranks
+from seqloom.models import Transformer
+from seqloom.pipeline import offload
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
+from seqloom.plan.schedules import schedule_of
+from seqloom.runtime import Network, Replicated, bind_plan, recompute_layers, run_step, split_weights
+from seqloom.testing.pipelines import stages_on
+from seqloom.testing.steps import Found, Step, tiny_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+STEP = Step((61, 40, 33, 18), tiny_spec(layers=4, tied=True))
+
+
+def planned(step, name, hosts, width, pieces, offloads, kinds):
+    """A document is a sequence of the schedule; rounds keep something else in turn."""
+    schedule = schedule_of(name, hosts, len(step.lengths), pieces)
+    stages, rounds = stages_on(schedule.hosts, width, step.spec.layers), []
+    for number, (document, piece, count) in enumerate(schedule.units):
+        low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
+        spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]
+        rounds.append(Round(tuple(Work((Group(s.ranks, width, 1, spans),), kind, offload=offloads) for s in stages)))
+    limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
+    line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
+    return Plan(limits, Sharding.FULL, Reduce.STEP, step.lengths, (line,), name)
+
+
+def spread(step, plan, transport):
+    network = Network.of(step.model().cuda())
+    network = replace(network, weights=split_weights(network.layers))
+    recompute_layers(network.layers)
+    parameters, read = Replicated(network, transport), step.rows()
+    bound = bind_plan(plan, transport, device="cuda")
+    result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), step.valid)
+    return Found(result.loss, result.gradient_norm, {name: each.cpu() for name, each in parameters.gradients()})
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize(("name", "hosts"), [("seq1f1b-zb", 2), ("zb-v", 2)])
+def test_stages_of_two_ranks_are_one_process(name, hosts, offloads, monkeypatch):
+    monkeypatch.setattr(offload, "LEAST", 1)
+    pieces = 2 if name == "seq1f1b-zb" else 1
+    plan, wanted = planned(STEP, name, hosts, 2, pieces, offloads, tuple(Checkpoint)), STEP.alone()
+    plan.validate()
+    with Ranks(2 * hosts) as ranks:
+        for found in ranks.run(lambda transport: spread(STEP, plan, transport)):
+            assert found.worst(wanted) < 1e-9
+
+
+def peak(step, kind, offloads):
+    """Bytes allocated at most in a step whose forwards all come before its backwards."""
+    model = Transformer(step.spec, dtype=torch.bfloat16, device="cuda")
+    network = Network.of(model)
+    recompute_layers(network.layers)
+    parameters, read = Replicated(network, Alone()), step.rows()
+    bound = bind_plan(planned(step, "gpipe", 1, 1, 1, offloads, (kind,)), Alone(), device="cuda")
+    for _ in range(2):  # the first one finds kernels and workspaces
+        parameters.clear()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), step.valid)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("kind", [Checkpoint.NONE, Checkpoint.FULL])
+def test_offloaded_units_leave_the_device(kind):
+    spec = tiny_spec(layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, vocabulary=128)
+    step = Step((4096,) * 16, spec, dtype=torch.bfloat16)
+    assert peak(step, kind, True) < 0.5 * peak(step, kind, False)
