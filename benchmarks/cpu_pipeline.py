@@ -1,6 +1,6 @@
 """Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted; and torch's runtime.
 
-Fixed before measuring: Wikipedia lengths cut at 8K, 4 sequences a rank and step, one of them 8K, the model below. The
+Fixed before measuring: Wikipedia lengths cut at 4K, 4 sequences a rank and step, one of them 4K, the model below. The
 machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in an
 order that turns from batch to batch. A step is bind, forward, backward, reduction, clipping and AdamW; its time is that
@@ -37,8 +37,8 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 8_192, 4, 6, (4, 8), 5
-EQUAL = {"length": 1_024, "per_stage": 2}
+LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2_048, 4, 6, (4, 8), 5
+EQUAL = {"length": 512, "per_stage": 2}
 SIZES = {"layers": 16, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
 
@@ -85,7 +85,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     ranks, quick = transport.ranks, arguments.quick
     longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
-    limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": longest}
+    limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": min(longest, CAPACITY)}
     machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
     found = machine.calibrate(longest // 2, say, widest=ranks // min(STAGES))
     cost = CostModel(*where, found.profile, **limits)
