@@ -70,9 +70,10 @@ class Handovers:
     def _same(self, stage: int, number: int) -> bool:
         key = (stage, number)
         if key not in self._alike:
-            sides = [each.ranks for each in self._pipeline.stages[stage : stage + 2]]
-            self._alike[key] = same_groups(*self._pipeline.rounds[number].work[stage : stage + 2], *sides) or alike(
-                self._layout(stage, number), self._layout(stage + 1, number), *sides
+            ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
+            work, other = self._pipeline.rounds[number].work[stage : stage + 2]
+            self._alike[key] = same_groups(work, other, ranks, others) or alike(
+                self._layout(stage, number), self._layout(stage + 1, number), ranks, others
             )
         return self._alike[key]
 

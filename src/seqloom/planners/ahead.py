@@ -19,7 +19,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.bounds import lower_bound
+from seqloom.planners.bounds import plan_bound
 from seqloom.planners.choice import Choice
 from seqloom.simulate import simulate
 
@@ -34,7 +34,7 @@ class StepPlan:
         plan_ns: how long it took to make.
         wait_ns: how long whoever took it waited.
         fallback: why a plain plan stands in; "" when it does not.
-        bound_ns: what no plan of the step can beat, under the cost model; None: not known.
+        bound_ns: what no plan of the step on the same stages can beat, under the cost model; None: not known.
         idle_share: of the ranks' time in the step, by the simulator; None: not known.
     """
 
@@ -172,7 +172,7 @@ def _make(cost: CostModel, chosen: Choice, lengths: np.ndarray) -> _Made:
     try:
         plan = chosen.plan(lengths, cost)
         text, took = plan.to_json(), time.monotonic_ns() - begin
-        return _Made(text, took, "", int(lower_bound(lengths, cost)), simulate(plan, cost).idle_share)
+        return _Made(text, took, "", plan_bound(plan, cost), simulate(plan, cost).idle_share)
     except SeqloomError as error:
         why_not = f"planner {chosen.name!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged

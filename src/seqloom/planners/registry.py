@@ -89,6 +89,11 @@ def parse_name(name: str) -> tuple[str, dict[str, Any]]:
     return base, {_OPTIONS[base]: int(option)}
 
 
+def makes_stages(name: str) -> bool:
+    """Say whether the planner of that name cuts the model into several stages."""
+    return _OPTIONS.get(parse_name(name)[0]) == "stages"
+
+
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
     """Plan one batch with the planner of that name; the plan is validated.
 

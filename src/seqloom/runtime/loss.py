@@ -21,8 +21,40 @@ CHUNK = 2048
 """Tokens whose logits exist at once; what profiles call `head_chunk`."""
 
 
+class HeadGradients:
+    """The head's gradients of all rounds of a step that wait for their backward, in one sum.
+
+    Each would be as large as the head, and where a document is in pieces, all of them wait at once. Forward adds a
+    round's to the sum, and the next backward takes all of it. So rounds must be scaled alike, as those of a step are.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._sum: torch.Tensor | None = None
+
+    def room(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum, to be added to; it has the shape of the weight."""
+        if self._sum is None:
+            self._sum = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        return self._sum
+
+    def take(self) -> torch.Tensor | None:
+        """Return the sum, if any, and start anew."""
+        found, self._sum = self._sum, None
+        return found
+
+    def clear(self) -> None:
+        """Forget what waits: a step was given up."""
+        self._sum = None
+
+
 def summed_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk: int = CHUNK
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk: int = CHUNK,
+    together: HeadGradients | None = None,
 ) -> torch.Tensor:
     """Return the sum of the token losses, a scalar in float32 (float64 for float64).
 
@@ -33,10 +65,11 @@ def summed_loss(
         weight: [vocabulary, hidden] of the head, whole; the table of tokens where the head is tied to it.
         labels: int64[tokens], shifted already; `IGNORED` where the loss does not count.
         chunk: tokens whose logits exist at once.
+        together: where the weight's gradient waits for backward with those of other calls; None: by itself.
     """
     _check(hidden, weight, labels, chunk)
     wants = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    return _SummedLoss.apply(hidden, weight, labels, chunk, wants or (False, False))
+    return _SummedLoss.apply(hidden, weight, labels, chunk, wants or (False, False), together)
 
 
 def valid_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -63,26 +96,35 @@ class _SummedLoss(torch.autograd.Function):
         labels: torch.Tensor,
         chunk: int,
         wants: tuple[bool, bool],
+        together: HeadGradients | None,
     ) -> torch.Tensor:
-        found = _sum_chunks(hidden, weight, labels, chunk, wants)
+        found = _sum_chunks(hidden, weight, labels, chunk, wants, together)
         ctx.save_for_backward(found.hidden, found.weight)
+        ctx.together, ctx.dtype = together if wants[1] else None, weight.dtype
         return found.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
         scale, (hidden, weight) = grad_outputs[0], ctx.saved_tensors
+        if ctx.together is not None:
+            weight = ctx.together.take()
         scaled = [None if each is None else each * scale for each in (hidden, weight)]
-        return *scaled, None, None, None
+        return scaled[0], None if scaled[1] is None else scaled[1].to(ctx.dtype), None, None, None, None
 
 
 def _sum_chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, wants: tuple[bool, bool]
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk: int,
+    wants: tuple[bool, bool],
+    together: HeadGradients | None,
 ) -> _Found:
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     dhidden = torch.empty_like(hidden) if wants[0] else None
-    dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants[1] else None
+    dweight = (together or HeadGradients()).room(weight, wide) if wants[1] else None
     for start in range(0, len(hidden), chunk):
         rows = hidden[start : start + chunk]
         losses, slopes = _one_chunk(rows, weight, labels[start : start + chunk], wide, any(wants))
@@ -91,7 +133,8 @@ def _sum_chunks(
             torch.mm(slopes, weight, out=dhidden[start : start + chunk])
         if dweight is not None:
             dweight += slopes.T @ rows
-    return _Found(total, dhidden, None if dweight is None else dweight.to(weight.dtype))
+    own = dweight.to(weight.dtype) if dweight is not None and together is None else None
+    return _Found(total, dhidden, own)
 
 
 def _one_chunk(

@@ -13,7 +13,7 @@ from seqloom.attention import ModelCall, prepare_attention
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.runtime.loss import CHUNK, summed_loss
+from seqloom.runtime.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.runtime.split_backward import WeightGradients
 
 
@@ -136,12 +136,12 @@ class Network:
 class LossOf(nn.Module):
     """A network from token ids to the sum of token losses, as one module: what it needs is gathered for one call."""
 
-    def __init__(self, network: Network, chunk: int = CHUNK) -> None:
-        """Wrap a network; `chunk` as in `summed_loss`."""
+    def __init__(self, network: Network, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
+        """Wrap a network; `chunk` and `together` as in `summed_loss`."""
         super().__init__()
         self.inner = network.module
         self._network = (network,)  # in a tuple: torch sees parameters under `inner` alone
-        self._chunk = chunk
+        self._options = {"chunk": chunk, "together": together}
 
     def forward(
         self, given: torch.Tensor, labels: torch.Tensor | None, context: Context, part: Part | None = None
@@ -160,4 +160,4 @@ class LossOf(nn.Module):
         if not part.ends:
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
-        return summed_loss(states, cast("torch.Tensor", network.head.weight), labels, chunk=self._chunk)
+        return summed_loss(states, cast("torch.Tensor", network.head.weight), labels, **self._options)

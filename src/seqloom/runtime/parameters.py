@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
-from seqloom.runtime.loss import CHUNK
+from seqloom.runtime.loss import CHUNK, HeadGradients
 from seqloom.runtime.network import LossOf, Network, Part
 from seqloom.runtime.split_backward import WeightGradients
 
@@ -121,7 +121,8 @@ class Replicated:
             chunk: as in `summed_loss`.
         """
         self._network, self._transport = network, transport
-        self._loss = LossOf(network, chunk)
+        self._head = HeadGradients()
+        self._loss = LossOf(network, chunk, self._head)
 
     @property
     def sharers(self) -> tuple[int, ...]:
@@ -188,6 +189,7 @@ class Replicated:
 
     def clear(self) -> None:
         """See `Parameters.clear`."""
+        self._head.clear()
         self._network.module.zero_grad(set_to_none=True)
 
 

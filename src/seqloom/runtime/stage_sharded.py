@@ -29,7 +29,7 @@ from seqloom.comm import Context, Transport
 from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
 from seqloom.runtime.fsdp import check_job, device_of, reduce_dtype
-from seqloom.runtime.loss import CHUNK
+from seqloom.runtime.loss import CHUNK, HeadGradients
 from seqloom.runtime.network import LossOf, Network, Part
 from seqloom.runtime.parameters import complete_gradients, squared_norm, sum_gradients, trained
 from seqloom.runtime.placement import Placement, exchange, held_by, keep_only, parameters_of
@@ -87,7 +87,8 @@ class StageSharded:
         self._needs = {part: [self._kept[name] for name in names[part]] for part in self._parts}
         self._ready: set[Part] = set()  # acquired
         self._due: set[Part] = set()  # have run, and are to be reduced
-        self._network, self._device, self._loss = network, device, LossOf(network, chunk)
+        self._network, self._device, self._head = network, device, HeadGradients()
+        self._loss = LossOf(network, chunk, self._head)
 
     @property
     def sharers(self) -> tuple[int, ...]:
@@ -191,6 +192,7 @@ class StageSharded:
     def clear(self) -> None:
         """See `Parameters.clear`. Copies are dropped too: the optimiser may have changed the masters."""
         self._due.clear()
+        self._head.clear()
         for kept in self._kept.values():
             kept.master.grad = kept.copy.grad = None
         for part in tuple(self._ready):

@@ -16,6 +16,7 @@ from seqloom.data.toy import NAME as MADE_UP
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.files import build, is_file_name, read_mapping
 from seqloom.errors import SeqloomError
+from seqloom.planners.registry import makes_stages
 from seqloom.train.hub import fetched, is_hub_name
 from seqloom.train.overrides import merged, parse_overrides
 from seqloom.train.sections import (
@@ -73,11 +74,26 @@ class Config:
                 f"schedule.warmup = {self.schedule.warmup} is more than run.steps = {self.run.steps}, so the rate "
                 "never gets to optimiser.lr; lower warmup"
             )
+        self._check_planner()
         resume = self.checkpoint.resume
         if resume not in ("auto", "never") and Path(resume).is_relative_to(self.run.output):
             raise SeqloomError(
                 f"checkpoint.resume = {resume!r} lies in this run's own folder, where 'auto' goes on from the latest; "
                 "to go back to an earlier one choose another run.output"
+            )
+
+    def _check_planner(self) -> None:
+        """Refuse a planner that makes other stages than the run has."""
+        stages, planner = self.pipeline.stages, self.plan.planner
+        if makes_stages(planner):
+            raise SeqloomError(
+                f"plan.planner = {planner!r}: the stages of a run are set once for all its steps; set pipeline.stages, "
+                "and leave plan.planner out"
+            )
+        if isinstance(stages, int) and stages > 1 and planner != Planning().planner:
+            raise SeqloomError(
+                f"plan.planner = {planner!r} beside pipeline.stages = {stages}: it plans without a pipeline; leave "
+                "plan.planner out, or set stages to 1"
             )
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Strict
 
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan.schedules.registry import NAMES
+from seqloom.planners.pipelines.orders import ALL_NAMES
 from seqloom.planners.registry import parse_name
 from seqloom.train.values import above, at_least, either
 
@@ -170,8 +170,8 @@ class Pipelining:
         elif self.stages != "auto":
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
         at_least("pipeline", self, 1, "chunks")
-        if self.schedule not in ("auto", *NAMES):
-            raise unknown("pipeline.schedule", self.schedule, ("auto", *NAMES))
+        if self.schedule not in ("auto", *ALL_NAMES):
+            raise unknown("pipeline.schedule", self.schedule, ("auto", *ALL_NAMES))
         changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
         if self.stages == 1 and changed:
             name = changed[0]

@@ -11,7 +11,8 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Stage
 from seqloom.planners.choice import Choice
-from seqloom.planners.pipelines.line import line_of
+from seqloom.planners.pipelines.line import check_stages, line_of
+from seqloom.planners.pipelines.orders import FOLDED, require_order
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config
 
@@ -43,11 +44,15 @@ class Planners:
         if stages == 1:
             everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
             return cls((everything,), Choice(config.plan.planner, seed=config.run.seed), Choice("static"))
-        line = {"stages": stages, "chunks": config.pipeline.chunks}
-        order = config.pipeline.schedule
-        plain = {"schedule": "1f1b" if config.pipeline.chunks == 1 else "interleaved"}
-        placed = line_of(cost, stages, config.pipeline.chunks).stages
-        return cls(placed, Choice("pipeline", {**line, "schedule": order}), Choice("pipeline", line | plain))
+        chunks, order = config.pipeline.chunks, config.pipeline.schedule
+        check_stages(cost, stages, chunks)
+        require_order(order, stages, chunks)
+        folded = order in FOLDED
+        placed = line_of(cost, stages, chunks, folded=folded).stages
+        plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
+        line = {"stages": stages, "chunks": chunks}
+        planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        return cls(placed, planner, stand_in)
 
 
 def number_of_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from seqloom.errors import SeqloomError
-from seqloom.runtime.loss import IGNORED, summed_loss, valid_tokens
+from seqloom.runtime.loss import IGNORED, HeadGradients, summed_loss, valid_tokens
 
 torch.set_num_threads(1)
 
@@ -134,3 +134,25 @@ def test_the_fused_loss_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(cases)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_gradients_of_the_head_wait_together_for_the_next_backward():
+    """Three calls, two of them open when the first goes backward: one tensor waits, and the sums are the same."""
+    together, exact = HeadGradients(), []
+    _, weight, _ = inputs()
+    shared = weight.detach().clone().requires_grad_()
+    losses = []
+    for tokens in (20, 37, 5):
+        hidden, _, labels = inputs(tokens=tokens)
+        exact.append(plain(hidden, weight, labels))
+        losses.append(summed_loss(hidden, shared, labels, chunk=7, together=together))
+        saved = [each for each in losses[-1].grad_fn.saved_tensors if each is not None]
+        assert [each.shape for each in saved] == [hidden.shape], "nothing as large as the head"
+    for loss in reversed(losses):
+        (loss / 11).backward()
+        assert together.take() is None
+    (sum(exact) / 11).backward()
+    assert relative(shared.grad, weight.grad) < 1e-13
+    summed_loss(hidden, shared, labels, together=together)
+    together.clear()
+    assert together.take() is None

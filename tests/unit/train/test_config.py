@@ -139,6 +139,7 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
         ("pipeline.chunks=2", r"pipeline.chunks = 2 with pipeline.stages = 1, which is no pipeline"),
         ("pipeline.schedule=1f1b", r"pipeline.schedule = '1f1b' with pipeline.stages = 1"),
         ("pipeline.schedule=2f2b", r"unknown pipeline.schedule '2f2b'; did you mean 1f1b"),
+        ("plan.planner=pipeline:4", r"plan.planner = 'pipeline:4': the stages of a run are set once"),
         ("optimiser.lr=nan", r"optimiser.lr = nan; it must be above 0"),
         ("optimiser.lr=inf", r"optimiser.lr = inf; it must be above 0"),
         ("optimiser.betas=[0.9, 1.0]", r"optimiser.betas = \[0.9, 1.0\]; both must be at least 0 and below 1"),
@@ -158,6 +159,12 @@ def test_overrides_that_are_not_dotted_are_refused(override, write):
 def test_what_cannot_be_is_refused_with_the_way_out(override, message, write):
     with pytest.raises(SeqloomError, match=message):
         Config.load(write(LEAST), overrides=[override])
+
+
+def test_a_planner_without_stages_is_for_a_run_without_them(write):
+    with pytest.raises(SeqloomError, match=r"plan.planner = 'flex' beside pipeline.stages = 4: it plans without"):
+        Config.load(write(LEAST), ["plan.planner=flex", "pipeline.stages=4"])
+    assert Config.load(write(LEAST), ["plan.planner=flex", "pipeline.stages=auto"]).pipeline.stages == "auto"
 
 
 def test_parameters_belong_to_a_reference_model(write):

@@ -8,13 +8,13 @@ same units through chunk 1, and so on, then the next block; backward likewise fr
 
 The published Seq1F1B-I counts forwards by a formula that is wrong where a block of p units ends inside a sequence:
 it then asks for a backward of a sequence that has not gone forward yet. Here the count comes from what every
-backward needs, which is the formula where k divides p, and other blocks are tried where it does not.
+backward needs, which is the formula where k divides p; where it does not, blocks of whole sequences are tried too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.error import PlanError
@@ -35,7 +35,7 @@ def breadth_first(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> 
         pieces: how many each sequence has, in forward order.
     """
     units = units_of(pieces)
-    return _looped(name, hosts, chunks, units, len(units), len(units), late=True)
+    return _looped(name, hosts, chunks, units, len(units), late=True)
 
 
 def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
@@ -49,30 +49,34 @@ def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Sc
     """
     units = units_of(pieces)
     if len(set(pieces)) == 1 and hosts % pieces[0] == 0 and len(units) % hosts == 0:
-        return _looped(name, hosts, chunks, units, hosts, hosts)
-    most = max(pieces, default=1)
-    sizes = sorted({hosts, most, most * max(1, hosts // most), most * -(-hosts // most)})
+        return _looped(name, hosts, chunks, units, hosts)
+    least = max(pieces, default=1)
+    sequences = -(-hosts // least)
+    sizes = {hosts, *(least * count for count in range(sequences, 2 * sequences + 1))}
     orders = [breadth_first(name, hosts, chunks, pieces)]
-    orders += [_looped(name, hosts, chunks, units, forward, backward) for forward in sizes for backward in sizes]
-    return min(orders, key=_memory_times_time)
+    orders += [_looped(name, hosts, chunks, units, size) for size in sorted(sizes)]
+    return _leanest_of_the_fast(orders)
 
 
-def _memory_times_time(schedule: Schedule) -> float:
-    """What to keep small; units are equal and a backward takes twice its forward. Infinite for an order that stops."""
-    try:
-        played = play(schedule, Times.equal(schedule))
-    except PlanError:
-        return math.inf
-    return max(played.peak, default=0) * played.makespan
+def _leanest_of_the_fast(orders: Sequence[Schedule]) -> Schedule:
+    """Return the order with the least memory among those that end at most 3 % after the first.
+
+    Units are equal here, and a backward takes twice its forward.
+    """
+    found: list[tuple[int, int, Schedule]] = []
+    for order in orders:
+        with suppress(PlanError):  # an order that stops
+            played = play(order, Times.equal(order))
+            found.append((max(played.peak, default=0), played.makespan, order))
+    fastest = min(makespan for _, makespan, _ in found)
+    return min((entry for entry in found if 100 * entry[1] <= 103 * fastest), key=lambda entry: entry[:2])[2]
 
 
-def _looped(
-    name: str, hosts: int, chunks: int, units: tuple[Unit, ...], forward: int, backward: int, late: bool = False
-) -> Schedule:
-    """Build the order with blocks of so many units forward and backward; `late`: backwards after all forwards."""
+def _looped(name: str, hosts: int, chunks: int, units: tuple[Unit, ...], size: int, late: bool = False) -> Schedule:
+    """Build the order with blocks of so many units; `late`: backwards after all forwards."""
     back = list(backward_order(units))
-    forwards = [(c, u) for block in _blocks(range(len(units)), forward) for c in range(chunks) for u in block]
-    backwards = [(c, u) for block in _blocks(back, backward) for c in reversed(range(chunks)) for u in block]
+    forwards = [(c, u) for block in _blocks(range(len(units)), size) for c in range(chunks) for u in block]
+    backwards = [(c, u) for block in _blocks(back, size) for c in reversed(range(chunks)) for u in block]
     place = {entry: number for number, entry in enumerate(forwards)}
     last = {unit.sequence: number for number, unit in enumerate(units)}
     needed = [len(forwards) if late else place[c, last[units[u].sequence]] + 1 for c, u in backwards]

@@ -1,8 +1,8 @@
 """Messages between the hosts of a schedule, placed so that they add no waiting and cannot deadlock.
 
 A SEND follows what makes it. A RECV comes directly before what uses it, or earlier where a message that was sent
-after it is used before it: between two hosts, what goes one way arrives in the order in which it is sent. That
-costs nothing: who waits for the later message waits for the earlier one too.
+after it is used before it: what one host sends another arrives in the order in which it is sent, whether it goes
+forward or backward. That costs nothing: who waits for the later message waits for the earlier one too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def with_messages(hosts: Sequence[int], rows: Rows) -> Rows:
     sends: list[dict[int, Action]] = [{} for _ in rows]
     receives: list[dict[int, list[Action]]] = [{} for _ in rows]
     for h, row in enumerate(rows):
-        channels: dict[tuple[ActionKind, int], list[tuple[int, Action]]] = {}
+        channels: dict[int, list[tuple[int, Action]]] = {}
         for k, action in enumerate(row):
             step, send, receive = _MAKES.get(action.kind, (0, F, F))
             peer = action.stage + step
@@ -38,8 +38,8 @@ def with_messages(hosts: Sequence[int], rows: Rows) -> Rows:
                 continue
             sends[h][k] = Action(action.stage, send, action.round)
             arrival = Action(peer, receive, action.round)
-            channels.setdefault((receive, hosts[peer]), []).append((used[hosts[peer]][arrival], arrival))
-        for (_, receiver), sent in channels.items():
+            channels.setdefault(hosts[peer], []).append((used[hosts[peer]][arrival], arrival))
+        for receiver, sent in channels.items():
             _receive(sent, receives[receiver])
     return tuple(tuple(_joined(row, sends[h], receives[h])) for h, row in enumerate(rows))
 
@@ -50,7 +50,7 @@ def _used_at(row: Sequence[Action]) -> dict[Action, int]:
 
 
 def _receive(sent: list[tuple[int, Action]], into: dict[int, list[Action]]) -> None:
-    """Place the receives of one channel: before their use, and never after one that was sent later."""
+    """Place the receives from one host: before their use, and never after one that was sent later."""
     latest = [place for place, _ in sent]
     for k in range(len(latest) - 2, -1, -1):
         latest[k] = min(latest[k], latest[k + 1])

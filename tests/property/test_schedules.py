@@ -1,0 +1,106 @@
+"""Every schedule that can be asked for by name keeps every rule; playing it agrees with a plain event by event run."""
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqloom.plan.action import ActionKind
+from seqloom.plan.check_actions import complete
+from seqloom.plan.check_messages import ending, matched, send_of
+from seqloom.plan.schedules import NAMES, Schedule, Times, play, schedule_of
+from seqloom.plan.schedules.registry import FAMILIES
+from seqloom.plan.table import Table
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from(NAMES))
+    family = FAMILIES[name]
+    chunks = draw(st.integers(family.chunks[0], family.chunks[1] or 3))
+    pieces = draw(st.lists(st.integers(1, 1 if family.whole else 5), min_size=1, max_size=7))
+    ratio = draw(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)))
+    return schedule_of(name, draw(st.integers(1, 6)), len(pieces), pieces, chunks, ratio)
+
+
+@st.composite
+def times_of(draw, schedule: Schedule, least: int = 0) -> Times:
+    numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = len(schedule.hosts), len(schedule.units)
+    return Times(*(numbers.integers(least, 20, shape) for _ in range(3)))
+
+
+@given(schedules())
+def test_every_schedule_keeps_every_rule(schedule):
+    schedule.validate()
+    peak = play(schedule, Times.equal(schedule)).peak
+    schedule.validate(cap=peak)
+    rows = schedule.rows_of_plan()
+    table = Table("plan", schedule.hosts, len(schedule.units), rows)
+    complete(table)
+    matched(table)
+    ending(table, send_of, "a receive waits for its send")
+    computing = {ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W}
+    assert tuple(tuple(a for a in row if a.kind in computing) for row in rows) == schedule.rows
+    assert Schedule.from_csv(schedule.to_csv(), schedule.name, pieces_of(schedule)) == schedule
+
+
+def pieces_of(schedule: Schedule) -> list[int]:
+    return [unit.pieces for unit in schedule.units if unit.piece == 0]
+
+
+@given(st.data())
+def test_playing_is_what_an_event_by_event_run_does(data):
+    schedule = data.draw(schedules())
+    times = data.draw(times_of(schedule))
+    held = data.draw(times_of(schedule, 1)).forward
+    message = data.draw(st.sampled_from([0, 3]))
+    played = play(schedule, times, held, message)
+    start, stop = by_events(schedule, times, message)
+    assert [list(row) for row in played.start] == start
+    assert [list(row) for row in played.stop] == stop
+    assert played.makespan == max(max(row) for row in stop)
+    assert played.span == max(ends[-1] - begins[0] for begins, ends in zip(start, stop, strict=True))
+    busy = sum(int(column.sum()) for column in times)
+    if played.span:
+        assert math.isclose(played.bubble, 1 - busy / (played.span * len(start)), abs_tol=1e-12)
+    assert list(played.peak) == [most_held(schedule, host, held) for host in range(len(start))]
+
+
+def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Relax the starting times until nothing changes: the longest path, without any order of evaluation."""
+    halves = {(a.stage, a.round) for row in schedule.rows for a in row if a.kind is ActionKind.I}
+    duration, ends = {}, {}
+    for row in schedule.rows:
+        for a in row:
+            forward, backward, weights = (int(column[a.stage, a.round]) for column in times)
+            whole = {"F": forward, "B": backward + weights, "I": backward, "W": weights}
+            duration[a], ends[a] = whole[a.kind.value], 0
+    by_name = {(a.stage, a.kind.value, a.round): a for a in ends}
+    changed = True
+    while changed:
+        changed = False
+        for row in schedule.rows:
+            free = 0
+            for a in row:
+                other = None
+                if a.kind is ActionKind.F:
+                    other = by_name.get((a.stage - 1, "F", a.round))
+                elif a.kind is not ActionKind.W:
+                    other = by_name.get((a.stage + 1, "I" if (a.stage + 1, a.round) in halves else "B", a.round))
+                late = message if other and schedule.hosts[other.stage] != schedule.hosts[a.stage] else 0
+                free = max(free, ends[other] + late if other else 0) + duration[a]
+                changed |= ends[a] != free
+                ends[a] = free
+    stop = [[ends[a] for a in row] for row in schedule.rows]
+    return [[ends[a] - duration[a] for a in row] for row in schedule.rows], stop
+
+
+def most_held(schedule: Schedule, host: int, held: np.ndarray) -> int:
+    """Count at every moment of the row which units are between F and the end of their backward."""
+    row = schedule.rows[host]
+    opened = {(a.stage, a.round): k for k, a in enumerate(row) if a.kind is ActionKind.F}
+    closed = {(a.stage, a.round): k for k, a in enumerate(row) if a.kind in (ActionKind.B, ActionKind.W)}
+    live = [sum(int(held[key]) for key, k in opened.items() if k <= now < closed[key]) for now in range(len(row))]
+    return max(live)
