@@ -1,12 +1,16 @@
 """List schedules: every host, whenever it is free, takes the most urgent action that it may run.
 
-A backward first (it frees memory and the hosts before wait for it), then a forward if memory allows, then a weight
-half: W has no one waiting for it, so it fills what would be idle and frees memory when a forward needs it. What a
-unit holds counts from its F to its W.
+Where both a forward and a backward could run, the neighbour that is hungrier is fed: a forward if no more forwards
+wait at the next stage than backwards at the stage before, else a backward. A weight half has no one waiting for it:
+it runs where the host would idle, or where a forward needs the memory that it frees. What a unit holds counts from
+its F to its W.
 
 Forwards run in the order of the units on every stage, and what the later stages of a host will need of a unit is set
 aside when the first of them takes it in. So a host can only be full of whole sequences, whose backwards will come, or
-of the one sequence that is being taken in, which fits by itself: no list schedule runs into a deadlock.
+of those that are being taken in, which fit by themselves: no list schedule runs into a deadlock.
+
+An order costs a few microseconds per action, in plain Python: hence numbers in flat lists. A place is
+stage * units + unit; an action is kind * places + place.
 """
 
 from __future__ import annotations
@@ -23,54 +27,61 @@ from seqloom.plan.schedules.play import Times
 from seqloom.plan.schedules.schedule import Rows, Unit, backward_order
 
 KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
-F, I, W = range(3)  # noqa: E741 - the field's name for the input half of a backward
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be put in order, as plain lists: stage first, then unit."""
+    """What is to be put in order."""
 
     hosts: tuple[int, ...]
     units: tuple[Unit, ...]
-    durations: tuple[list[list[int]], ...]
-    """Of F, I and W."""
-    held: list[list[int]]
+    durations: list[int]
+    """Of every action."""
+    held: list[int]
+    """Of every place."""
     needs: list[list[int]]
     """Host, unit: what all stages of the host hold of it."""
     before: list[int]
-    """The unit with the piece before, or -1."""
+    """Of every place: the one of the same stage with the piece before, or -1."""
     urgency: list[int]
-    """Place of a unit in the order of backward."""
+    """Of every place: where its unit is in the order of backward."""
+    least: tuple[int, ...]
+    """What every host must be able to hold: sequences that are not yet complete have no backward to run."""
 
     @classmethod
     def of(cls, hosts: Sequence[int], units: Sequence[Unit], times: Times, held: np.ndarray) -> Problem:
         """Take arrays int64[stages, units] apart."""
         needs = np.zeros((max(hosts) + 1, len(units)), dtype=np.int64)
         np.add.at(needs, list(hosts), held)
-        before, last = [], {}
+        before, last = np.full(len(units), -1), {}
         for number, unit in enumerate(units):
-            before.append(last.get(unit.sequence, -1))
+            before[number] = last.get(unit.sequence, -1)
             last[unit.sequence] = number
-        urgency = [0] * len(units)
-        for place, number in enumerate(backward_order(units)):
-            urgency[number] = place
-        columns = tuple(column.tolist() for column in times)
-        return cls(tuple(hosts), tuple(units), columns, held.tolist(), needs.tolist(), before, urgency)
+        urgency = np.argsort(list(backward_order(units)))
+        first = np.arange(len(hosts))[:, None] * len(units)
+        return cls(
+            tuple(hosts),
+            tuple(units),
+            np.concatenate([column.ravel() for column in times]).tolist(),
+            held.ravel().tolist(),
+            needs.tolist(),
+            np.where(before < 0, -1, first + before).ravel().tolist(),
+            np.tile(urgency, len(hosts)).tolist(),
+            _least(units, needs),
+        )
 
-    def least(self) -> list[int]:
-        """What every host must be able to hold: the sequences that are open at one time."""
-        most = [0] * len(self.needs)
-        first = {unit.sequence: number for number, unit in reversed(list(enumerate(self.units)))}
-        opened: set[int] = set()
-        start = 0
-        for number, unit in enumerate(self.units):
-            start = min(first[s] for s in opened) if opened else number
-            opened.add(unit.sequence)
-            for host, need in enumerate(self.needs):
-                most[host] = max(most[host], sum(need[start : number + 1]))
-            if unit.piece == unit.pieces - 1:
-                opened.discard(unit.sequence)
-        return most
+
+def _least(units: Sequence[Unit], needs: np.ndarray) -> tuple[int, ...]:
+    """The most that sequences hold before they are complete, per host."""
+    total, most = np.zeros(len(needs), dtype=np.int64), np.zeros(len(needs), dtype=np.int64)
+    members: dict[int, list[int]] = {}
+    for number, unit in enumerate(units):
+        members.setdefault(unit.sequence, []).append(number)
+        total += needs[:, number]
+        most = np.maximum(most, total)
+        if unit.piece == unit.pieces - 1:
+            total -= needs[:, members[unit.sequence]].sum(axis=1)
+    return tuple(most.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,95 +89,115 @@ class Listed:
     """An order, and how long it takes."""
 
     rows: list[list[int]]
-    """Per host, (stage * units + unit) * 3 + kind."""
     makespan: int
 
     def actions(self, problem: Problem) -> Rows:
         """The rows as actions."""
-        width = len(problem.units)
+        width, places = len(problem.units), len(problem.held)
         return tuple(
-            tuple(Action(code // 3 // width, KINDS[code % 3], code // 3 % width) for code in row) for row in self.rows
+            tuple(Action(code % places // width, KINDS[code // places], code % width) for code in row)
+            for row in self.rows
         )
 
 
-class _State:
-    """Where a list schedule stands."""
+class State:
+    """Where a list schedule stands, and what comes next.
 
-    def __init__(self, problem: Problem, caps: Sequence[int]) -> None:
-        hosts, count = problem.hosts, len(problem.units)
-        self.room = list(caps)
-        self.arrived = [count] + [0] * len(hosts)
+    Args:
+        problem: what is to be done.
+        caps: the most that each host may hold, at least `Problem.least`.
+        lead: per host, how many forwards more may wait at the next stage than backwards at the one before for a
+            forward to go first; with minus the number of units or less, backwards always go first.
+    """
+
+    def __init__(self, problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> None:
+        hosts, width = problem.hosts, len(problem.units)
+        self.problem, self.lead, self.room = problem, lead, list(caps)
+        self.width, self.places, self.last = width, len(problem.held), len(hosts) - 1
+        self.arrived = [width] + [0] * len(hosts)
         self.forwards = [0] * len(hosts)
-        pieces_after = [0 if unit.piece == unit.pieces - 1 else 1 for unit in problem.units]
-        self.missing = [[1 + more for more in pieces_after] for _ in hosts]
-        self.ready: list[list[tuple[int, int]]] = [[] for _ in problem.needs]
-        self.weights: list[deque[int]] = [deque() for _ in problem.needs]
-        self.stages = [[s for s, own in enumerate(hosts) if own == h][::-1] for h in range(len(problem.needs))]
+        self.back = [0] * len(hosts) + [1]  # backwards that wait at a stage; stage -1 always has one
+        self.missing = [1 if unit.piece == unit.pieces - 1 else 2 for unit in problem.units] * len(hosts)
+        self.ready: list[list[tuple[int, int]]] = [[] for _ in caps]
+        self.weights: list[deque[int]] = [deque() for _ in caps]
+        self.stages = [[s for s, own in enumerate(hosts) if own == h][::-1] for h in range(len(caps))]
 
-    def less(self, problem: Problem, stage: int, unit: int) -> None:
-        """One thing fewer that an I waits for."""
-        self.missing[stage][unit] -= 1
-        if not self.missing[stage][unit]:
-            heappush(self.ready[problem.hosts[stage]], (problem.urgency[unit], stage * len(problem.units) + unit))
+    def less(self, place: int, host: int) -> None:
+        """One thing fewer that a backward waits for."""
+        self.missing[place] -= 1
+        if not self.missing[place]:
+            heappush(self.ready[host], (self.problem.urgency[place], place))
 
-    def finish(self, problem: Problem, host: int, code: int) -> int:
+    def finish(self, host: int, code: int) -> int:
         """Hand on what an action made; return the host that may have been waiting for it."""
-        place, kind = divmod(code, 3)
-        stage, unit = divmod(place, len(problem.units))
-        if kind == F:
+        kind, place = divmod(code, self.places)
+        if kind == 2:
+            self.room[host] += self.problem.held[place]
+            return host
+        stage = place // self.width
+        if kind == 0:
             self.arrived[stage + 1] += 1
-            if stage + 1 < len(problem.hosts):
-                return problem.hosts[stage + 1]
-            self.less(problem, stage, unit)
-        elif kind == I:
-            self.weights[host].append(place)
-            if problem.before[unit] >= 0:
-                self.less(problem, stage, problem.before[unit])
-            if stage:
-                self.less(problem, stage - 1, unit)
-                return problem.hosts[stage - 1]
-        else:
-            self.room[host] += problem.held[stage][unit]
-        return host
+            if stage < self.last:
+                return self.problem.hosts[stage + 1]
+            self.less(place, host)
+            return host
+        self.weights[host].append(place)
+        if self.problem.before[place] >= 0:
+            self.less(self.problem.before[place], host)
+        if not stage:
+            return host
+        other = self.problem.hosts[stage - 1]
+        self.back[stage - 1] += 1
+        self.less(place - self.width, other)
+        return other
 
-    def pick(self, problem: Problem, host: int) -> int:
+    def pick(self, host: int) -> int:
         """The action that a free host takes, or -1."""
-        if self.ready[host]:
-            return heappop(self.ready[host])[1] * 3 + I
-        stages = self.stages[host]
+        stages, ready = self.stages[host], self.ready[host]
         for stage in stages:
             unit = self.forwards[stage]
             if unit < self.arrived[stage]:
-                if stage == stages[-1]:
-                    if problem.needs[host][unit] > self.room[host]:
-                        break
-                    self.room[host] -= problem.needs[host][unit]
-                self.forwards[stage] = unit + 1
-                return (stage * len(problem.units) + unit) * 3
-        return self.weights[host].popleft() * 3 + W if self.weights[host] else -1
+                need = self.problem.needs[host][unit] if stage == stages[-1] else 0
+                if need <= self.room[host] and (not ready or self.feeds(host, stage, ready[0][1])):
+                    self.room[host] -= need
+                    self.forwards[stage] = unit + 1
+                    return stage * self.width + unit
+                break
+        if ready:
+            place = heappop(ready)[1]
+            self.back[place // self.width] -= 1
+            return self.places + place
+        return 2 * self.places + self.weights[host].popleft() if self.weights[host] else -1
+
+    def feeds(self, host: int, stage: int, place: int) -> bool:
+        """Whether the stage after `stage` is hungrier than the one before that of the backward at `place`."""
+        if stage == self.last:
+            return False
+        waiting = self.arrived[stage + 1] - self.forwards[stage + 1]
+        return waiting <= self.back[place // self.width - 1] + self.lead[host]
 
 
-def listed(problem: Problem, caps: Sequence[int]) -> Listed:
-    """Put a problem in order; no host holds more than its cap, which is at least `Problem.least`."""
-    state, durations, width = _State(problem, caps), problem.durations, len(problem.units)
-    rows: list[list[int]] = [[] for _ in problem.needs]
-    idle = [True] * len(rows)
+def listed(problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> Listed:
+    """Put a problem in order; for the arguments see `State`."""
+    state, durations = State(problem, caps, lead), problem.durations
+    rows: list[list[int]] = [[] for _ in caps]
+    idle = [True] * len(caps)
     heap: list[tuple[int, int]] = []
-    awake = set(range(len(rows)))
+    awake = list(range(len(caps)))
     now = 0
     while True:
-        for host in sorted(awake):
-            code = state.pick(problem, host) if idle[host] else -1
-            if code >= 0:
-                rows[host].append(code)
-                place, kind = divmod(code, 3)
-                heappush(heap, (now + durations[kind][place // width][place % width], host))
-                idle[host] = False
+        for host in awake:
+            if idle[host]:
+                code = state.pick(host)
+                if code >= 0:
+                    rows[host].append(code)
+                    heappush(heap, (now + durations[code], host))
+                    idle[host] = False
         if not heap:
             return Listed(rows, now)
         now = heap[0][0]
-        awake = set()
-        while heap and heap[0][0] == now:
+        awake = []
+        while heap and heap[0][0] == now:  # all that ends now has ended before anything begins
             host = heappop(heap)[1]
             idle[host] = True
-            awake |= {host, state.finish(problem, host, rows[host][-1])}
+            awake += (host, state.finish(host, rows[host][-1]))

@@ -109,14 +109,14 @@ def shortest(borders: Sequence[int]) -> int:
 
 
 def _reach(cost: Cost, share: int, parts: int, length: int) -> int:
-    """The fewest tokens x with C(x) * parts >= share."""
+    """The most tokens x with C(x) * parts <= share."""
     low, high = 0, length
     while low < high:
-        middle = (low + high) // 2
-        if cost(middle) * parts >= share:
-            high = middle
+        middle = (low + high + 1) // 2
+        if cost(middle) * parts <= share:
+            low = middle
         else:
-            low = middle + 1
+            high = middle - 1
     return low
 
 

@@ -43,12 +43,8 @@ class Shape:
     """The most tokens of a pack."""
     starters: int = 0
     """How many starters of each size come first."""
-
-    @classmethod
-    def by_pieces(cls, longest: int, pieces: int, packs: float, tokens: int, starters: int = 0) -> Shape:
-        """Cut a document that costs `longest` into `pieces`; packs take `packs` times as long as a piece."""
-        piece = -(-longest // pieces)
-        return cls(max(1, piece), max(1, int(piece * packs)), tokens, starters)
+    shared: bool = False
+    """Whether the last piece of a long document may have short ones beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +71,40 @@ def packed(lengths: Sequence[int], cost: Cost, shape: Shape, *, multiple: int = 
     """
     order = sorted(range(len(lengths)), key=lambda d: (-lengths[d], d))
     costs = {d: cost(lengths[d]) for d in order}
-    chains: list[list[list[Part]]] = []
+    long: list[list[list[Part]]] = []
     short: list[int] = []
     for d in order:
         wanted = -(-costs[d] // shape.piece) if costs[d] > shape.pack else 1
         borders = equal_cuts(lengths[d], min(wanted, lengths[d]), cost, multiple=multiple, floor=floor)
         if len(borders) > 2:
-            chains.append([[Part(d, *span)] for span in pairwise(borders)])
+            long.append([[Part(d, *span)] for span in pairwise(borders)])
         else:
             short.append(d)
     first = list(_starters(short, lengths, costs, shape))
+    if shape.shared:
+        short = _beside(long, short, lengths, cost, shape)
     packs = _packs(short, lengths, costs, shape)
-    units, parts = [], []
     whole = [[[Part(d, 0, lengths[d]) for d in pack]] for pack in [*first, *packs]]
-    for sequence, chain in enumerate([*whole[: len(first)], *chains, *whole[len(first) :]]):
-        for piece, content in enumerate(chain):
-            units.append(Unit(sequence, piece, len(chain)))
-            parts.append(tuple(content))
-    return Packed(tuple(units), tuple(parts))
+    chains = [*whole[: len(first)], *long, *whole[len(first) :]]
+    units = tuple(Unit(s, piece, len(chain)) for s, chain in enumerate(chains) for piece in range(len(chain)))
+    return Packed(units, tuple(tuple(parts) for chain in chains for parts in chain))
+
+
+def _beside(
+    long: list[list[list[Part]]], short: Sequence[int], lengths: Sequence[int], cost: Cost, shape: Shape
+) -> list[int]:
+    """Put short documents beside the last pieces of long ones, longest first, where time is left; return the rest."""
+    room = [shape.piece - cost(chain[-1][0].stop) + cost(chain[-1][0].start) for chain in long]
+    rest = []
+    for d in short:
+        time = cost(lengths[d])
+        best = max(range(len(room)), key=lambda n: room[n], default=-1)
+        if best >= 0 and time <= room[best]:
+            long[best][-1].append(Part(d, 0, lengths[d]))
+            room[best] -= time
+        else:
+            rest.append(d)
+    return rest
 
 
 def _starters(short: list[int], lengths: Sequence[int], costs: dict[int, int], shape: Shape) -> Iterator[list[int]]:
