@@ -1,6 +1,6 @@
 """Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted; and torch's runtime.
 
-Fixed before measuring: Wikipedia lengths cut at 4K, 4 sequences a rank and step, one of them 4K, the model below. The
+Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
 machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in an
 order that turns from batch to batch. A step is bind, forward, backward, reduction, clipping and AdamW; its time is that
@@ -33,11 +33,11 @@ from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.plan import GroupFamily, Plan
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.pipelines.line import island_of, line_of
-from seqloom.simulate import predicted_ns
+from seqloom.simulate import simulate
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2_048, 4, 6, (4, 8), 5
+LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 1_024, 2, 4, (4, 8), 5
 EQUAL = {"length": 512, "per_stage": 2}
 SIZES = {"layers": 16, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
@@ -60,6 +60,14 @@ def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Pla
     sides = {"1f1b": {"schedule": "1f1b"}, "seq1f1b": {"schedule": "seq1f1b", "pieces": 4}, "auto": {}}
     plans = {name: plan_pipeline(lengths, cost, stages=stages, **given) for name, given in sides.items()}
     return plans | {"chunks": fixed_chunks(lengths, cost, line, limits, longest // 8)}
+
+
+def busy(timer: StepTimer) -> list[float]:
+    """Seconds that every rank spent in forwards and backwards of the last step."""
+    assert timer.last is not None
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, timer.last.forward_s + timer.last.backward_s)
+    return every
 
 
 def rank_body(rank: int, folder: str, arguments: argparse.Namespace) -> None:
@@ -96,8 +104,8 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
         for number, batch in enumerate(drawn(arguments, longest, steps)):
             plans = plans_of(batch, cost, stages)
             turn = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
-            seconds = {name: timer.seconds(plans[name]) for name in turn}
-            row = {name: report.entry(plans[name], predicted_ns(plans[name], cost), seconds[name]) for name in plans}
+            seconds = {name: (timer.seconds(plans[name]), busy(timer)) for name in turn}
+            row = {name: report.entry(plans[name], simulate(plans[name], cost), *seconds[name]) for name in plans}
             say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
             if number:  # the first batch warms up
                 report.rows.setdefault(stages, []).append(row)

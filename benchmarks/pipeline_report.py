@@ -13,6 +13,7 @@ from training_report import described
 
 from seqloom.cost.calibrate import Calibration
 from seqloom.plan import Plan
+from seqloom.simulate import Simulation
 
 Row = dict[str, dict[str, Any]]
 """One batch: by side, what was predicted and measured."""
@@ -29,18 +30,25 @@ class Report:
     torch: list[dict[str, float]] = field(default_factory=list)
 
     @staticmethod
-    def entry(plan: Plan, predicted_ns: int, seconds: float) -> dict[str, Any]:
-        """One batch by one side."""
+    def entry(plan: Plan, predicted: Simulation, seconds: float, busy: list[float]) -> dict[str, Any]:
+        """One batch by one side; busy: seconds of every rank in forwards and backwards."""
+        expected = predicted.busy_ns + predicted.comm_ns
         return {
             "measured_ms": 1e3 * seconds,
-            "predicted_ms": predicted_ns / 1e6,
+            "predicted_ms": predicted.step_ns / 1e6,
+            "measured_busy_ms": 1e3 * np.mean(busy),
+            "predicted_busy_ms": expected.mean() / 1e6,
+            "fullest": [1e3 * max(busy), expected.max() / 1e6],
             "units": len(plan.pipelines[0].rounds),
             "plan": plan.hash[:12],
         }
 
     @staticmethod
     def line(row: Row) -> str:
-        return ", ".join(f"{n} {v['measured_ms']:.0f} ({v['predicted_ms']:.0f})" for n, v in row.items())
+        return ", ".join(
+            f"{n} {v['measured_ms']:.0f} ({v['predicted_ms']:.0f}), busy {v['measured_busy_ms']:.0f} ({v['predicted_busy_ms']:.0f}), max {v['fullest'][0]:.0f} ({v['fullest'][1]:.0f})"
+            for n, v in row.items()
+        )
 
     def sides(self) -> list[dict[str, Any]]:
         """Means over the batches; ratios are of sums."""
@@ -55,6 +63,8 @@ class Report:
                         "side": name,
                         "measured_ms": times.mean(),
                         "predicted_off": predicted.sum() / times.sum() - 1,
+                        "busy_off": _total(rows, name, "predicted_busy_ms") / _total(rows, name, "measured_busy_ms")
+                        - 1,
                         "worst_step_off": np.abs(predicted / times - 1).max(),
                         "auto_faster": times.sum() / measured["auto"].sum(),
                         "units": np.mean([row[name]["units"] for row in rows]),
@@ -89,3 +99,7 @@ class Report:
         rows = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in side.values()] for side in sides]
         show("steps", [*sides[0]], rows)
         show_checks(self.checks())
+
+
+def _total(rows: list[Row], name: str, key: str) -> float:
+    return sum(row[name][key] for row in rows)

@@ -18,7 +18,7 @@ from seqloom.cost.shapes import candidate_shapes
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Span, Stage, Work
-from seqloom.runtime import Network, bind_plan, run_step, scale_gradients
+from seqloom.runtime import Network, StepResult, bind_plan, run_step, scale_gradients
 from seqloom.train.model import made_ready, place
 from seqloom.train.optimiser import clip_factor, make_optimiser
 from seqloom.train.sections import Optimiser
@@ -50,6 +50,7 @@ class StepTimer:
         self._parameters = place(ready, transport, stages, cost, compute)
         self._settings = Optimiser()
         self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
+        self.last: StepResult | None = None
 
     def seconds(self, plan: Plan, *, update: bool = True) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it.
@@ -61,7 +62,7 @@ class StepTimer:
         self.slowest(0.0)  # all ranks begin together
         begin = time.perf_counter()
         bound = bind_plan(plan, self._transport, device=self._device, check=False)
-        result = run_step(bound, self._parameters, self._rows, valid)
+        self.last = result = run_step(bound, self._parameters, self._rows, valid)
         if update:
             factor = clip_factor(result.gradient_norm, self._settings.clip)
             if factor < 1:
