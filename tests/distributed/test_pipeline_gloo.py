@@ -1,11 +1,14 @@
 """Stages as real processes: messages on lanes, and the numbers of one process."""
 
+import pytest
 import torch
 
 from seqloom.comm import Lane, Way
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
 from seqloom.plan.schedules import schedule_of
 from seqloom.runtime.fsdp import Sharded
+from seqloom.runtime.placement import Placement
+from seqloom.runtime.stage_sharded import StageSharded
 from seqloom.testing.pipelines import stages_on
 from seqloom.testing.steps import Step, tiny_spec
 
@@ -50,25 +53,30 @@ def planned(name, hosts, width, pieces, sharding):
         low, high = (STEP.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), list(Checkpoint)[number % 4]
         rounds.append(Round(tuple(Work((Group(s.ranks, ulysses, width // ulysses, spans),), kind) for s in stages)))
-    limits = Limits(hosts * width, hosts * width, STEP.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
+    limits = Limits(hosts * width, 2, STEP.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
     line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
     plan = Plan(limits, sharding, Reduce.STEP, STEP.lengths, (line,), name)
     plan.validate()
     return plan
 
 
-def run(transport, plan, sharded):
-    def make(network, own):
-        return Sharded(network, own, plan.sharding)
-
-    return STEP.spread(plan, transport, make) if sharded else STEP.spread(plan, transport)
-
-
-def test_stages_of_two_ranks_with_documents_in_pieces_and_a_split_backward(gloo_pool):
-    plan = planned("seq1f1b-zb", 4, 2, 2, Sharding.FULL)
-    assert max(each.worst(STEP.alone()) for each in gloo_pool.run(run, plan, False, ranks=8)) < 1e-9
+def run(transport, plan, kind):
+    placement = Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
+    make = {
+        "layers": lambda network, own: Sharded(network, own, plan.sharding),
+        "stages": lambda network, own: StageSharded(network, own, placement),
+    }
+    return STEP.spread(plan, transport, make[kind])
 
 
-def test_one_stage_of_sharded_layers_does_both_halves_of_a_backward_at_once(gloo_pool):
-    plan = planned("seq1f1b-zb", 1, 8, 2, Sharding.FULL)
-    assert max(each.worst(STEP.alone()) for each in gloo_pool.run(run, plan, True, ranks=8)) < 1e-9
+@pytest.mark.parametrize(
+    ("name", "hosts", "pieces", "sharding", "kind"),
+    [
+        ("zb-v", 2, 1, Sharding.HYBRID, "stages"),
+        ("gpipe", 2, 1, Sharding.NONE, "stages"),
+        ("seq1f1b-zb", 1, 2, Sharding.FULL, "layers"),  # layers sharded over all ranks: both halves at once, in I
+    ],
+)
+def test_stages_are_one_process_however_parameters_are_kept(gloo_pool, name, hosts, pieces, sharding, kind):
+    plan = planned(name, hosts, 8 // hosts, pieces, sharding)
+    assert max(each.worst(STEP.alone()) for each in gloo_pool.run(run, plan, kind, ranks=8)) < 1e-9

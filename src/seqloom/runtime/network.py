@@ -119,9 +119,10 @@ class Network:
             given: int64[tokens] for a part that begins, else hidden states [tokens, hidden].
             context: of the round.
         """
-        if part.begins and part.ends:
+        whole = part.begins and part.ends
+        if whole and not self._carries_frozen(context):
             return self.hidden(given, context)
-        if part.of != len(self.layers) or not 0 <= part.first <= part.stop <= part.of:
+        if not whole and (part.of != len(self.layers) or not 0 <= part.first <= part.stop <= part.of):
             raise SeqloomError(
                 f"layers {part.first} to {part.stop - 1} of {part.of} asked of a model with {len(self.layers)} layers; "
                 "make the plan for this model"
@@ -129,8 +130,19 @@ class Network:
         if self.embed is None or self.body is None or self.norm is None:
             raise SeqloomError(self.uncut)
         states = self.embed(given, context) if part.begins else given
-        states = self.body(states, context, part.first, part.stop)
+        if part.begins and self._carries_frozen(context) and not states.requires_grad:
+            states.requires_grad_()
+        states = self.body(states, context, part.first, len(self.layers) if whole else part.stop)
         return self.norm(states) if part.ends else states
+
+    def _carries_frozen(self, context: Context) -> bool:
+        """Whether a document is in pieces and some parameters do not learn.
+
+        Keys are kept until attention goes backward, which it would not below the first parameter that learns.
+        """
+        if not context.pieces or not torch.is_grad_enabled():
+            return False
+        return not all(parameter.requires_grad for parameter in self.module.parameters())
 
 
 class LossOf(nn.Module):

@@ -162,9 +162,9 @@ def test_bad_files(text, words):
 
 def test_pieces_of_a_file_fit_its_units():
     text = schedule_of("gpipe", 2, 6).to_csv()
-    with pytest.raises(PlanError, match="6 units, which are not sequences of 4 pieces; .*; use 3"):
+    with pytest.raises(PlanError, match=r"6 units, which are not sequences of 4 pieces; .*; use 3"):
         Schedule.from_csv(text, pieces=4)
-    with pytest.raises(PlanError, match="the pieces 4, 1 make 5; .* give numbers that make 6"):
+    with pytest.raises(PlanError, match=r"the pieces 4, 1 make 5; .* give numbers that make 6"):
         Schedule.from_csv(text, pieces=[4, 1])
     with pytest.raises(PlanError, match="go backward in reverse order"):
         Schedule.from_csv(text, pieces=2)

@@ -205,3 +205,24 @@ def test_a_model_that_cannot_be_cut_is_refused_and_one_of_other_layers():
                     bind_plan(plan, transport), Replicated(network, transport), STEP.rows(), STEP.valid
                 )
             )
+
+
+@pytest.mark.parametrize(("hosts", "pieces"), [(1, 2), (2, 2), (2, 1)])
+def test_a_model_of_which_little_learns(threads, hosts, pieces):
+    """The first layers are frozen: below what learns, documents in pieces still hand back what they carry."""
+    plan = plan_of("seq1f1b-zb", hosts, pieces=pieces)
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.2.mlp" in name or "layers.3.self_attn.v" in name)
+        return model
+
+    def body(transport):
+        parameters = Replicated(Network.of(freeze(STEP.model())), transport)
+        run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
+        return dict(parameters.gradients())
+
+    wanted = STEP.alone().gradients
+    for found in threads(hosts).run(body):
+        assert len(found) == 4
+        assert max(float((each - wanted[name]).norm() / wanted[name].norm()) for name, each in found.items()) < 1e-9

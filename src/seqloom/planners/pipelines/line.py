@@ -141,11 +141,14 @@ def stage_layers(cost: CostModel, hosts: int, chunks: int = 1, places: Sequence[
 def host_shapes(cost: CostModel, line: Line) -> dict[Shape, tuple[int, ...]]:
     """Shapes that fit in every host, with the offsets in the host at which their groups may begin.
 
-    Groups lie on blocks of the group family. Keys and values stay inside the host: no routes. A document in pieces
-    has a ring, not a gather.
+    Groups lie on blocks of the group family. Keys and values stay inside the host: no routes. Beside the shapes that
+    the cost model finds useful for whole documents there is Ulysses of every degree: a document in pieces would send
+    the keys and values of its prefix round a ring again with every piece.
     """
     shapes: dict[Shape, tuple[int, ...]] = {}
-    for shape in cost.shapes:
+    heads = [size for size in cost.family.sizes if size <= min(line.width, cost.model.heads)]
+    plain = [shape for shape in (Shape(size, 1) for size in heads) if shape in cost.engine.shapes]
+    for shape in dict.fromkeys((*cost.shapes, *plain)):
         starts = [
             offset
             for offset in range(0, line.width - shape.degree + 1)

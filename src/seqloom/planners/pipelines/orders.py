@@ -19,6 +19,8 @@ FOLDED = ("zb-v", "v-half", "v-min")
 """Orders whose stages go down the hosts and up again; they run whole micro-batches only."""
 WHOLE = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *FOLDED)
 """Orders that cut no document unless memory asks for it."""
+PIECEWISE = ("seq1f1b", "seq1f1b-i")
+"""What the orders of whole documents are called when these come in pieces."""
 ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
 
 
@@ -28,11 +30,13 @@ def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
         raise unknown("schedule", schedule, ("auto", *ALL_NAMES))
     if schedule != "auto":
         return (schedule,)
-    return ("seq1f1b", "balanced", "seq1f1b-zb") if chunks == 1 else ("seq1f1b-i", "balanced")
+    if chunks == 1:
+        return ("1f1b", "seq1f1b", "balanced", "seq1f1b-zb")
+    return ("interleaved", "seq1f1b-i", "balanced")
 
 
 def order_of(
-    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int
+    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int, budget: int
 ) -> Schedule | None:
     """The order of that name for these units; None where it cannot hold them.
 
@@ -43,12 +47,14 @@ def order_of(
         times: of the units.
         ledger: what they hold.
         level: which level they hold it at.
+        budget: list schedules to try.
     """
     hosts = max(places) + 1
     if name == "balanced":
         whole = not ledger.splits(level)
+        price = fused(times) if whole else times
         try:
-            found = balanced(places, units, fused(times) if whole else times, ledger.held(level), ledger.caps(level))
+            found = balanced(places, units, price, ledger.held(level), ledger.caps(level), budget=budget)
         except PlanError:
             return None
         return joined(found) if whole else found

@@ -2,6 +2,7 @@
 
 Every document takes the shape that costs least among those that are fast enough. Then the widest and longest go
 first, each to the ranks that are free earliest, over all packs at once: so packs are level, and ranks in a pack.
+Units with pieces of long documents take short ones on ranks that would wait for the others.
 """
 
 from __future__ import annotations
@@ -17,93 +18,114 @@ from seqloom.planners.pipelines.seats import Hall, Seat, Seats
 SLACK_PERCENT = 105
 """Packs may take this much of what a unit shall take before one more pack is opened."""
 TRIES = 6
+NEVER = np.iinfo(np.int64).max
 
 
-class Packed(NamedTuple):
-    """Packs, longest first, and what the fullest rank of each works, ns."""
-
-    packs: tuple[Seats, ...]
-    time: tuple[int, ...]
-
-
-def fitting_shapes(hall: Hall, target: int, room: int) -> np.ndarray:
+def fitting_shapes(hall: Hall, degree: int, target: int, room: int) -> np.ndarray:
     """int64[n]: the cheapest shape in which each document takes at most `target` and fits in `room`; -1: none.
 
     Args:
         hall: the documents and shapes.
+        degree: the most ranks of a group.
         target: ns that a unit shall take.
         room: tokens that a rank may hold in a unit.
     """
     held = -(-hall.tokens[None, :] // hall.degree[:, None])
-    work = hall.degree[:, None] * hall.time
-    never = np.iinfo(np.int64).max
-    open_to = np.where((hall.time <= target) & (held <= room), work, never)
-    best = open_to.argmin(axis=0)
-    return np.where(open_to.min(axis=0) < never, best, -1)
+    fits = (hall.time <= target) & (held <= room) & (hall.degree <= degree)[:, None]
+    work = np.where(fits, hall.degree[:, None] * hall.time, NEVER)
+    return np.where(work.min(axis=0) < NEVER, work.argmin(axis=0), -1)
 
 
-def pack(hall: Hall, documents: Sequence[int], shape_of: np.ndarray, target: int, room: int) -> Packed:
-    """Pack whole documents.
+def pack(
+    hall: Hall,
+    documents: Sequence[int],
+    shape_of: np.ndarray,
+    begun: Sequence[Sequence[Seat]],
+    target: int,
+    room: int,
+) -> list[Seats]:
+    """Seat whole documents in units that have begun and in new ones; return all of them, new ones by falling time.
 
     Args:
         hall: prices.
         documents: which.
         shape_of: int64[n] shape of every document.
-        target: ns that a pack shall take.
-        room: tokens that a rank may hold in a pack.
+        begun: seats of units with pieces of long documents.
+        target: ns that a unit shall take.
+        room: tokens that a rank may hold in a unit.
     """
-    if not len(documents):
-        return Packed((), ())
     order = sorted(documents, key=lambda k: (-hall.degree[shape_of[k]], -hall.time[shape_of[k], k], k))
+    first = _begin(hall, begun, target)
     work = sum(int(hall.degree[shape_of[k]] * hall.time[shape_of[k], k]) for k in order)
-    count = max(1, -(-work // (hall.line.width * target)))
+    idle = sum(max(0, target - int(time)) for time in first.load.ravel())
+    count = max(0, -(-(work - idle) // (hall.line.width * target)))
     for _ in range(TRIES):
-        level = _level(hall, order, shape_of, count, room)
-        if level.load.max() * 100 <= target * SLACK_PERCENT:
+        level = _level(hall, order, shape_of, first.with_packs(count), len(begun), target, room)
+        if level.load[len(begun) :].max(initial=0) * 100 <= target * SLACK_PERCENT:
             break
-        count = len(level.load) + 1
-    return _packed(hall, level)
+        count = len(level.load) - len(begun) + 1
+    time = level.load.max(axis=1).tolist()
+    late = sorted((p for p in range(len(begun), len(time)) if level.seats[p]), key=lambda p: (-time[p], p))
+    packed = [(*seats, *_seats(hall, level.seats[u])) for u, seats in enumerate(begun)]
+    return packed + [_seats(hall, level.seats[p]) for p in late]
 
 
 class _Level(NamedTuple):
-    load: np.ndarray  # int64[packs, width] ns
-    seats: list[dict[tuple[int, int], list[int]]]  # per pack: (shape, offset) -> documents
+    """Units so far."""
+
+    load: np.ndarray  # int64[units, width] ns
+    held: np.ndarray  # int64[units, width] tokens
+    seats: list[dict[tuple[int, int], list[int]]]  # per unit: (shape, offset) -> documents
+
+    def with_packs(self, count: int) -> _Level:
+        """A copy with so many empty units more."""
+        empty = np.zeros((count, self.load.shape[1]), dtype=np.int64)
+        tables = [np.concatenate([table, empty]) for table in (self.load, self.held)]
+        return _Level(*tables, [dict(unit) for unit in self.seats] + [{} for _ in range(count)])
 
 
-def _level(hall: Hall, order: Sequence[int], shape_of: np.ndarray, count: int, room: int) -> _Level:
-    """Seat documents in this order on the earliest ranks of `count` packs, or of more if memory asks for them."""
-    load = np.zeros((count, hall.line.width), dtype=np.int64)
-    held = np.zeros_like(load)
-    seats: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(count)]
-    never = np.iinfo(np.int64).max
+def _begin(hall: Hall, begun: Sequence[Sequence[Seat]], target: int) -> _Level:
+    """Units with their pieces: of equal time, so each is taken to last as long as a unit shall."""
+    level = _Level(*(np.zeros((0, hall.line.width), dtype=np.int64) for _ in range(2)), []).with_packs(len(begun))
+    for unit, seats in enumerate(begun):
+        for shape, offset, spans in seats:
+            level.load[unit, offset : offset + shape.degree] = target
+            tokens = sum(span.tokens for span in spans)
+            level.held[unit, offset : offset + shape.degree] += -(-tokens // shape.degree)
+    return level
+
+
+def _level(
+    hall: Hall, order: Sequence[int], shape_of: np.ndarray, level: _Level, begun: int, target: int, room: int
+) -> _Level:
+    """Seat documents in this order on the earliest ranks of all units; more units where memory asks for them.
+
+    A unit that has begun takes a document only if it does not get longer by it.
+    """
     for k in order:
         shape = int(shape_of[k])
-        degree, offsets = int(hall.degree[shape]), hall.offsets[shape]
+        degree, offsets, time = int(hall.degree[shape]), hall.offsets[shape], int(hall.time[shape_of[k], k])
         each = -(-int(hall.tokens[k]) // degree)
-        ready = np.stack([load[:, at : at + degree].max(axis=1) for at in offsets], axis=1)
-        full = np.stack([held[:, at : at + degree].max(axis=1) for at in offsets], axis=1) + each > room
-        best = int(np.where(full, never, ready).argmin())
-        p, o = divmod(best, len(offsets))
-        if full[p, o]:
-            load, held = (np.vstack([table, np.zeros_like(table[:1])]) for table in (load, held))
-            seats.append({})
-            p, o = len(load) - 1, 0
-        at = offsets[o]
-        load[p, at : at + degree] = load[p, at : at + degree].max() + hall.time[shape, k]
-        held[p, at : at + degree] += each
-        seats[p].setdefault((shape, at), []).append(k)
-    return _Level(load, seats)
+        if not len(level.load):
+            level = level.with_packs(1)
+        ready = np.stack([level.load[:, at : at + degree].max(axis=1) for at in offsets], axis=1)
+        closed = np.stack([level.held[:, at : at + degree].max(axis=1) for at in offsets], axis=1) + each > room
+        closed[:begun] |= ready[:begun] + time > target
+        best = int(np.where(closed, NEVER, ready).argmin())
+        unit, place = divmod(best, len(offsets))
+        if closed[unit, place]:
+            level = level.with_packs(1)
+            unit, place = len(level.load) - 1, 0
+        at = offsets[place]
+        level.load[unit, at : at + degree] = level.load[unit, at : at + degree].max() + time
+        level.held[unit, at : at + degree] += each
+        level.seats[unit].setdefault((shape, at), []).append(k)
+    return level
 
 
-def _packed(hall: Hall, level: _Level) -> Packed:
-    """Turn seats into groups, packs by falling time."""
-    time = level.load.max(axis=1).tolist()
-    order = sorted((p for p in range(len(time)) if level.seats[p]), key=lambda p: (-time[p], p))
-    packs = []
-    for p in order:
-        seats = [
-            Seat(hall.shapes[shape], at, tuple(Span(k, 0, int(hall.lengths[k])) for k in sorted(members)))
-            for (shape, at), members in sorted(level.seats[p].items(), key=lambda item: (item[0][1], item[0][0]))
-        ]
-        packs.append(tuple(seats))
-    return Packed(tuple(packs), tuple(time[p] for p in order))
+def _seats(hall: Hall, seats: dict[tuple[int, int], list[int]]) -> Seats:
+    """Turn documents into groups."""
+    return tuple(
+        Seat(hall.shapes[shape], at, tuple(Span(k, 0, int(hall.lengths[k])) for k in sorted(members)))
+        for (shape, at), members in sorted(seats.items(), key=lambda item: (item[0][1], item[0][0]))
+    )

@@ -19,8 +19,8 @@ from seqloom.planners.pipelines.seats import work_of
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
-FINALISTS = 2
-"""Answers that are simulated before one is taken."""
+NEAR_PERCENT = 101
+"""Answers that are this near to the fastest by `play` are simulated before one is taken."""
 
 
 def plan_pipeline(
@@ -61,7 +61,8 @@ def plan_pipeline(
     answers = search.answers() if int(array.max()) <= longest_document(search) else []
     if not answers:
         raise too_long(search)
-    plans = [build(search, answer) for answer in answers[:FINALISTS]]
+    near = [answer for answer in answers if answer.makespan * 100 <= answers[0].makespan * NEAR_PERCENT]
+    plans = [build(search, answer) for answer in near]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 

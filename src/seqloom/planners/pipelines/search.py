@@ -15,10 +15,11 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.plan import Checkpoint, Limits, Reduce
 from seqloom.plan.schedules import Schedule, Times, play
+from seqloom.plan.schedules.balanced import BUDGET
 from seqloom.planners.pipelines.draft import Draft, draft
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
-from seqloom.planners.pipelines.orders import WHOLE, order_of
+from seqloom.planners.pipelines.orders import PIECEWISE, WHOLE, order_of
 from seqloom.planners.pipelines.prices import UnitPrices
 from seqloom.planners.pipelines.seats import Hall, Level
 
@@ -28,13 +29,15 @@ ROUNDS_PER_STAGE = (2, 4)
 """Units per stage, where the batch and not its longest document decides how coarse they are."""
 APART_PERCENT = 140
 """Sizes nearer to each other than this are not tried both."""
-MOST_UNITS = 24
+WORTH_PERCENT = 105
+"""Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
+MOST_UNITS = 16
 """Units per stage that a plan may have."""
 BINDING_PERCENT = 90
 """A plan that fills less of the memory than this gains nothing by keeping less."""
 
 
-QUICK = 2
+QUICK = 3
 """Orders that every size is tried with; the others are tried with the best size."""
 
 
@@ -73,23 +76,29 @@ class Search:
         return (*(Level(checkpoint) for checkpoint in known), *least)
 
     def answers(self) -> list[Answer]:
-        """The best answer of every order, fastest first; empty where nothing fits."""
+        """The best answer of every order, fastest first; empty where nothing fits.
+
+        Where memory binds, all units keep less, level by level; running a stage again and host memory are no faster
+        than running its layers again, and are begun with only where nothing else fits.
+        """
         best: dict[str, Answer] = {}
-        for base in range(len(self.levels)):
-            before = _fastest(best)
+        for base, level in enumerate(self.levels):
+            if best and (level.offload or level.checkpoint == Checkpoint.STAGE):
+                break
             for made in self._drafts(base):
-                self._try(made, base, self.names[:QUICK], best)
-            now = _fastest(best)
-            if now is not None and (now is before or now.filled * 100 < BINDING_PERCENT):
+                self._try(made, base, self.names[:QUICK], best, budget=1)
+            fastest = _fastest(best)
+            if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
                 break
         chosen = _fastest(best)
         if chosen is not None:
-            self._try(chosen.draft, int(chosen.choice.min()), self.names[QUICK:], best)
+            again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
+            self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
         return sorted(best.values(), key=lambda answer: answer.makespan)
 
-    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer]) -> None:
+    def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
-        for answer in self._orders(made, base, names):
+        for answer in self._orders(made, base, names, budget):
             known = best.get(answer.order.name)
             if known is None or answer.makespan < known.makespan:
                 best[answer.order.name] = answer
@@ -103,22 +112,34 @@ class Search:
         seen = set()
         if int(hall.tokens.max()) > room * self.line.width * MOST_UNITS * self.line.hosts:
             return  # more pieces than a plan may have units
-        for target in self._targets(hall):
-            made = draft(hall, variant, target, room)
-            key = made.seats
-            if key not in seen and len(made.units) <= MOST_UNITS * self.line.hosts:
-                seen.add(key)
-                yield made
+        for degree in self._degrees(hall):
+            for target in self._targets(hall, degree):
+                made = draft(hall, variant, degree, target, room)
+                if made.seats not in seen and len(made.units) <= MOST_UNITS * self.line.hosts:
+                    seen.add(made.seats)
+                    yield made
 
-    def _targets(self, hall: Hall) -> list[int]:
+    def _degrees(self, hall: Hall) -> list[int]:
+        """Ranks of the groups of documents in pieces: of a whole host, of a node, or as few as the longest can do with.
+
+        A document may take half of what a host works in a step. Narrow groups exchange less and have others beside
+        them; where that is little, the widest are enough.
+        """
+        half = hall.work // (2 * self.line.width)
+        fast = [degree for degree in hall.degrees if hall.longest(degree) <= half]
+        widest = hall.degrees[-1]
+        narrow = [degree for degree in (self.cost.node_size, *fast[:1]) if degree in fast and degree < widest]
+        spent = {degree: degree * hall.longest(degree) for degree in (widest, *narrow)}
+        return [widest, *(d for d in dict.fromkeys(narrow) if spent[widest] * 100 > spent[d] * WORTH_PERCENT)]
+
+    def _targets(self, hall: Hall, degree: int) -> list[int]:
         """ns that a unit shall take, the longest first."""
-        longest = max(1, hall.longest)
+        longest = max(1, hall.longest(degree))
         if self.pieces is not None:
-            return [max(1, -(-longest // self.pieces))]
-        work = int((hall.degree[:, None] * hall.time).min(axis=0).sum()) // self.line.width
+            return [-(-longest // self.pieces)]
         wanted = [longest // k for k in PIECES]
-        wanted += [work // (self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
-        if self.names[0] in WHOLE:
+        wanted += [hall.work // (self.line.width * self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
+        if all(name in WHOLE for name in self.names):
             wanted = [max(longest, target) for target in wanted]
         kept: list[int] = []
         for target in sorted({max(1, w) for w in wanted}, reverse=True):
@@ -126,14 +147,17 @@ class Search:
                 kept.append(target)
         return kept
 
-    def _orders(self, made: Draft, base: int, names: Sequence[str]) -> Iterator[Answer]:
+    def _orders(self, made: Draft, base: int, names: Sequence[str], budget: int) -> Iterator[Answer]:
         """The draft in each of these orders, as far as it fits."""
         prices = UnitPrices(self.cost, self.line, made, self.lengths)
         ledger = Ledger(prices, self.levels)
         times = prices.times(self.levels[base])
         shape = times.forward.shape
+        cut = any(unit.pieces > 1 for unit in made.units)
         for name in names:
-            order = order_of(name, self.line.places, made.units, times, ledger, base)
+            if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
+                continue  # it is the same order by another name
+            order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
             if order is None:
                 continue
             choice: Choice | None = np.full(shape, base, dtype=np.int64)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.values import LANES
 from seqloom.plan import Checkpoint, Group, Method, Span, Work, in_order
 from seqloom.planners.pipelines.line import Line, host_shapes
 
@@ -43,8 +45,10 @@ class Hall:
     """Where groups of each shape may begin."""
     degree: np.ndarray
     """int64[S]"""
-    time: np.ndarray
-    """int64[S, n]: a document alone, without what a unit costs before its first."""
+    lanes: np.ndarray
+    """int64[3, S, n]: what a document adds to every lane of its group."""
+    prefix: np.ndarray
+    """float64[3, S]: what every token in front of a piece adds."""
     fixed: int
     """What a unit costs before its first document, at least."""
 
@@ -61,24 +65,53 @@ class Hall:
             shapes=tables.shapes,
             offsets=tuple(seatings.values()),
             degree=tables.degree,
-            time=tables.cost.max(axis=0),
+            lanes=tables.cost,
+            prefix=np.array([_prefix(cost, shape, variant) for shape in tables.shapes]).T,
             fixed=int(tables.fixed.max(axis=0).min()),
         )
 
     @property
-    def longest(self) -> int:
-        """ns of the document that takes longest, on a whole host."""
-        return max(int(self.time[self.widest(k), k]) for k in np.argsort(-self.lengths)[:1].tolist())
+    def degrees(self) -> tuple[int, ...]:
+        """Ranks that the group of a document in pieces may have: those with a ring or without one."""
+        return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
 
     def grain(self, shape: Shape) -> int:
         """Tokens of which pieces have whole multiples, so that the ranks of a group share them evenly."""
         return self.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
 
-    def widest(self, document: int) -> int:
-        """The shape that is fastest for a document in pieces, among those of the most ranks."""
-        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING]
-        most = max(self.degree[rows])
-        return min((s for s in rows if self.degree[s] == most), key=lambda s: (int(self.time[s, document]), s))
+    @cached_property
+    def time(self) -> np.ndarray:
+        """int64[S, n]: a whole document alone, without what a unit costs before its first."""
+        return self.lanes.max(axis=0)
+
+    def fastest(self, document: int, degree: int, target: int) -> int:
+        """The shape of this degree that is fastest for a document in pieces that take about `target`.
+
+        In a ring the prefix of every piece goes round once more: of k pieces about (k - 1) / 2 times the document.
+        """
+        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        pieces = -(-self.time[rows, document] // target)
+        again = (pieces - 1) * int(self.tokens[document]) / 2
+        lanes = self.lanes[:, rows, document] + np.rint(self.prefix[:, rows] * again)
+        return rows[int(lanes.max(axis=0).argmin())]
+
+    def longest(self, degree: int) -> int:
+        """ns of the longest document, whole, in a group of this degree."""
+        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        return int(self.time[rows, int(self.lengths.argmax())].min())
+
+    @property
+    def work(self) -> int:
+        """rank-ns of all documents, each in its cheapest shape."""
+        return int((self.degree[:, None] * self.time).min(axis=0).sum())
+
+
+def _prefix(cost: CostModel, shape: Shape, variant: Variant) -> list[float]:
+    """ns per token of a prefix, by lane."""
+    if shape.ring == 1:
+        return [0.0] * len(LANES)
+    rates = cost.engine.prefix_rates(shape, variant, cost.aligned(shape))
+    return [sum(rate for name, rate in rates.items() if name in lane) for lane in LANES]
 
 
 class Level(NamedTuple):
