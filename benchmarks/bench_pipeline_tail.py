@@ -95,7 +95,7 @@ def figures(lengths: Sequence[int], makespan: int, peak: int, times: Times, plan
 def plans(lengths: list[int]) -> dict[str, Figures]:
     """All plans of a batch; longest documents first everywhere."""
     longest = max(lengths)
-    made = {"1F1B, packs of the longest": packed(lengths, lambda x: x, Shape(longest, longest, longest))}
+    made = {"1F1B, packs up to the longest": packed(lengths, cost, Shape(cost(longest), cost(longest), longest))}
     for size in (4 * K, 8 * K):
         made[f"fixed chunks of {size // K}K"] = packed(lengths, lambda x: x, Shape(size, size, size, shared=True))
     for pieces in (16, 24):

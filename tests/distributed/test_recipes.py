@@ -31,8 +31,11 @@ TINY = (
 
 def overrides(recipe: Path, folder: Path) -> list[str]:
     """Return the words that make a recipe tiny; its model becomes a tiny one of the same kind."""
+    content = tomllib.loads(recipe.read_text())
     words = [*TINY, f"run.output={folder / 'run'}"]
-    if "huggingface" in tomllib.loads(recipe.read_text())["model"]:
+    if content.get("pipeline", {}).get("stages", 1) != 1:
+        words.append("pipeline.stages=2")
+    if "huggingface" in content["model"]:
         sizes = {"vocab_size": 257, "max_position_embeddings": 128}
         tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(folder / "model")
         words.append(f"model.huggingface={folder / 'model'}")

@@ -106,6 +106,13 @@ def test_the_tokenizer_comes_along_and_nothing_half_written_stays(place, two):
 
 
 @pytest.mark.slow
+def test_stages_change_neither_losses_nor_model(place, two):
+    assert np.allclose(trained(place, "stages", "--ranks", "4", pipeline__stages=2), two, rtol=1e-9, atol=0)
+    ours, theirs = (dict(loaded(place / run / "model").named_parameters()) for run in ("stages", "two"))
+    assert ours.keys() == theirs.keys() and all(torch.allclose(each, theirs[name]) for name, each in ours.items())
+
+
+@pytest.mark.slow
 def test_a_finished_run_writes_a_model_that_was_lost(place, two):
     folder = place / "two" / "model"
     before = (folder / "model.safetensors").read_bytes()

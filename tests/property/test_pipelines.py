@@ -31,38 +31,46 @@ def threads():
         each.close()
 
 
-@given(st.data())
-def test_drawn_plans_are_values(data):
-    plan = data.draw(pipeline_plans(data.draw(pipeline_steps())))
-    assert Plan.from_text(plan.to_text()) == plan and Plan.from_json(plan.to_json()) == plan
+def differences(threads, step, plan, wanted, **options):
+    """Return how far every rank is from what one process finds; see `Found.worst`."""
+    strict = step.dtype == torch.float64
+    run = threads(plan.limits.ranks).run
+    results = run(lambda t: step.spread(plan, t), strict=strict, family=plan.limits.family)
+    return [found.worst(wanted, **options) for found in results]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.data())
 def test_random_orders_on_the_strict_transport(threads, data):
+    """Any stages, pieces, groups, checkpointing, layouts and order; the plan is a value that files keep."""
     step = data.draw(pipeline_steps())
     plan = data.draw(pipeline_plans(step))
-    wanted, family = step.alone(), plan.limits.family
-    for found in threads(plan.limits.ranks).run(lambda t: step.spread(plan, t), strict=True, family=family):
-        assert found.worst(wanted) < 1e-9
+    assert Plan.from_text(plan.to_text()) == plan and Plan.from_json(plan.to_json()) == plan
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
 
 
-@settings(max_examples=15)
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(st.data())
+def test_many_random_orders(threads, data):
+    step = data.draw(pipeline_steps())
+    plan = data.draw(pipeline_plans(step))
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
+
+
+@settings(max_examples=6)
 @given(st.data())
 def test_random_orders_in_float32(threads, data):
     """Against float64; a gradient that is zero but for rounding is measured against a twentieth of the largest."""
     exact = data.draw(pipeline_steps())
     plan = data.draw(pipeline_plans(exact))
-    step, wanted, family = replace(exact, dtype=torch.float32), exact.alone(), plan.limits.family
-    for found in threads(plan.limits.ranks).run(lambda t: step.spread(plan, t), family=family):
-        assert found.worst(wanted, floor=0.05) < 1e-5
+    step = replace(exact, dtype=torch.float32)
+    assert max(differences(threads, step, plan, exact.alone(), floor=0.05)) < 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(st.data())
 def test_every_schedule(threads, name, data):
     step, plan = data.draw(scheduled_steps(name))
-    wanted, family = step.alone(), plan.limits.family
-    for found in threads(plan.limits.ranks).run(lambda t: step.spread(plan, t), strict=True, family=family):
-        assert found.worst(wanted) < 1e-9
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9

@@ -165,10 +165,8 @@ def _from_file(
     limit: Fraction | None,
 ) -> Schedule:
     """Read a schedule, and compare it with what is said of it."""
-    import math
-
     from seqloom.plan.schedules import Schedule
-    from seqloom.plan.schedules.figures import sizes
+    from seqloom.plan.schedules.registry import within
 
     try:
         text = file.read_text()
@@ -184,8 +182,7 @@ def _from_file(
         if asked is not None and asked != found:
             raise SeqloomError(f"{what} {asked}, but {str(file)!r} has {found}; leave {what} out, or use {found}")
     if limit is not None:
-        held, one = sizes(made)
-        made.validate(math.floor(limit * one), held)
+        within(made, limit)
     return made
 
 

@@ -13,13 +13,17 @@ from seqloom.cli.options import AsJson, print_json
 from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
+    from seqloom.planners.choice import Choice
     from seqloom.train.verify import Verified
 
 DTYPES = ("float64", "float32")
+USUAL = "static,adaptive,flex,zones"
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
-Planners = Annotated[str, typer.Option("--planners", help="Names with commas between.")]
+Planners = Annotated[
+    str | None, typer.Option("--planners", help=f"Names with commas between; without it {USUAL}, and the pipeline.")
+]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Threads that play ranks; without it, the config's.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float64, or float32 with a wider tolerance.")]
 Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared.")]
@@ -28,7 +32,7 @@ Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    planners: Planners = "static,adaptive,flex,zones",
+    planners: Planners = None,
     ranks: Ranks = None,
     dtype: Dtype = "float64",
     batches: Batches = 1,
@@ -36,19 +40,20 @@ def verify(
 ) -> None:
     """Show that a plan does not change the result: loss, gradient norm and every gradient.
 
-    The first batches of a run are computed in one process, and again under a plan of every planner. Exit code 1 when
-    one is out of tolerance. Layers run as they stand, whatever model.compile says.
+    The first batches of a run are computed in one process, and again under a plan of every planner; of the run's
+    pipeline too, if it has one. Exit code 1 when one is out of tolerance. Layers run as they stand, whatever
+    model.compile says.
 
     \b
     Example:
-        seqloom verify recipes/tiny-cpu.toml --planners static,flex
+        seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
     """
-    names = [name for name in map(str.strip, planners.split(",")) if name]
+    names = [name for name in map(str.strip, (USUAL if planners is None else planners).split(",")) if name]
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if not names or batches < 1:
         raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
-    rows = _verified(config, overrides or [], names, ranks, dtype, batches)
+    rows = _verified(config, overrides or [], names, ranks, dtype, batches, pipeline=planners is None)
     passed = all(row.passed for row in rows)
     if json:
         print_json({"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]})
@@ -59,9 +64,9 @@ def verify(
 
 
 def _verified(
-    path: Path, overrides: list[str], planners: list[str], ranks: int | None, dtype: str, batches: int
+    path: Path, overrides: list[str], names: list[str], ranks: int | None, dtype: str, batches: int, *, pipeline: bool
 ) -> list[Verified]:
-    """Run the comparisons, with progress."""
+    """Run the comparisons, with progress; `pipeline`: of the run's own too, if it has one."""
     try:
         import torch
     except ImportError as error:
@@ -69,14 +74,16 @@ def _verified(
     from seqloom.cli.progress import steps
     from seqloom.cli.train import kind_of
     from seqloom.train.config import Config
-    from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents
+    from seqloom.train.setup import Setup
     from seqloom.train.verify import verify as compare
 
-    config = Config.load(path, overrides)
-    spec = model_spec(config)
-    source = open_documents(config, spec)
-    cost = make_cost(config, spec, ranks or config.run.ranks, int(source.lengths.max()))
-    sampler, rows = make_sampler(config, source), []
+    loaded = Config.load(path, overrides)
+    setup = Setup.of(loaded, ranks or loaded.run.ranks)
+    config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
+    planners: list[str | Choice] = [*names]
+    if pipeline and len(setup.planners.stages) > 1:
+        planners.append(setup.planners.planner)
+    sampler, rows = setup.sampler, []
     precision = getattr(torch, dtype)
     build = partial(kind_of(config).build, config, torch.device("cpu"), precision)
     options = {"dtype": precision, "seed": config.model.seed, "build": build}

@@ -48,15 +48,20 @@ def _known(table: Table, host: int, count: Counter[Action]) -> None:
     stages, rounds, here = table.stages_of(host), table.rounds, table.here(host)
     for action, times in count.items():
         known = action.round is None if action.kind in _WITHOUT_ROUND else False
-        at = host, table.rows[host].index(action)
         if action.stage not in stages or not (known or (action.round is not None and 0 <= action.round < rounds)):
             names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
             must = f"its row holds actions of {names} for rounds 0 to {rounds - 1}"
             example = Action(stages[0], action.kind, 0 if rounds else None)
-            raise broken("table", f"{here} has the action {action}", must, f"use {example}, for example", at)
+            raise broken(
+                "table",
+                f"{here} has the action {action}",
+                must,
+                f"use {example}, for example",
+                _place(table, host, action),
+            )
         if times > 1 and action.kind not in (UNSHARD, RESHARD):
             value = f"{here} has {action} {times} times"
-            raise broken("table", value, "every action happens once", "remove the others", at)
+            raise broken("table", value, "every action happens once", "remove the others", _place(table, host, action))
 
 
 def _complete(table: Table, host: int, count: Counter[Action], s: int) -> None:
@@ -66,8 +71,12 @@ def _complete(table: Table, host: int, count: Counter[Action], s: int) -> None:
             present = [Action(s, kind, r) for kind in (F, B, I, W) if count[Action(s, kind, r)]]
             value = f"{table.here(host)} has {' '.join(map(str, present)) or 'nothing'} for round {r} of stage {s}"
             must = "every stage has for every round one F and one B, or one F, one I and one W"
-            at = (host, table.rows[host].index(present[0])) if present else None
+            at = _place(table, host, present[0]) if present else None
             raise broken("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}", at)
+
+
+def _place(table: Table, host: int, action: Action) -> tuple[int, int]:
+    return host, table.rows[host].index(action)
 
 
 def order(plan: Plan) -> None:

@@ -27,6 +27,10 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
+    def __str__(self) -> str:
+        """Name and options, for example ``pipeline:4,1,1f1b``."""
+        return ":".join([self.name, *filter(None, [",".join(map(str, self.options.values()))])])
+
     def plan(self, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> Plan:
         """Plan one batch, int64[n] tokens; the plan is validated."""
         return make_plan(self.name, np.asarray(lengths, dtype=np.int64), cost, seed=self.seed, **self.options)

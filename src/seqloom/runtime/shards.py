@@ -25,7 +25,7 @@ from seqloom.runtime.parameters import BUCKET, local
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class ShardedParameter:
     """A parameter as one rank has it.
 
     Attributes:
@@ -40,12 +40,12 @@ class Kept:
     width: int
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | None) -> Kept:
+    def of(cls, parameter: nn.Parameter, mesh: DeviceMesh, compute: torch.dtype | None) -> ShardedParameter:
         """Cut a parameter that is the same on all ranks of a mesh with one axis."""
         values, width = parameter.detach().contiguous(), mesh.size()
         rows = -(-len(values) // width)
         begin = min(mesh.get_local_rank() * rows, len(values))
-        own = values[begin : begin + rows] if width == 1 else values[begin : begin + rows].clone()
+        own = values if width == 1 else values[begin : begin + rows].clone()
         master = nn.Parameter(_distributed(own, values, mesh), requires_grad=parameter.requires_grad)
         dtype = compute or values.dtype
         if width == 1 and dtype == values.dtype:
@@ -98,9 +98,9 @@ class Kept:
             local(self.master.grad).add_(found)
 
 
-def buckets(kept: Iterable[Kept], most: int = BUCKET) -> Iterator[list[Kept]]:
+def buckets(kept: Iterable[ShardedParameter], most: int = BUCKET) -> Iterator[list[ShardedParameter]]:
     """Yield parameters in turn, together at most `most` elements or a single one."""
-    bucket: list[Kept] = []
+    bucket: list[ShardedParameter] = []
     for each in kept:
         if bucket and sum(one.copy.numel() for one in bucket) + each.copy.numel() > most:
             yield bucket
@@ -111,7 +111,7 @@ def buckets(kept: Iterable[Kept], most: int = BUCKET) -> Iterator[list[Kept]]:
 
 
 @torch.no_grad()
-def gather(bucket: Sequence[Kept], group: dist.ProcessGroup) -> None:
+def gather(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
     """Fill the copies from the shards of all ranks; they have their memory already."""
     if bucket[0].width == 1:
         for kept in bucket:
@@ -130,7 +130,7 @@ def gather(bucket: Sequence[Kept], group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def scatter(bucket: Sequence[Kept], group: dist.ProcessGroup) -> None:
+def scatter(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
     """Add the sum of all ranks' gradients to the masters', each rank its rows. One that is missing counts as zero."""
     if bucket[0].width == 1:
         for kept in bucket:

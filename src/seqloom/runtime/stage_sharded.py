@@ -33,7 +33,7 @@ from seqloom.runtime.loss import CHUNK, HeadGradients
 from seqloom.runtime.network import LossOf, Network, Part
 from seqloom.runtime.parameters import complete_gradients, squared_norm, sum_gradients, trained
 from seqloom.runtime.placement import Placement, exchange, held_by, keep_only, parameters_of
-from seqloom.runtime.shards import Kept, buckets, gather, scatter
+from seqloom.runtime.shards import ShardedParameter, buckets, gather, scatter
 from seqloom.runtime.split_backward import WeightGradients
 
 HOST, REPLICA, SHARD = "host", "replica", "shard"
@@ -81,10 +81,12 @@ class StageSharded:
         }
         self._together = _groups(self._holders, table)
         keep_only(network, self._parts)
-        self._kept = {name: Kept.of(each, self._mesh[SHARD], compute) for name, each in held.items()}
+        self._kept: dict[str, ShardedParameter] = {}
+        for name, each in held.items():
+            self._kept[name] = ShardedParameter.of(each, self._mesh[SHARD], compute)
+            each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
         exchange(network.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
-        names = {part: list(parameters_of(network, part)) for part in self._parts}
-        self._needs = {part: [self._kept[name] for name in names[part]] for part in self._parts}
+        self._needs = {part: [self._kept[name] for name in parameters_of(network, part)] for part in self._parts}
         self._ready: set[Part] = set()  # acquired
         self._due: set[Part] = set()  # have run, and are to be reduced
         self._network, self._device, self._head = network, device, HeadGradients()

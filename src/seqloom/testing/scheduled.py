@@ -20,8 +20,9 @@ def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
 
     A sequence of the schedule is a document in as many pieces, with whole documents beside some of the pieces.
     """
-    hosts, width = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    pieces = [draw(st.integers(1, 1 if FAMILIES[name].whole else 3)) for _ in range(draw(st.integers(1, 6)))]
+    hosts, width = draw(st.sampled_from((3, 2, 4, 1))), draw(st.sampled_from((1, 2)))
+    counts = st.just(1) if FAMILIES[name].whole else st.sampled_from((2, 1, 3))
+    pieces = [draw(counts) for _ in range(draw(st.integers(3, 5)))]
     schedule = schedule_of(name, hosts, len(pieces), pieces)
     lengths = [draw(st.integers(count, 9)) for count in pieces]
     beside = draw(st.lists(st.integers(0, len(schedule.units) - 1), max_size=2))

@@ -17,12 +17,15 @@ from seqloom.cost import CostModel
 from seqloom.data import Batch, Limited, Source
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners import make_plan
-from seqloom.planners.bounds import lower_bound
+from seqloom.planners.bounds import plan_bound
+from seqloom.planners.choice import Choice
 from seqloom.planners.registry import parse_name
 from seqloom.planners.static import fastest_static_degree
+from seqloom.simulate import predicted_ns
+from seqloom.simulate.memory import peak_memory
 from seqloom.train.config import Config
-from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents
+from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents, with_stages
+from seqloom.train.stages import Planners
 
 T = TypeVar("T")
 Progress = Callable[[str, int], None]
@@ -61,6 +64,7 @@ class Outlook:
     Attributes:
         config: of the run.
         cost: prices its plans.
+        planners: that plan its steps.
         training: its documents.
         validation: those of evaluation; None: there are none.
         steps: of the whole run.
@@ -69,6 +73,7 @@ class Outlook:
 
     config: Config
     cost: CostModel
+    planners: Planners
     training: Documents
     validation: Documents | None
     steps: int
@@ -76,8 +81,9 @@ class Outlook:
 
     @property
     def baseline(self) -> bool:
-        """Whether the planner is another one than static, so that static is worth a comparison."""
-        return parse_name(self.config.plan.planner)[0] != "static"
+        """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
+        chosen, plain = self.planners.planner, self.planners.stand_in
+        return (parse_name(chosen.name)[0], chosen.options) != (plain.name, plain.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,13 +91,13 @@ class Forecast:
     """The sampled steps under one planner; every tuple has one entry per batch.
 
     Attributes:
-        planner: its name.
+        planner: its name and options.
         step_ns: predicted.
-        bound_ns: what no plan beats.
+        bound_ns: what no plan on the same stages beats; the step's own time where nothing is proven.
         rounds: of the plan.
         plan_ns: what planning took, the bound included, as in a run.
         memory: int64[batches, ranks], predicted peak bytes.
-        fallbacks: why the static plan stands in; "" where it does not.
+        fallbacks: why a plain plan stands in; "" where it does not.
     """
 
     planner: str
@@ -137,26 +143,28 @@ def outlook(config: Config, ranks: int, batches: int = 8) -> Outlook:
     sources = {"data.source": source}
     if config.data.validation is not None:
         sources["data.validation"] = open_documents(config, spec, validation=True)
+    config = with_stages(config, cost, make_sampler(config, source))
+    planners = Planners.of(config, cost, int(config.pipeline.stages))
     for name, each in sources.items():
-        _refuse_too_long(name, each, cost)
+        _refuse_too_long(name, each, cost, planners)
     training, *others = (_count(config, each) for each in sources.values())
     steps = config.run.steps or len(_labels(config, source, config.run.epochs or 1))
     sample = make_sampler(config, source).peek(min(batches, steps))
-    return Outlook(config, cost, training, others[0] if others else None, steps, tuple(sample))
+    return Outlook(config, cost, planners, training, others[0] if others else None, steps, tuple(sample))
 
 
 def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
-    """Plan the sampled batches with the run's planner, and with static where that is another.
+    """Plan the sampled batches with the run's planner, and with what stands in for it where that is another.
 
     Static has one degree: the one that is fastest over the sample.
     """
-    name, seed = run.config.plan.planner, run.config.run.seed
     lengths = [batch.lengths for batch in run.sample]
-    bounds = [_timed(lambda each=each: int(lower_bound(each, run.cost))) for each in lengths]
-    made = [_forecast(name, lengths, bounds, run.cost, seed, progress)]
+    chosen, plain = run.planners.planner, run.planners.stand_in
+    made = [_forecast(chosen, plain, lengths, run.cost, progress)]
     if run.baseline:
-        degree = fastest_static_degree(lengths, run.cost)
-        made.append(_forecast(f"static:{degree}", lengths, bounds, run.cost, seed, progress))
+        if len(run.planners.stages) == 1:
+            plain = Choice(f"static:{fastest_static_degree(lengths, run.cost)}")
+        made.append(_forecast(plain, plain, lengths, run.cost, progress))
     return made
 
 
@@ -167,8 +175,8 @@ def warnings(run: Outlook, planned: Forecast) -> list[str]:
         reason = next(filter(None, planned.fallbacks))
         count = sum(map(bool, planned.fallbacks))
         found.append(
-            f"the static plan stands in for {count} of {len(run.sample)} steps, since planner {planned.planner!r} "
-            f"could not plan them: {reason}"
+            f"the {run.planners.stand_in.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
+            f"{planned.planner!r} could not plan them: {reason}"
         )
     plan_ns, step_ns = median(planned.plan_ns), median(planned.step_ns)
     if not run.config.plan.ahead:
@@ -230,55 +238,59 @@ def _labels(config: Config, source: Source, epochs: int) -> list[int]:
     return valid
 
 
-def _refuse_too_long(name: str, source: Source, cost: CostModel) -> None:
-    """Refuse a document that the largest group does not hold: the step that has it could not be planned."""
+def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Planners) -> None:
+    """Refuse a document that no plan holds: the step that has it could not be planned."""
     document = int(source.lengths.argmax())
+    length = source.lengths[document : document + 1]
+    if len(planners.stages) > 1:
+        try:
+            planners.planner.plan(length, cost)
+        except SeqloomError as error:
+            raise SeqloomError(f"{name}: document {document}: {error}") from None
+        return
     degree = max(shape.degree for shape in cost.shapes)
     capacity = max(cost.capacity(variant) for variant in cost.variants)
     room = degree * capacity // cost.granule * cost.granule
-    if int(cost.tokens(source.lengths[document : document + 1])[0]) > room:
+    if int(cost.tokens(length)[0]) > room:
         raise SeqloomError(
-            f"{name}: document {document} has {source.lengths[document]:,} tokens, but the largest group ({degree} "
+            f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
             f"ranks x {capacity:,} tokens) holds {room:,}; set data.max_length to {room} with data.too_long 'truncate' "
             "or 'drop', raise plan.capacity or plan.budget_gib, or use more ranks"
         )
 
 
 def _forecast(
-    name: str,
-    lengths: Sequence[np.ndarray],
-    bounds: Sequence[tuple[int, int]],
-    cost: CostModel,
-    seed: int,
-    progress: Progress | None,
+    chosen: Choice, plain: Choice, lengths: Sequence[np.ndarray], cost: CostModel, progress: Progress | None
 ) -> Forecast:
-    """Plan every batch; `bounds` are (bound, what it took to find), ns each."""
-    _plan(name, lengths[0][:2], cost, seed)  # load, and compile where that is installed, before the clock runs
+    """Plan every batch as a run does: where the planner cannot, the plain one stands in, with the reason."""
+    _plan(chosen, plain, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
     made: list[tuple[Plan, str]] = []
-    took = []
-    for index, (each, bound) in enumerate(zip(lengths, bounds, strict=True)):
+    step_ns, bounds, took = [], [], []
+    for index, each in enumerate(lengths):
         if progress is not None:
-            progress(name, index)
-        planned, ns = _timed(lambda each=each: _plan(name, each, cost, seed))
+            progress(chosen.name, index)
+        planned, ns = _timed(lambda each=each: _plan(chosen, plain, each, cost))
+        bound, bound_ns = _timed(lambda plan=planned[0]: plan_bound(plan, cost))
         made.append(planned)
-        took.append(ns + bound[1])
+        step_ns.append(int(predicted_ns(planned[0], cost)))
+        bounds.append(step_ns[-1] if bound is None else int(bound))
+        took.append(ns + bound_ns)
     return Forecast(
-        planner=name,
-        step_ns=tuple(int(cost.plan_ns(plan)) for plan, _ in made),
-        bound_ns=tuple(bound for bound, _ in bounds),
+        planner=str(chosen),
+        step_ns=tuple(step_ns),
+        bound_ns=tuple(bounds),
         rounds=tuple(plan.rounds for plan, _ in made),
         plan_ns=tuple(took),
-        memory=np.stack([cost.plan_memory(plan) for plan, _ in made]),
+        memory=np.stack([peak_memory(plan, cost) for plan, _ in made]),
         fallbacks=tuple(why for _, why in made),
     )
 
 
-def _plan(name: str, lengths: np.ndarray, cost: CostModel, seed: int) -> tuple[Plan, str]:
-    """Plan as a run does: where the planner cannot, static stands in, with the reason."""
+def _plan(chosen: Choice, plain: Choice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
     try:
-        return make_plan(name, lengths, cost, seed=seed), ""
+        return chosen.plan(lengths, cost), ""
     except SeqloomError as error:
-        return make_plan("static", lengths, cost), str(error)
+        return plain.plan(lengths, cost), str(error)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, int]:

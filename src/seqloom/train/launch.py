@@ -24,7 +24,7 @@ from seqloom.train.compilers import check_compilers
 from seqloom.train.config import Config
 from seqloom.train.kinds import REFERENCE, Kind, dtypes
 from seqloom.train.loop import Trainer
-from seqloom.train.model import check_stages
+from seqloom.train.model import require_parts
 from seqloom.train.processes import backend, device_of, start_processes
 from seqloom.train.setup import Setup
 from seqloom.train.watch import FAILED, START_S, Watch
@@ -63,7 +63,9 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
     _check_machine(config)
     setup = Setup.of(config, ranks)  # refuse here, once, what every process would refuse
     config = setup.config
-    check_stages(kind.build(config, torch.device("meta"), dtypes(config)[0]), setup.planners.stages)
+    built = kind.build(config, torch.device("meta"), dtypes(config)[0])
+    if len(setup.planners.stages) > 1:
+        require_parts(built)
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         arguments = (ranks, config, kind, folder, show)
         with for_new_processes():

@@ -38,10 +38,9 @@ def made_ready(network: Network, *, compiled: bool = False, split: bool = True) 
     return replace(network, weights=split_weights(network.layers)) if split else network
 
 
-def check_stages(network: Network, stages: Sequence[Stage]) -> None:
-    """Refuse a model that cannot be cut into several stages, and parameters that no stage would hold."""
-    if len(stages) > 1:
-        parameters_of(network, Part(0, len(network.layers), len(network.layers)))
+def require_parts(network: Network) -> None:
+    """Refuse a model that cannot be cut into stages, and parameters that no stage would hold."""
+    parameters_of(network, Part(0, len(network.layers), len(network.layers)))
 
 
 def parts_of(stages: Sequence[Stage], cost: CostModel, rank: int) -> tuple[Part, ...] | None:

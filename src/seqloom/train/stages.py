@@ -9,7 +9,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
-from seqloom.plan import Stage
+from seqloom.plan import Sharding, Stage
 from seqloom.planners.choice import Choice
 from seqloom.planners.pipelines.line import check_stages, line_of
 from seqloom.planners.pipelines.orders import FOLDED, require_order
@@ -47,12 +47,23 @@ class Planners:
         chunks, order = config.pipeline.chunks, config.pipeline.schedule
         check_stages(cost, stages, chunks)
         require_order(order, stages, chunks)
+        _check_nodes(cost, stages)
         folded = order in FOLDED
         placed = line_of(cost, stages, chunks, folded=folded).stages
         plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
         line = {"stages": stages, "chunks": chunks}
         planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
         return cls(placed, planner, stand_in)
+
+
+def _check_nodes(cost: CostModel, stages: int) -> None:
+    """Refuse hybrid sharding of ranks that are neither a part of a node nor a number of whole ones."""
+    width, node = cost.ranks // stages, cost.node_size
+    if cost.sharding == Sharding.HYBRID and width % node and node % width:
+        raise SeqloomError(
+            f"plan.sharding = 'hybrid' with stages of {width} ranks in nodes of {node}: every stage needs equally many "
+            "ranks in every node that it touches; use 'full' or 'none', or stages that fill nodes or divide them"
+        )
 
 
 def number_of_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> int:

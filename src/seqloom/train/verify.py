@@ -19,6 +19,7 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.models import Transformer
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
+from seqloom.planners.choice import Choice
 from seqloom.runtime import Network, Replicated, bind_plan, run_step
 from seqloom.train.model import made_ready
 
@@ -64,7 +65,7 @@ def verify(
     source: Source,
     batch: Batch,
     cost: CostModel,
-    planners: Sequence[str],
+    planners: Sequence[str | Choice],
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -77,7 +78,7 @@ def verify(
         source: where the batch's documents are.
         batch: a step's.
         cost: prices the plans; its ranks are the threads that run them.
-        planners: names, see `make_plan`.
+        planners: names, see `make_plan`, or planners with their options.
         dtype: float64 or float32.
         seed: of parameters and planners.
         build: makes the model in `dtype`, with the same values every time; None: the reference model.
@@ -85,9 +86,10 @@ def verify(
     make = build or (lambda: Network.of(Transformer(spec, seed=seed, dtype=dtype)))
     alone = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
     truth = run_plan(make_plan("static:1", batch.lengths, alone), source, batch, make)
-    for name in planners:
-        plan = make_plan(name, batch.lengths, cost, seed=seed)
-        yield _compared(name, plan, run_plan(plan, source, batch, make), truth, TOLERANCE[dtype])
+    for each in planners:
+        chosen = Choice(each, seed=seed) if isinstance(each, str) else each
+        plan = chosen.plan(batch.lengths, cost)
+        yield _compared(str(chosen), plan, run_plan(plan, source, batch, make), truth, TOLERANCE[dtype])
 
 
 def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Network]) -> Outcome:

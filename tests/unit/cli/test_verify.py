@@ -38,11 +38,12 @@ def run(*words):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_plans_do_not_change_the_result(settings, dtype):
-    words = ("--planners", "static,static:2,flex", "--set", "plan.capacity=50", "--dtype", dtype, "--json")
+    names = ["static", "static:2", "flex", "pipeline:2"]
+    words = ("--planners", ",".join(names), "--set", "plan.capacity=50", "--dtype", dtype, "--json")
     result = run(*settings, *words)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["passed"] and [row["planner"] for row in report["plans"]] == ["static", "static:2", "flex"]
+    assert report["passed"] and [row["planner"] for row in report["plans"]] == names
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-5
     assert max(row["rounds"] for row in report["plans"]) > 1
     assert len({round(row["loss"], 5) for row in report["plans"]}) == 1
@@ -67,11 +68,12 @@ def run_folder(place, settings, *words):
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_plans_do_not_change_the_result_of_hugging_face_models(settings, folders, name):
-    words = ("--planners", "static,flex", "--set", "plan.capacity=50", "--set", f"model.huggingface={folders / name}")
+    names = ["static", "flex", "pipeline:2"]
+    words = ("--planners", ",".join(names), "--set", "plan.capacity=50", "--set", f"model.huggingface={folders / name}")
     result = run_folder(folders, settings, *words, "--ranks", "2", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["passed"] and [row["planner"] for row in report["plans"]] == ["static", "flex"]
+    assert report["passed"] and [row["planner"] for row in report["plans"]] == names
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
 
 
@@ -99,6 +101,13 @@ def test_a_table_for_people(settings):
     result = run(*settings, "--planners", "static", "--ranks", "2", "--batches", "2")
     assert result.exit_code == 0, result.output
     assert result.output.count("same") == 2
+
+
+def test_the_run_s_own_pipeline_is_among_the_usual_planners(settings):
+    result = run(*settings, "--ranks", "2", "--set", "pipeline.stages=2", "--set", "pipeline.schedule=1f1b", "--json")
+    assert result.exit_code == 0, result.output
+    found = [row["planner"] for row in json.loads(result.stdout)["plans"]]
+    assert found == ["static", "adaptive", "flex", "zones", "pipeline:2,1,1f1b"]
 
 
 def test_a_difference_is_exit_code_1(settings, monkeypatch):

@@ -50,9 +50,9 @@ def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Sc
     units = units_of(pieces)
     if len(set(pieces)) == 1 and hosts % pieces[0] == 0 and len(units) % hosts == 0:
         return _looped(name, hosts, chunks, units, hosts)
-    least = max(pieces, default=1)
-    sequences = -(-hosts // least)
-    sizes = {hosts, *(least * count for count in range(sequences, 2 * sequences + 1))}
+    longest = max(pieces, default=1)
+    fewest = -(-hosts // longest)  # sequences of a block that has at least p units
+    sizes = {hosts, *(longest * count for count in range(fewest, 2 * fewest + 1))}
     orders = [breadth_first(name, hosts, chunks, pieces)]
     orders += [_looped(name, hosts, chunks, units, size) for size in sorted(sizes)]
     return _leanest_of_the_fast(orders)

@@ -8,12 +8,16 @@ caller has (nanoseconds for a planner).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.plan.action import ActionKind
+from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.schedules.schedule import Schedule
+
+F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
+I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 
 
 class Times(NamedTuple):
@@ -54,12 +58,6 @@ class Played:
     """The most that every host holds at once, in the unit of `held`."""
 
 
-class Stuck(NamedTuple):
-    """Where every host stands when none can go on: the number of the action in its row."""
-
-    at: tuple[int, ...]
-
-
 def play(schedule: Schedule, times: Times, held: np.ndarray | None = None, message: int = 0) -> Played:
     """Run the schedule and return when what happened.
 
@@ -70,9 +68,9 @@ def play(schedule: Schedule, times: Times, held: np.ndarray | None = None, messa
             1 without it.
         message: time between the end of an action and its result being on the next stage's host.
     """
-    start, stop, stuck = sweep(schedule, times, message)
-    if stuck is not None:
-        schedule.validate()
+    start, stop = _sweep(schedule, times, message)
+    if any(len(done) < len(row) for done, row in zip(stop, schedule.rows, strict=True)):
+        schedule.validate()  # which says why
     ends = [(begins[0], stops[-1]) for begins, stops in zip(start, stop, strict=True) if stops]
     makespan = max((last for _, last in ends), default=0)
     span = max((last - first for first, last in ends), default=0)
@@ -83,63 +81,67 @@ def play(schedule: Schedule, times: Times, held: np.ndarray | None = None, messa
     return Played(tuple(map(tuple, start)), tuple(map(tuple, stop)), makespan, span, bubble, peak)
 
 
-def sweep(schedule: Schedule, times: Times, message: int = 0) -> tuple[list[list[int]], list[list[int]], Stuck | None]:
-    """Run all rows as far as they go: start and stop of every action that ran; where rows stand if not at the end."""
+def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Run all rows as far as they go; return the start and stop of every action that ran.
+
+    A row that waits is taken up again when a row with a neighbouring stage has gone on.
+    """
     hosts, rows = schedule.hosts, schedule.rows
     last = len(hosts) - 1
     forward, backward, weights = (column.tolist() for column in times)
-    ready: list[dict[int, int]] = [{} for _ in hosts]  # stage -> unit -> when its forward has ended
-    back: list[dict[int, int]] = [{} for _ in hosts]
-    late = [message if s and hosts[s] != hosts[s - 1] else 0 for s in range(len(hosts))] + [0]
+    gone: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when F has ended, by stage and unit
+    back: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when B or I has
+    late = [message if s and hosts[s] != hosts[s - 1] else 0 for s in range(len(hosts))]
     start: list[list[int]] = [[] for _ in rows]
     stop: list[list[int]] = [[] for _ in rows]
+    neighbours = schedule.neighbours
     work = list(range(len(rows)))
     while work:
         h = work.pop()
-        row, begins, stops = rows[h], start[h], stop[h]
-        k, now = len(stops), stops[-1] if stops else 0
-        first = k
-        while k < len(row):
-            action = row[k]
+        begins, stops = start[h], stop[h]
+        first, now = len(stops), stops[-1] if stops else 0
+        for action in islice(rows[h], first, None):
             s, kind, u = action.stage, action.kind, action.round
             assert u is not None
-            if kind is ActionKind.F:
+            if kind is F:
                 if s:
-                    there = ready[s - 1].get(u)
-                    if there is None:
+                    there = gone[s - 1][u]
+                    if there < 0:
                         break
-                    now = max(now, there + late[s])
+                    if there + late[s] > now:
+                        now = there + late[s]
                 begins.append(now)
-                now += forward[s][u]
-                ready[s][u] = now
-            elif kind is ActionKind.W:
+                gone[s][u] = now = now + forward[s][u]
+            elif kind is W:
                 begins.append(now)
                 now += weights[s][u]
             else:
                 if s < last:
-                    there = back[s + 1].get(u)
-                    if there is None:
+                    there = back[s + 1][u]
+                    if there < 0:
                         break
-                    now = max(now, there + late[s + 1])
+                    if there + late[s + 1] > now:
+                        now = there + late[s + 1]
                 begins.append(now)
-                now += backward[s][u] + (weights[s][u] if kind is ActionKind.B else 0)
-                back[s][u] = now
+                back[s][u] = now = now + backward[s][u] + (weights[s][u] if kind is B else 0)
             stops.append(now)
-            k += 1
-        if k > first:
-            work.extend({hosts[n] for s in range(last + 1) if hosts[s] == h for n in (s - 1, s + 1) if 0 <= n <= last})
-    at = tuple(map(len, stop))
-    return start, stop, None if at == tuple(map(len, rows)) else Stuck(at)
+        if len(stops) > first:
+            work.extend(neighbours[h])
+    return start, stop
 
 
-def _peak(row: tuple, held: list[list[int]] | None) -> int:
+def _peak(row: tuple[Action, ...], held: list[list[int]] | None) -> int:
     """Return the most that a host holds: a unit on a stage from its F to its B or W."""
     live = most = 0
     for action in row:
+        if action.kind is I:
+            continue
+        assert action.round is not None
         size = 1 if held is None else held[action.stage][action.round]
-        if action.kind is ActionKind.F:
+        if action.kind is F:
             live += size
-            most = max(most, live)
-        elif action.kind is not ActionKind.I:
+            if live > most:
+                most = live
+        else:
             live -= size
     return most

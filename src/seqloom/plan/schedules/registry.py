@@ -15,7 +15,7 @@ from seqloom.plan.schedules.figures import shares, sizes
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule, units_of
 
-MOST_CELLS = 1 << 18
+MOST_CELLS = 1 << 16
 """Stages times units: the largest table that is built by name."""
 
 
@@ -27,7 +27,7 @@ class Request(NamedTuple):
     chunks: int
     pieces: tuple[int, ...]
     """Of every micro-batch."""
-    times: Times | tuple[int, int, int]
+    times: Times
     memory: Fraction | None
     """What a host may hold, in micro-batches on all its stages; None for no limit."""
 
@@ -95,10 +95,13 @@ def schedule_of(
     if name not in FAMILIES:
         raise unknown("schedule", name, NAMES)
     family = FAMILIES[name]
-    counts = [pieces] * max(0, micro_batches) if isinstance(pieces, int) else list(pieces)
-    for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", min(counts, default=1))):
+    least, units = _least_and_sum(pieces, micro_batches)
+    for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", least)):
         if value < 1:
-            raise PlanError(f"{name} with {value} {what}; there is at least 1; use 1 or more")
+            raise PlanError(f"{name} with {value:,} {what}; there is at least 1; use 1 or more")
+    asked = _chunks(name, family, chunks)
+    _size(name, stages * asked, micro_batches, units)
+    counts = [pieces] * micro_batches if isinstance(pieces, int) else list(pieces)
     if len(counts) != micro_batches:
         raise PlanError(f"{len(counts)} numbers of pieces for {micro_batches} micro-batches; give one for each")
     if family.whole and max(counts) > 1:
@@ -106,27 +109,39 @@ def schedule_of(
             f"{name} with {max(counts)} pieces per micro-batch; it runs whole micro-batches, because it orders their "
             f"backwards first in, first out; use 1 piece, or the schedule {family.whole}"
         )
-    asked = _chunks(name, family, chunks)
-    _size(name, stages * asked, micro_batches, sum(counts))
+    if not isinstance(times, Times):
+        parts, _ = shares(tuple(range(stages)) * asked, units_of(counts))
+        times = Times(*(parts * value for value in times))
+    if memory is not None and memory < 1:
+        must = "all pieces of a micro-batch go forward before the first goes backward"
+        raise PlanError(f"{name} with memory for {float(memory):g} micro-batches; {must}; use 1 or more")
     made = family.build(Request(name, stages, asked, tuple(counts), times, memory))
     if memory is not None:
-        held, one = sizes(made)
-        made.validate(math.floor(memory * one), held)
+        within(made, memory)
     return made
+
+
+def _least_and_sum(pieces: int | Sequence[int], micro_batches: int) -> tuple[int, int]:
+    """Return the fewest pieces of a micro-batch, and those of all."""
+    return (pieces, pieces * micro_batches) if isinstance(pieces, int) else (min(pieces, default=1), sum(pieces))
+
+
+def within(schedule: Schedule, memory: Fraction) -> None:
+    """Refuse a schedule whose hosts hold more than so many micro-batches."""
+    held, one = sizes(schedule)
+    schedule.validate(math.floor(memory * one), held, one)
 
 
 def _balanced(request: Request) -> Schedule:
     """Equal pieces on equal stages, for the memory of Seq1F1B or what is asked for."""
     hosts, units = tuple(range(request.hosts)) * request.chunks, units_of(request.pieces)
     held, one = shares(hosts, units)
-    times = request.times
-    if not isinstance(times, Times):
-        times = Times(*(held * value for value in times))
-    if request.memory is not None:
-        return balanced(hosts, units, times, held, math.floor(request.memory * one))
-    order = strict.one_forward_one_backward(request.name, request.hosts, request.pieces)
-    most = max(play(order, Times.equal(order), held[: request.hosts]).peak)
-    return balanced(hosts, units, times, held, most * request.chunks)
+    if request.memory is None:
+        order = strict.one_forward_one_backward(request.name, request.hosts, request.pieces)
+        cap = request.chunks * max(play(order, Times.equal(order), held[: request.hosts]).peak)
+    else:
+        cap = math.floor(request.memory * one)
+    return balanced(hosts, units, request.times, held, cap)
 
 
 def _chunks(name: str, family: Family, chunks: int | None) -> int:
@@ -144,12 +159,11 @@ def _chunks(name: str, family: Family, chunks: int | None) -> int:
 
 def _size(name: str, stages: int, micro_batches: int, units: int) -> None:
     """Refuse a table that nobody could want."""
-    if stages * units > MOST_CELLS:
-        most = MOST_CELLS // max(stages, 1)
-        way_out = (
-            f"use at most {most // micro_batches:,} pieces"
-            if most >= micro_batches
-            else (f"use at most {most:,} micro-batches" if most else f"use at most {MOST_CELLS:,} stages")
-        )
-        value = f"{name} with {stages:,} stages and {units:,} units"
-        raise PlanError(f"{value}; a table has at most {MOST_CELLS:,} cells; {way_out}")
+    if stages * units <= MOST_CELLS:
+        return
+    most = MOST_CELLS // stages
+    way_out = f"{most // micro_batches:,} pieces"
+    if most < micro_batches:
+        way_out = f"{most:,} micro-batches" if most else f"{MOST_CELLS:,} stages"
+    value = f"{name} with {stages:,} stages and {units:,} units"
+    raise PlanError(f"{value}; a table has at most {MOST_CELLS:,} cells; use at most {way_out}")

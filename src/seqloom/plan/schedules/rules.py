@@ -27,13 +27,16 @@ F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 
 
-def validate(schedule: Schedule, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None) -> None:
+def validate(
+    schedule: Schedule, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None, one: int = 1
+) -> None:
     """Check every rule; raise `PlanError`, with the grid and its failing step, at the first that is broken.
 
     Args:
         schedule: to check.
         cap: the most that a host may hold, or one number per host; None for no limit.
         held: int64[stages, units], what a unit holds on a stage from its F to its B or W; 1 without it.
+        one: what an error calls 1, for example the bytes of a micro-batch.
     """
     _shape(schedule)
     table = Table(schedule.name, schedule.hosts, len(schedule.units), schedule.rows, schedule.links)
@@ -42,7 +45,7 @@ def validate(schedule: Schedule, cap: int | Sequence[int] | None = None, held: n
         ordered(table)
         ending(table, _waits(schedule), "a forward waits for the stage before, a backward for the stage after")
         if cap is not None:
-            _memory(schedule, cap, held)
+            _memory(schedule, cap, held, one)
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def _waits(schedule: Schedule) -> Callable[[Action], Action | None]:
     return awaits
 
 
-def _memory(schedule: Schedule, cap: int | Sequence[int], held: np.ndarray | None) -> None:
+def _memory(schedule: Schedule, cap: int | Sequence[int], held: np.ndarray | None, one: int) -> None:
     """Check that no host holds more than its cap."""
     size = np.ones((len(schedule.hosts), len(schedule.units)), dtype=np.int64) if held is None else held
     for h, row in enumerate(schedule.rows):
@@ -106,6 +109,10 @@ def _memory(schedule: Schedule, cap: int | Sequence[int], held: np.ndarray | Non
             elif action.kind is not I:
                 live -= int(size[action.stage, action.round])
             if live > most:
-                value = f"{schedule.name} host {h} holds {live:,} from {action} (action {k}) on"
-                must = f"at most {most:,} may be held"
+                value = f"{schedule.name} host {h} holds {_amount(live, one)} from {action} (action {k}) on"
+                must = f"at most {_amount(most, one)} may be held"
                 raise broken("memory", value, must, "run a backward first, raise the limit, or use more pieces", (h, k))
+
+
+def _amount(value: int, one: int) -> str:
+    return f"{value:,}" if one == 1 else f"{value / one:.4g}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -60,11 +61,18 @@ class Schedule:
             last[unit.sequence] = number
         return tuple(pairs)
 
-    def validate(self, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None) -> None:
+    @property
+    def neighbours(self) -> tuple[tuple[int, ...], ...]:
+        """For every host, the hosts that have a stage next to one of its own."""
+        pairs = {(a, b) for a, b in pairwise(self.hosts) if a != b}
+        pairs |= {(b, a) for a, b in pairs}
+        return tuple(tuple(sorted(b for a, b in pairs if a == host)) for host in range(len(self.rows)))
+
+    def validate(self, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None, one: int = 1) -> None:
         """Refuse an order that breaks a rule, never ends, or holds more than `cap`; see `rules.validate`."""
         from seqloom.plan.schedules.rules import validate
 
-        validate(self, cap, held)
+        validate(self, cap, held, one)
 
     def grid(self, mark: tuple[int, int] | None = None) -> str:
         """Draw one line per host, an action per column; `mark` is the (host, action) to point at."""

@@ -43,23 +43,27 @@ RUN_AHEAD = tuple(Freedom(patience, 4, reserve) for patience, reserve in product
 
 
 def best_of(
-    order: Schedule, times: Times | tuple[int, int, int], caps: Iterable[int], freedoms: Iterable[Freedom] = IN_ORDER
+    order: Schedule,
+    times: Times,
+    caps: Iterable[int],
+    freedoms: Iterable[Freedom] = IN_ORDER,
+    held: np.ndarray | None = None,
 ) -> Schedule:
     """Return the fastest of several ways to place the weight halves, then the one with the least memory.
 
     Args:
         order: rows of F and B in an order that ends.
-        times: of every unit on every stage, or F, I and W of all of them.
-        caps: units of a stage that a host may hold, to try.
+        times: of every unit on every stage.
+        caps: what a host may hold, to try.
         freedoms: to try.
+        held: as for `squeezed`.
     """
-    known = times if isinstance(times, Times) else Times.equal(order, *times)
     best: tuple[tuple[int, int, int], Schedule] | None = None
     for cap, freedom in product(caps, freedoms):
-        found = squeezed(order, known, cap, freedom=freedom)
+        found = squeezed(order, times, cap, held, freedom)
         if found is not None:
-            played = play(found, known)
-            score = played.span, max(played.peak, default=0), played.makespan
+            played = play(found, times, held)
+            score = played.span, played.makespan, max(played.peak, default=0)
             if best is None or score < best[0]:
                 best = score, found
     if best is None:
@@ -93,7 +97,7 @@ class _Run:
     """All hosts in time."""
 
     def __init__(self, schedule: Schedule, times: Times, caps: list[int], held: np.ndarray, freedom: Freedom) -> None:
-        self.hosts, self.caps, self.freedom = schedule.hosts, caps, freedom
+        self.caps, self.freedom = caps, freedom
         self.held: list[list[int]] = held.tolist()
         self.last = len(schedule.hosts) - 1
         self.forward, self.backward, self.weights = (column.tolist() for column in times)
@@ -104,8 +108,7 @@ class _Run:
         self.live, self.free = [0] * width, [0] * width
         self.out: list[list[Action]] = [[] for _ in range(width)]
         self.heap = [(0, h) for h in range(width)]
-        pairs = list(zip(self.hosts, self.hosts[1:], strict=False))
-        self.neighbours = [{b for a, b in pairs if a == h} | {a for a, b in pairs if b == h} for h in range(width)]
+        self.neighbours = schedule.neighbours
 
     def rows(self) -> tuple[tuple[Action, ...], ...] | None:
         """Run to the end."""
@@ -178,7 +181,7 @@ class _Run:
             self.pending[host].append((stage, number))
         self.done[stage, forward, number] = stop
         self.busy(host, stop)
-        for other in self.neighbours[host] - {host}:
+        for other in self.neighbours[host]:
             heapq.heappush(self.heap, (max(stop, self.free[other]), other))
 
     def busy(self, host: int, until: int) -> None:

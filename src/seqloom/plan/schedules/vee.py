@@ -24,14 +24,14 @@ F, B = ActionKind.F, ActionKind.B
 PERIOD = 6
 
 
-def zb_v(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, int, int]) -> Schedule:
+def zb_v(name: str, hosts: int, micro_batches: int, times: Times) -> Schedule:
     """ZB-V: the memory of 1F1B, and no bubble where F, I and W take the same time.
 
     Args:
         name: of the schedule.
         hosts: of the pipeline, with two stages each.
         micro_batches: in one piece each.
-        times: F, I and W of every unit on every stage, or of all of them.
+        times: of every unit on every stage.
     """
     rows = []
     for r in range(hosts):
@@ -40,7 +40,7 @@ def zb_v(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, in
     return best_of(_vee(name, hosts, micro_batches, rows), times, (2 * hosts,))
 
 
-def v_half(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, int, int]) -> Schedule:
+def v_half(name: str, hosts: int, micro_batches: int, times: Times) -> Schedule:
     """V-Half: about half the memory of 1F1B. Arguments as `zb_v`."""
     extra = 3 if hosts % 2 == 0 else 0
 
@@ -50,7 +50,7 @@ def v_half(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, 
     return best_of(_repeated(name, hosts, micro_batches, slots), times, (hosts + 2,), IN_ORDER + RUN_AHEAD)
 
 
-def v_min(name: str, hosts: int, micro_batches: int, times: Times | tuple[int, int, int]) -> Schedule:
+def v_min(name: str, hosts: int, micro_batches: int, times: Times) -> Schedule:
     """V-Min: about a third of the memory of 1F1B. Arguments as `zb_v`."""
     extra = 2 if hosts % 3 == 0 else 0
     cap = 2 * -(-(hosts + 2) // 3)

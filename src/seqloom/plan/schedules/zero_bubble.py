@@ -11,24 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from seqloom.plan.schedules.figures import sizes
 from seqloom.plan.schedules.play import Times, play
 from seqloom.plan.schedules.schedule import Schedule
 from seqloom.plan.schedules.squeeze import best_of
 from seqloom.plan.schedules.strict import one_forward_one_backward
 
 
-def zero_bubble(
-    name: str, stages: int, pieces: Sequence[int], times: Times | tuple[int, int, int], lead: int = 1
-) -> Schedule:
+def zero_bubble(name: str, stages: int, pieces: Sequence[int], times: Times, lead: int = 1) -> Schedule:
     """ZB-H1 (lead 1) and ZB-H2 (lead 2) over pieces; with lead 1 and k pieces this is Seq1F1B-ZB.
 
     Args:
         name: of the schedule.
         stages: one per host.
-        pieces: how many each sequence has, in forward order.
-        times: F, I and W of every unit on every stage, or of all of them.
+        pieces: how many each sequence has, in forward order; a piece counts as that part of a micro-batch's memory.
+        times: of every unit on every stage.
         lead: forwards that a host is ahead of the next one.
     """
     order = one_forward_one_backward(name, stages, pieces, lead)
-    cap = max(play(order, Times.equal(order)).peak, default=0)
-    return best_of(order, times, (cap,) if lead == 1 else (cap, cap + 1))
+    held, _ = sizes(order)
+    cap = max(play(order, times, held).peak, default=0)
+    return best_of(order, times, (cap,) if lead == 1 else (cap, cap + int(held.max())), held=held)

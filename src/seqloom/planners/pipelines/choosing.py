@@ -97,7 +97,8 @@ def chosen(
 
     def trial(grain: Grain) -> _Trial | None:
         piece = max(1, -(-longest // grain.pieces))
-        shape = Shape(piece, max(1, piece * grain.halves // 2), max(1, tokens // grain.packs), *grain[3:])
+        pack, most = max(1, piece * grain.halves // 2), max(1, tokens // grain.packs)
+        shape = Shape(piece, pack, most, grain.starters, grain.shared, later=piece * 3 // 2)
         units = packed(lengths, cost, shape, multiple=multiple, floor=floor)
         times, held = price(units)
         problem = Problem.of(hosts, units.units, times, held)

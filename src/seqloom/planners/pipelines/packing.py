@@ -45,6 +45,15 @@ class Shape:
     """How many starters of each size come first."""
     shared: bool = False
     """Whether the last piece of a long document may have short ones beside it."""
+    later: int | None = None
+    """The most time of a piece of a document that costs less than half as much as the longest; None: as `piece`.
+
+    By the time these come, the pipeline is full and other work hides how long a piece takes to come through.
+    """
+
+    def piece_of(self, cost: int, longest: int) -> int:
+        """The most time of a piece of a document that costs `cost`."""
+        return self.piece if self.later is None or 2 * cost >= longest else self.later
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ def packed(lengths: Sequence[int], cost: Cost, shape: Shape, *, multiple: int = 
     long: list[list[list[Part]]] = []
     short: list[int] = []
     for d in order:
-        wanted = -(-costs[d] // shape.piece) if costs[d] > shape.pack else 1
+        wanted = -(-costs[d] // shape.piece_of(costs[d], costs[order[0]])) if costs[d] > shape.pack else 1
         borders = equal_cuts(lengths[d], min(wanted, lengths[d]), cost, multiple=multiple, floor=floor)
         if len(borders) > 2:
             long.append([[Part(d, *span)] for span in pairwise(borders)])

@@ -1,0 +1,37 @@
+"""docs/pipelines.md: its commands run, its grid is what they print, its keys are those of the config."""
+
+import re
+import shlex
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from seqloom.cli.main import app
+from seqloom.train.sections import Pipelining
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "pipelines.md").read_text()
+
+
+def test_its_commands_run_and_its_grid_is_what_the_first_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    results = [CliRunner().invoke(app, shlex.split(line)[1:]) for line in block.splitlines()]
+    assert [result.exit_code for result in results] == [0, 0], [result.output for result in results]
+    grid = re.findall(r"^ {4}(host .*)$", PAGE, re.MULTILINE)
+    assert len(grid) == 3 and set(grid) <= set(results[0].output.splitlines())
+    assert "pipeline:4" in results[1].output
+
+
+def test_every_key_is_explained():
+    block = PAGE.split("## The config")[1].split("## What is refused")[0]
+    for key in fields(Pipelining):
+        assert f"    {key.name} = " in block
+
+
+def test_every_file_that_the_page_names_exists():
+    for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
+        assert (ROOT / name).exists(), name

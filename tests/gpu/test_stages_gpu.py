@@ -1,0 +1,85 @@
+"""Parameters of stages and split backwards on a GPU: bf16 copies that come and go, gradients in float32."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqloom.comm import Alone, bind_alone
+from seqloom.plan import Sharding, Stage
+from seqloom.runtime import Placement, StageSharded, split_weights
+from seqloom.runtime.network import LossOf, Network
+from seqloom.testing.steps import Step, tiny_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SPEC = tiny_spec(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512, vocabulary=1000, tied=True)
+STEP = Step((300, 120, 50), SPEC, dtype=torch.float32)
+DEVICE = "cuda"
+
+
+@pytest.fixture
+def job():
+    """A job of this process alone."""
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network_of(dtype, device=DEVICE):
+    """The model, and rows of the step, on a device."""
+    model, context = STEP.model().to(device, dtype), bind_alone(STEP.lengths, device=device)
+    ids, labels = (torch.cat(each).to(device) for each in STEP.documents())
+    return Network.of(model), context, ids, labels
+
+
+def gradients_in(dtype, device=DEVICE):
+    """What one process finds in a dtype."""
+    network, context, ids, labels = network_of(dtype, device)
+    (LossOf(network)(ids, labels, context) / STEP.valid).backward()
+    return {name: each.grad.double().cpu() for name, each in network.module.named_parameters()}
+
+
+def furthest(found, wanted):
+    least = 1e-3 * max(float(each.norm()) for each in wanted.values())
+    return max(float((found[name] - each).norm()) / max(float(each.norm()), least) for name, each in wanted.items())
+
+
+def bytes_now():
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+
+
+def test_two_stages_on_one_gpu(job):
+    network, context, ids, labels = network_of(torch.float32)
+    network = replace(network, weights=split_weights(network.layers))
+    whole = sum(each.numel() for each in network.module.parameters())
+    placement = Placement((Stage((0,), (0, 1)), Stage((0,), (1, 4))), Sharding.FULL, 1)
+    parameters = StageSharded(network, Alone(), placement, compute=torch.bfloat16)
+    first, last = placement.parts_of(0)
+    before = bytes_now()
+    for part in (first, last):
+        parameters.acquire(part)
+    assert DEVICE == "cpu" or bytes_now() - before >= 2 * whole
+    given = parameters.run(first, ids, None, context)
+    middle = given.detach().requires_grad_()
+    loss = parameters.run(last, middle, labels, context)
+    with parameters.weights.deferred(1):
+        parameters.backward(loss, torch.full_like(loss, 1 / STEP.valid), reduce=False)
+    with parameters.weights.deferred(0):
+        parameters.backward(given, middle.grad, reduce=False)
+    assert parameters.weights.bytes > 0
+    del given, middle, loss
+    for number, part in enumerate((first, last)):
+        parameters.weights.run(number)
+        parameters.reduce(part)
+        parameters.release(part)
+    parameters.finish()
+    found = {name: each.double().cpu() for name, each in parameters.gradients()}
+    assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
+    assert sum(each.untyped_storage().nbytes() for each in network.module.parameters()) == 0
+    exact = gradients_in(torch.float64, "cpu")
+    assert furthest(found, exact) < 2 * furthest(gradients_in(torch.bfloat16), exact)
