@@ -3,8 +3,8 @@
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
 machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in an
-order that turns from batch to batch. A step is bind, forward, backward, reduction, clipping and AdamW; its time is that
-of the slowest rank. Last, equal sequences through torch's schedules and ours, both without the optimiser.
+order that turns from batch to batch, each twice. A step is bind, forward, backward, reduction, clipping and AdamW; its time is that
+of the slowest rank. Last, equal sequences through torch's schedules and ours, forwards and backwards alone.
 
     python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
 LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 1_024, 2, 4, (4, 8), 5
-EQUAL = {"length": 512, "per_stage": 2}
-SIZES = {"layers": 16, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
+EQUAL = {"length": 512, "per_stage": 2, "layers": 16}
+SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
 
 
@@ -96,7 +97,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": min(longest, CAPACITY)}
     machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
     found = machine.calibrate(longest // 2, say, widest=ranks // min(STAGES))
-    cost = CostModel(*where, found.profile, **limits)
+    cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
     for stages in (count for count in STAGES if ranks % count == 0 and count <= ranks):
@@ -104,41 +105,43 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
         for number, batch in enumerate(drawn(arguments, longest, steps)):
             plans = plans_of(batch, cost, stages)
             turn = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
-            seconds = {name: (timer.seconds(plans[name]), busy(timer)) for name in turn}
-            row = {name: report.entry(plans[name], simulate(plans[name], cost), *seconds[name]) for name in plans}
+            timed = {name: min((timer.seconds(plans[name]), busy(timer)) for _ in range(2)) for name in turn}
+            row = {name: report.entry(plans[name], simulate(plans[name], cost), *timed[name]) for name in plans}
             say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
             if number:  # the first batch warms up
                 report.rows.setdefault(stages, []).append(row)
+    deep = CostModel(where[0], replace(where[1], layers=EQUAL["layers"], windows=()), found.profile, sharding="none")
     for chunks in (1, 2):
-        report.torch.append(beside_torch(cost, transport, chunks, machine, quick))
+        report.torch.append(beside_torch(deep, transport, chunks, quick))
         say(f"torch's schedule, {chunks} stages per process: {report.torch[-1]}")
     if transport.rank == 0:
         report.write(__file__, arguments)
         report.show()
 
 
-def beside_torch(
-    cost: CostModel, transport: Distributed, chunks: int, machine: Machine, quick: bool
-) -> dict[str, float]:
+def beside_torch(cost: CostModel, transport: Distributed, chunks: int, quick: bool) -> dict[str, float]:
     """Forward and backward of equal sequences, one process per host: torch's runtime and ours in turns."""
-    ranks = transport.ranks
-    length, count = (64 if quick else EQUAL["length"]), EQUAL["per_stage"] * ranks
-    name, even = ("1f1b", "interleaved")[chunks - 1], [SIZES["layers"] // (ranks * chunks)] * (ranks * chunks)
-    if min(even) < 1:
+    stages = transport.ranks * chunks
+    if EQUAL["layers"] % stages:
         return {}
-    options = {"stages": ranks, "chunks": chunks, "schedule": name, "layers": even, "pieces": 1}
-    plan = plan_pipeline(np.full(count, length), cost, **options)
+    length, count = (64 if quick else EQUAL["length"]), EQUAL["per_stage"] * transport.ranks
+    even = [EQUAL["layers"] // stages] * stages
+    given = {"stages": transport.ranks, "chunks": chunks, "schedule": ("1f1b", "interleaved")[chunks - 1]}
+    plan = plan_pipeline(np.full(count, length), cost, **given, layers=even, pieces=1)
     ours = StepTimer(cost, transport, torch.device("cpu"), torch.float32, plan.pipelines[0].stages)
     theirs = TorchSide(cost.model, length, count, chunks)
-    pairs = [(ours.seconds(plan, update=False), theirs.seconds(ours.slowest)) for _ in range(REPEATS + 1)][1:]
+    bound = ours.bind(plan)  # once, as torch's runtime gets its schedule once
+
+    def seconds() -> float:
+        ours.slowest(0.0)
+        begin = time.perf_counter()
+        ours.gradients(bound)
+        return ours.slowest(time.perf_counter() - begin)
+
+    pairs = [(seconds(), theirs.seconds(ours.slowest)) for _ in range(REPEATS + 1)][1:]
     mine, other = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-    return {
-        "chunks": chunks,
-        "ours_ms": mine,
-        "torch_ms": other,
-        "speed": other / mine,
-        "rounds": len(plan.pipelines[0].rounds),
-    }
+    rounds = len(plan.pipelines[0].rounds)
+    return {"chunks": chunks, "ours_ms": mine, "torch_ms": other, "speed": other / mine, "rounds": rounds}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -45,10 +45,7 @@ class Report:
 
     @staticmethod
     def line(row: Row) -> str:
-        return ", ".join(
-            f"{n} {v['measured_ms']:.0f} ({v['predicted_ms']:.0f}), busy {v['measured_busy_ms']:.0f} ({v['predicted_busy_ms']:.0f}), max {v['fullest'][0]:.0f} ({v['fullest'][1]:.0f})"
-            for n, v in row.items()
-        )
+        return ", ".join(f"{n} {v['measured_ms']:.0f} ({v['predicted_ms']:.0f})" for n, v in row.items())
 
     def sides(self) -> list[dict[str, Any]]:
         """Means over the batches; ratios are of sums."""

@@ -18,7 +18,7 @@ from seqloom.cost.shapes import candidate_shapes
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Span, Stage, Work
-from seqloom.runtime import Network, StepResult, bind_plan, run_step, scale_gradients
+from seqloom.runtime import BoundPlan, Network, StepResult, bind_plan, run_step, scale_gradients
 from seqloom.train.model import made_ready, place
 from seqloom.train.optimiser import clip_factor, make_optimiser
 from seqloom.train.sections import Optimiser
@@ -52,26 +52,27 @@ class StepTimer:
         self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
         self.last: StepResult | None = None
 
-    def seconds(self, plan: Plan, *, update: bool = True) -> float:
-        """Run one step of a plan and return its seconds, the same on all ranks, which all call it.
+    def bind(self, plan: Plan) -> BoundPlan:
+        """Bind a plan."""
+        return bind_plan(plan, self._transport, device=self._device, check=False)
 
-        Args:
-            update: whether the gradients are clipped and applied.
-        """
-        valid = sum(plan.documents)
+    def seconds(self, plan: Plan) -> float:
+        """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
         self.slowest(0.0)  # all ranks begin together
         begin = time.perf_counter()
-        bound = bind_plan(plan, self._transport, device=self._device, check=False)
-        self.last = result = run_step(bound, self._parameters, self._rows, valid)
-        if update:
-            factor = clip_factor(result.gradient_norm, self._settings.clip)
-            if factor < 1:
-                scale_gradients(self._parameters, factor)
-            self._optimiser.step()
+        self.last = result = self.gradients(self.bind(plan))
+        factor = clip_factor(result.gradient_norm, self._settings.clip)
+        if factor < 1:
+            scale_gradients(self._parameters, factor)
+        self._optimiser.step()
         self._parameters.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return self.slowest(time.perf_counter() - begin)
+
+    def gradients(self, bound: BoundPlan) -> StepResult:
+        """Run a plan as far as its gradients."""
+        return run_step(bound, self._parameters, self._rows, sum(bound.plan.documents))
 
     def _rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and labels that are the same for a token wherever it lies."""
