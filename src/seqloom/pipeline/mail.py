@@ -19,7 +19,7 @@ from seqloom.pipeline.watch import Progress
 from seqloom.plan import Action, ActionKind
 
 AHEAD = 2
-"""Room for messages that have not been asked for yet, in sizes of the largest one."""
+"""Room for messages that have not been asked for yet: so many of the largest, from every stage that sends any."""
 LANES = {
     ActionKind.SEND_F: Lane.FORWARD,
     ActionKind.RECV_F: Lane.FORWARD,
@@ -68,7 +68,8 @@ class Mail:
         """
         self._transport, self._room, self._progress = transport, room, progress
         self._coming = deque(arrivals)
-        self._budget = ahead * max((each.tokens for each in self._coming), default=0)
+        sources = {(each.action.stage, each.action.kind) for each in self._coming}
+        self._budget = ahead * len(sources) * max((each.tokens for each in self._coming), default=0)
         self._held = 0
         self._posted: dict[Action, tuple[Arrival, torch.Tensor, list[_Posted]]] = {}
         self._here: dict[Action, torch.Tensor] = {}
