@@ -2,9 +2,10 @@
 
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
 machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
-stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in an
-order that turns from batch to batch, each twice. A step is bind, forward, backward, reduction, clipping and AdamW; its time is that
-of the slowest rank. Last, equal sequences through torch's schedules and ours, forwards and backwards alone.
+stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in
+an order that turns from batch to batch, each twice, of which the faster counts. A step is bind, forward, backward,
+reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through torch's schedules and
+ours, forwards and backwards alone.
 
     python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import options, progress
 from pipeline_report import Report
-from pipeline_rivals import TorchSide, fixed_chunks
+from pipeline_rivals import LAYERS, beside_torch, fixed_chunks
 
 from seqloom.comm import Communicators, Distributed
 from seqloom.cost import CostModel
@@ -38,8 +38,7 @@ from seqloom.simulate import simulate
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 1_024, 2, 4, (4, 8), 5
-EQUAL = {"length": 512, "per_stage": 2, "layers": 16}
+LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 1_024, 2, 3, (4, 8), 2
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
 
@@ -105,43 +104,18 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
         for number, batch in enumerate(drawn(arguments, longest, steps)):
             plans = plans_of(batch, cost, stages)
             turn = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
-            timed = {name: min((timer.seconds(plans[name]), busy(timer)) for _ in range(2)) for name in turn}
+            timed = {name: min((timer.seconds(plans[name]), busy(timer)) for _ in range(REPEATS)) for name in turn}
             row = {name: report.entry(plans[name], simulate(plans[name], cost), *timed[name]) for name in plans}
             say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
             if number:  # the first batch warms up
                 report.rows.setdefault(stages, []).append(row)
-    deep = CostModel(where[0], replace(where[1], layers=EQUAL["layers"], windows=()), found.profile, sharding="none")
+    deep = CostModel(where[0], replace(where[1], layers=LAYERS, windows=()), found.profile, sharding="none")
     for chunks in (1, 2):
-        report.torch.append(beside_torch(deep, transport, chunks, quick))
+        report.torch.append(beside_torch(deep, transport, chunks, 64 if quick else 512))
         say(f"torch's schedule, {chunks} stages per process: {report.torch[-1]}")
     if transport.rank == 0:
         report.write(__file__, arguments)
         report.show()
-
-
-def beside_torch(cost: CostModel, transport: Distributed, chunks: int, quick: bool) -> dict[str, float]:
-    """Forward and backward of equal sequences, one process per host: torch's runtime and ours in turns."""
-    stages = transport.ranks * chunks
-    if EQUAL["layers"] % stages:
-        return {}
-    length, count = (64 if quick else EQUAL["length"]), EQUAL["per_stage"] * transport.ranks
-    even = [EQUAL["layers"] // stages] * stages
-    given = {"stages": transport.ranks, "chunks": chunks, "schedule": ("1f1b", "interleaved")[chunks - 1]}
-    plan = plan_pipeline(np.full(count, length), cost, **given, layers=even, pieces=1)
-    ours = StepTimer(cost, transport, torch.device("cpu"), torch.float32, plan.pipelines[0].stages)
-    theirs = TorchSide(cost.model, length, count, chunks)
-    bound = ours.bind(plan)  # once, as torch's runtime gets its schedule once
-
-    def seconds() -> float:
-        ours.slowest(0.0)
-        begin = time.perf_counter()
-        ours.gradients(bound)
-        return ours.slowest(time.perf_counter() - begin)
-
-    pairs = [(seconds(), theirs.seconds(ours.slowest)) for _ in range(REPEATS + 1)][1:]
-    mine, other = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-    rounds = len(plan.pipelines[0].rounds)
-    return {"chunks": chunks, "ours_ms": mine, "torch_ms": other, "speed": other / mine, "rounds": rounds}
 
 
 def main(argv: list[str] | None = None) -> None:

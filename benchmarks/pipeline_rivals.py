@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,15 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from seqloom.comm import bind_alone
+from seqloom.comm import Distributed, bind_alone
 from seqloom.cost import CostModel, Shape
 from seqloom.describe import ModelSpec
 from seqloom.models import Transformer
 from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round, Span
 from seqloom.plan.schedules import schedule_of
+from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.pipelines.line import Line
 from seqloom.planners.pipelines.seats import Level, Seat, work_of
 from seqloom.runtime.loss import summed_loss
+from seqloom.train.trials import StepTimer
+
+LAYERS, SEQUENCES, REPEATS = 16, 2, 9
+"""Of the comparison with torch: the model's layers, sequences per process, runs of both."""
 
 
 def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, tokens: int) -> Plan:
@@ -103,3 +109,28 @@ class TorchSide:
         for part in (*self._parts, self._head):
             part.zero_grad(set_to_none=True)
         return together(time.perf_counter() - begin)
+
+
+def beside_torch(cost: CostModel, transport: Distributed, chunks: int, length: int) -> dict[str, float]:
+    """Forward and backward of equal sequences, one process per host: torch's runtime and ours in turns."""
+    stages = transport.ranks * chunks
+    if LAYERS % stages:
+        return {}
+    count = SEQUENCES * transport.ranks
+    even = [LAYERS // stages] * stages
+    given = {"stages": transport.ranks, "chunks": chunks, "schedule": ("1f1b", "interleaved")[chunks - 1]}
+    plan = plan_pipeline(np.full(count, length), cost, **given, layers=even, pieces=1)
+    ours = StepTimer(cost, transport, torch.device("cpu"), torch.float32, plan.pipelines[0].stages)
+    theirs = TorchSide(cost.model, length, count, chunks)
+    bound = ours.bind(plan)  # once, as torch's runtime gets its schedule once
+
+    def seconds() -> float:
+        ours.slowest(0.0)
+        begin = time.perf_counter()
+        ours.gradients(bound)
+        return ours.slowest(time.perf_counter() - begin)
+
+    pairs = [(seconds(), theirs.seconds(ours.slowest)) for _ in range(REPEATS + 1)][1:]
+    mine, other = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
+    rounds = len(plan.pipelines[0].rounds)
+    return {"chunks": chunks, "ours_ms": mine, "torch_ms": other, "speed": other / mine, "rounds": rounds}
