@@ -1,5 +1,15 @@
 """Settings for all tests. `make test` repeats exactly; `make test-full` draws more, and new, examples."""
 
+import io
+import multiprocessing
+import os
+import subprocess
+import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -18,7 +28,38 @@ settings.load_profile("test")  # the option --hypothesis-profile comes later and
 
 
 @pytest.fixture(scope="session")
-def gloo_pool():
+def fork_server():
+    """The process that workers and ranks of this session are forks of: it loads torch and transformers once for all."""
+    multiprocessing.set_forkserver_preload(
+        ["seqloom.testing.workers", "seqloom.train.launch", "seqloom.integrations.training"]
+    )
+    forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def seqloom_here(fork_server):
+    """The command, run by this process: `seqloom_here("train", "config.toml", folder=...)`.
+
+    Its ranks are forks of the session's server, so a run costs no start of Python and torch. What ranks themselves
+    write to stderr is not seen; a test of that starts the command as a process.
+    """
+    from seqloom.cli.main import main
+
+    def run(*words: str, folder: str | Path | None = None) -> subprocess.CompletedProcess[str]:
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        called = patch.object(sys, "argv", ["seqloom", *map(str, words)])
+        with chdir(folder or os.getcwd()), redirect_stdout(out), redirect_stderr(err), called:
+            try:
+                main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def gloo_pool(fork_server):
     """Eight gloo processes that stay for the session: `gloo_pool.run(body, *args, ranks=4)`.
 
     Under xdist every worker that needs a pool has one. With --dist worksteal that is usually the first alone, since

@@ -10,7 +10,7 @@ from seqloom.cli import demo_training
 pytestmark = pytest.mark.distributed
 
 
-def test_both_planners_train_the_same_model(monkeypatch):
+def test_both_planners_train_the_same_model(monkeypatch, fork_server):
     monkeypatch.setattr(demo_training, "CONFIG", demo_training.CONFIG.replace("steps = 24", "steps = 5"))
     monkeypatch.setattr(demo_training, "RANKS", 2)
     found = demo_training.train_both(3, show=False)

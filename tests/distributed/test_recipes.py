@@ -1,8 +1,6 @@
 """Every recipe trains and is verified, made tiny by overrides: all that is not size stays as the file has it."""
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -46,9 +44,8 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_it_trains(recipe, tmp_path):
-    command = [sys.executable, "-m", "seqloom", "train", str(recipe), *overrides(recipe, tmp_path), "--ranks", "2"]
-    result = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=150)
+def test_it_trains(seqloom_here, recipe, tmp_path):
+    result = seqloom_here("train", recipe, *overrides(recipe, tmp_path), "--ranks", "2", "--json")
     assert result.returncode == 0, result.stderr
     losses = [record.loss for record in read_steps(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == json.loads(result.stdout)["steps"] >= 6

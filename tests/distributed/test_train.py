@@ -60,9 +60,10 @@ def seqloom(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "seqloom", *words], capture_output=True, text=True, timeout=150)
 
 
-def trained(place: Path, run: str, *words: str, **settings: object) -> tuple[dict, list[float]]:
-    """Train, and return the summary and the losses."""
-    result = seqloom(*command(place, run, {key.replace("__", "."): v for key, v in settings.items()}), "--json", *words)
+def trained(run_command, place: Path, run: str, *words: str, **settings: object) -> tuple[dict, list[float]]:
+    """Train, by `seqloom` or by the fixture `seqloom_here`, and return the summary and the losses."""
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    result = run_command(*command(place, run, dotted), "--json", *words)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), [record.loss for record in read_steps(place / run / "metrics.jsonl")]
 
@@ -70,7 +71,7 @@ def trained(place: Path, run: str, *words: str, **settings: object) -> tuple[dic
 @pytest.fixture(scope="module")
 def whole(place):
     """A run on two ranks from beginning to end."""
-    return trained(place, "whole", "--ranks", "2")
+    return trained(seqloom, place, "whole", "--ranks", "2")
 
 
 def test_the_loss_falls_and_the_summary_says_so(whole):
@@ -96,21 +97,21 @@ def test_the_trained_model_is_left_for_transformers_and_for_seqloom(place, whole
     assert all(torch.equal(p, state["model"][name]) for name, p in ours.named_parameters())
 
 
-def test_another_planner_and_sharding_on_more_ranks_give_the_same_losses(place, whole):
+def test_another_planner_and_sharding_on_more_ranks_give_the_same_losses(seqloom_here, place, whole):
     settings = {"plan__planner": "static:2", "plan__sharding": "none"}
-    _, losses = trained(place, "other", "--ranks", "4", **settings)
+    _, losses = trained(seqloom_here, place, "other", "--ranks", "4", **settings)
     assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
 
 
-def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(place, whole):
-    _, first = trained(place, "parts", "--ranks", "1", run__steps=STEPS, checkpoint__every=3, plan__planner="static")
+def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(seqloom_here, place, whole):
+    _, first = trained(seqloom_here, place, "parts", "--ranks", "1", plan__planner="static")
     folder = place / "parts"
     last = folder / "checkpoints" / f"step-{STEPS:08}"
     assert last.is_dir()
     for path in sorted(last.rglob("*"), reverse=True):
         path.unlink()
     last.rmdir()
-    summary, losses = trained(place, "parts", "--ranks", "2", plan__planner="static")
+    summary, losses = trained(seqloom_here, place, "parts", "--ranks", "2", plan__planner="static")
     assert summary["steps"] == STEPS
     assert losses[:3] == first[:3], "kept"
     assert np.allclose(losses, whole[1], rtol=1e-9, atol=0)
@@ -121,22 +122,22 @@ def test_a_resumed_run_is_the_same_run_also_on_another_number_of_ranks(place, wh
 def test_compiled_layers_go_on_from_a_checkpoint_of_plain_ones_with_the_same_losses(place, whole):
     begin = place / "whole" / "checkpoints" / "step-00000003"
     settings = {"model__compile": "true", "checkpoint__resume": begin, "evaluation__every": 0}
-    summary, losses = trained(place, "compiled", "--ranks", "1", **settings)
+    summary, losses = trained(seqloom, place, "compiled", "--ranks", "1", **settings)
     assert summary["steps"] == STEPS
     assert np.allclose(losses, whole[1][3:], rtol=1e-9, atol=0)
 
 
-def test_a_machine_without_compiler_is_told_so_before_any_process_starts(place, monkeypatch):
+def test_a_machine_without_compiler_is_told_so_before_any_process_starts(seqloom_here, place, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    result = seqloom(*command(place, "uncompiled", {"model.compile": "true"}), "--ranks", "2")
+    result = seqloom_here(*command(place, "uncompiled", {"model.compile": "true"}), "--ranks", "2")
     assert result.returncode == 2
     assert "the C++ compiler 'no-such-compiler'; install it, or set model.compile = false" in result.stderr
     assert "Traceback" not in result.stderr and not (place / "uncompiled").exists()
 
 
-def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(place):
+def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(seqloom_here, place):
     settings = {"plan__planner": "static:64", "run__steps": 2, "schedule__warmup": 1}
-    summary, losses = trained(place, "fallback", "--ranks", "1", **settings)
+    summary, losses = trained(seqloom_here, place, "fallback", "--ranks", "1", **settings)
     assert summary["steps"] == len(losses) == 2
     notes = (place / "fallback" / "metrics.jsonl").read_text()
     assert notes.count("the static plan stood in: planner 'static:64'") == 2
@@ -150,20 +151,25 @@ def test_torchrun_starts_the_ranks_as_well(place, whole):
     assert np.isclose(json.loads(result.stdout)["first_loss"], whole[1][0], rtol=1e-9)
 
 
-def test_what_cannot_be_is_refused_before_any_process_starts(place):
-    result = seqloom(*command(place, "refused", {"data.source": place / "nothing"}), "--ranks", "2")
+def test_what_cannot_be_is_refused_before_any_process_starts(seqloom_here, place):
+    result = seqloom_here(*command(place, "refused", {"data.source": place / "nothing"}), "--ranks", "2")
     assert result.returncode == 2
     assert result.stderr.startswith("seqloom: ") and "no token store" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (place / "refused").exists()
 
 
-def test_a_rank_that_fails_stops_the_run_with_its_reason(place):
+def test_a_rank_that_fails_stops_the_run_with_its_reason(place, whole):
     """A checkpoint of another model is noticed by the ranks."""
-    trained(place, "small", "--ranks", "1", run__steps=2, schedule__warmup=1)
+    shutil.copytree(place / "whole", place / "small")
     (place / "wide.toml").write_text(TINY.replace("ffn = 24", "ffn = 32"))
-    settings = {"model.spec": place / "wide.toml", "run.steps": 3}
+    settings = {"model.spec": place / "wide.toml", "run.steps": STEPS + 1}
     result = seqloom(*command(place, "small", settings), "--ranks", "2")
     assert result.returncode == 2
     assert "rank " in result.stderr and "float64" in result.stderr
-    assert (place / "small" / "checkpoints" / "step-00000002").is_dir(), "the last checkpoint is intact"
+    last = Path("checkpoints", f"step-{STEPS:08}")
+    kept, given = (
+        {path.name: path.read_bytes() for path in (place / run / last).rglob("*") if path.is_file()}
+        for run in ("small", "whole")
+    )
+    assert kept == given, "the last checkpoint is intact"

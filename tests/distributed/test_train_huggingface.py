@@ -36,8 +36,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def seqloom(place: Path, run: str, *words: str, **settings: object) -> subprocess.CompletedProcess[str]:
-    """Run the command on the recipe of the place; a key's dot is written as two underscores."""
+def command(place: Path, run: str, *words: str, **settings: object) -> list[str]:
+    """The words after `seqloom`, for the recipe of the place; a key's dot is written as two underscores."""
     values = {
         "data__source": place / "store",
         "data__validation": place / "store",
@@ -52,22 +52,21 @@ def seqloom(place: Path, run: str, *words: str, **settings: object) -> subproces
         **settings,
     }
     sets = [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
-    command = [sys.executable, "-m", "seqloom", "train", str(place / "recipe.toml"), *sets, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+    return ["train", str(place / "recipe.toml"), *sets, *words]
 
 
-def trained(place: Path, run: str, *words: str, **settings: object) -> list[float]:
+def trained(seqloom_here, place: Path, run: str, *words: str, **settings: object) -> list[float]:
     """Train, and return the losses."""
-    result = seqloom(place, run, *words, "--json", **settings)
+    result = seqloom_here(*command(place, run, *words, "--json", **settings))
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["steps"] == STEPS
     return [record.loss for record in read_steps(place / run / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
-def two(place):
+def two(seqloom_here, place):
     """The losses of a run on two ranks."""
-    return trained(place, "two", "--ranks", "2", plan__planner="adaptive", plan__capacity=40)
+    return trained(seqloom_here, place, "two", "--ranks", "2", plan__planner="adaptive", plan__capacity=40)
 
 
 def loaded(folder: Path):
@@ -79,9 +78,10 @@ def logits(model) -> torch.Tensor:
     return model(input_ids=torch.arange(20)[None] % VOCABULARY).logits
 
 
-def test_planner_and_ranks_do_not_change_the_losses(place, two):
+def test_planner_and_ranks_do_not_change_the_losses(seqloom_here, place, two):
     assert len(two) == STEPS and two[-1] < two[0]
-    assert np.allclose(trained(place, "one", "--ranks", "1", plan__planner="static"), two, rtol=1e-9, atol=0)
+    one = trained(seqloom_here, place, "one", "--ranks", "1", plan__planner="static")
+    assert np.allclose(one, two, rtol=1e-9, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -106,28 +106,29 @@ def test_the_tokenizer_comes_along_and_nothing_half_written_stays(place, two):
 
 
 @pytest.mark.slow
-def test_stages_change_neither_losses_nor_model(place, two):
-    assert np.allclose(trained(place, "stages", "--ranks", "4", pipeline__stages=2), two, rtol=1e-9, atol=0)
+def test_stages_change_neither_losses_nor_model(seqloom_here, place, two):
+    stages = trained(seqloom_here, place, "stages", "--ranks", "4", pipeline__stages=2)
+    assert np.allclose(stages, two, rtol=1e-9, atol=0)
     ours, theirs = (dict(loaded(place / run / "model").named_parameters()) for run in ("stages", "two"))
     assert ours.keys() == theirs.keys() and all(torch.allclose(each, theirs[name]) for name, each in ours.items())
 
 
 @pytest.mark.slow
-def test_a_finished_run_writes_a_model_that_was_lost(place, two):
+def test_a_finished_run_writes_a_model_that_was_lost(seqloom_here, place, two):
     folder = place / "two" / "model"
     before = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()
-    trained(place, "two", "--ranks", "1", plan__planner="adaptive")
+    trained(seqloom_here, place, "two", "--ranks", "1", plan__planner="adaptive")
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(place):
+def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(seqloom_here, place):
     fresh = place / "fresh"
     fresh.mkdir()
     (fresh / "config.json").write_bytes((place / "llama" / "config.json").read_bytes())
     options = {"model__huggingface": fresh, "model__dtype": "bfloat16", "plan__planner": "static"}
-    first = trained(place, "drawn-a", "--ranks", "2", **options)
-    again = trained(place, "drawn-b", "--ranks", "1", **options)
+    first = trained(seqloom_here, place, "drawn-a", "--ranks", "2", **options)
+    again = trained(seqloom_here, place, "drawn-b", "--ranks", "1", **options)
     assert abs(first[0] - np.log(VOCABULARY)) < 0.1, "small random parameters know nothing"
     assert np.allclose(first, again, rtol=5e-3)
     assert loaded(place / "drawn-a" / "model").dtype == torch.float32
@@ -140,14 +141,14 @@ def test_bfloat16_keeps_float32_parameters_and_parameters_are_drawn_by_seed(plac
         ("model_type", "gemma2", "logit soft-cap (attn_logit_softcapping = 50.0)"),
     ],
 )
-def test_a_refused_model_gives_the_reason_before_any_process_starts(place, key, value, message):
+def test_a_refused_model_gives_the_reason_before_any_process_starts(seqloom_here, place, key, value, message):
     folder = place / f"refused-{key}"
     folder.mkdir()
     config = json.loads((place / "llama" / "config.json").read_text())
     if key == "model_type":
         config = {name: config[name] for name in config if name not in ("architectures", "rope_parameters")}
     (folder / "config.json").write_text(json.dumps({**config, key: value}))
-    result = seqloom(place, "refused", "--ranks", "2", model__huggingface=folder)
+    result = seqloom_here(*command(place, "refused", "--ranks", "2", model__huggingface=folder))
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and result.stderr.startswith("seqloom: model.huggingface")
     assert "Traceback" not in result.stderr and "rank " not in result.stderr
@@ -159,7 +160,8 @@ def test_parameters_that_are_missing_are_not_drawn_silently(place):
     model = tiny_model("llama-tied")
     state = {name: tensor for name, tensor in model.state_dict().items() if "up_proj" not in name}
     model.save_pretrained(folder, state_dict=state)
-    result = seqloom(place, "partly-run", "--ranks", "1", model__huggingface=folder)
+    words = command(place, "partly-run", "--ranks", "1", model__huggingface=folder)
+    result = subprocess.run([sys.executable, "-m", "seqloom", *words], capture_output=True, text=True, timeout=150)
     assert result.returncode == 2
     assert "2 parameters are missing" in result.stderr and "up_proj" in result.stderr
     assert "cannot be loaded" not in result.stderr

@@ -37,15 +37,19 @@ def test_it_takes_under_15_lines():
     assert len([line for line in lines if not everybody.search(line)]) < 15
 
 
-def losses(processes: int) -> list[float]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+"""What torchrun would tell a single process."""
+
+
+def losses(*launch: str, **told: str) -> list[float]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **told}
     result = subprocess.run([*launch, EXAMPLE], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     return [float(value) for value in re.findall(r"^loss (\S+)", result.stdout, re.MULTILINE)]
 
 
 def test_the_example_trains_and_the_number_of_processes_does_not_matter():
-    alone, together = losses(1), losses(2)
+    alone, together = losses(sys.executable, **ALONE), losses(*TORCHRUN)
     assert alone == sorted(alone, reverse=True) and alone[-1] < 0.7 * alone[0]
     assert together == pytest.approx(alone, abs=5e-5)

@@ -19,7 +19,7 @@ from seqloom.pipeline.watch import Progress
 from seqloom.plan import Action, ActionKind
 
 AHEAD = 2
-"""Room for messages that have not been asked for yet, in sizes of the largest one."""
+"""Room for messages that have not been asked for yet: so many of the largest, from every stage that sends any."""
 LANES = {
     ActionKind.SEND_F: Lane.FORWARD,
     ActionKind.RECV_F: Lane.FORWARD,
@@ -68,7 +68,8 @@ class Mail:
         """
         self._transport, self._room, self._progress = transport, room, progress
         self._coming = deque(arrivals)
-        self._budget = ahead * max((each.tokens for each in self._coming), default=0)
+        sources = {(each.action.stage, each.action.kind) for each in self._coming}
+        self._budget = ahead * len(sources) * max((each.tokens for each in self._coming), default=0)
         self._held = 0
         self._posted: dict[Action, tuple[Arrival, torch.Tensor, list[_Posted]]] = {}
         self._here: dict[Action, torch.Tensor] = {}
@@ -95,7 +96,9 @@ class Mail:
             if peer == self._transport.rank:
                 self._local[action] = part
             else:
-                self._sent.setdefault(action, []).append((self._transport.send(part, peer, lane), part))
+                with self._progress.waiting(action, None):  # a rank that is gone may be noticed here
+                    message = self._transport.send(part, peer, lane)
+                self._sent.setdefault(action, []).append((message, part))
 
     def receive(self, action: Action) -> None:
         """Run a RECV of the row: start it, if that was not done before."""
@@ -134,7 +137,8 @@ class Mail:
                 continue
             scattered = isinstance(rows, torch.Tensor)
             tensor = self._room(tokens) if scattered else whole[rows]
-            message = self._transport.receive(tensor, peer, lane)
+            with self._progress.waiting(arrival.action, peer):
+                message = self._transport.receive(tensor, peer, lane)
             posted.append(_Posted(peer, message, tensor, rows if scattered else None))
         self._held += arrival.tokens
         self._posted[arrival.action] = (arrival, whole, posted)

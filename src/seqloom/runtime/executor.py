@@ -76,6 +76,7 @@ def run_step(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -
     _check(bound, parameters, valid)
     parameters.clear()
     parameters.weights.clear()
+    parameters.weights.wanted = any(action.kind == W for action in bound.actions)
     run = _Run(bound, parameters, rows, valid, backward=True)
     run.run()
     return run.result()

@@ -62,17 +62,18 @@ class Machine:
         self.timer = StepTimer(cost, transport, device, dtype)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
-    def calibrate(self, longest: int, report: Report = lambda text: None) -> Calibration:
+    def calibrate(self, longest: int, report: Report = lambda text: None, *, widest: int | None = None) -> Calibration:
         """Measure and fit; all ranks call it and find the same.
 
         Args:
             longest: tokens of the longest document to try.
             report: told what comes next.
+            widest: ranks of the largest group that is tried; None: all.
         """
         report("kernels, matrix products, messages")
         start, cost = self._start(), self.cost
         trials = []
-        for plan in trial_plans(cost, longest):
+        for plan in trial_plans(cost, longest, widest):
             report(f"trial {len(trials) + 1}: {described(plan)}")
             repeats = REPEATS if self.timer.seconds(plan) > BRIEF_S else OFTENER * REPEATS
             trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(repeats))))

@@ -7,7 +7,7 @@ slowest rank, all of them having begun together.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Span, Work
-from seqloom.runtime import Network, Sharded, bind_plan, recompute_layers, run_step
-from seqloom.runtime.parameters import scale_gradients
+from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Span, Stage, Work
+from seqloom.runtime import BoundPlan, Network, StepResult, bind_plan, run_step, scale_gradients
+from seqloom.train.model import made_ready, place
 from seqloom.train.optimiser import clip_factor, make_optimiser
 from seqloom.train.sections import Optimiser
 
@@ -30,23 +30,37 @@ TINY, SHORT = 64, 256
 class StepTimer:
     """A model under training on this rank, whose parameters are worth nothing."""
 
-    def __init__(self, cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
-        """Build the reference model of the cost model's spec, sharded as plans say; all ranks take part."""
+    def __init__(
+        self,
+        cost: CostModel,
+        transport: Transport,
+        device: torch.device,
+        dtype: torch.dtype,
+        stages: Sequence[Stage] = (),
+    ) -> None:
+        """Build the reference model of the cost model's spec, sharded as plans say; all ranks take part.
+
+        Args:
+            stages: of all plans that are timed; none or one: no pipeline.
+        """
         self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
         network = Network.of(Transformer(cost.model, dtype=torch.float32, device=device))
-        recompute_layers(network.layers)
         compute = None if dtype == torch.float32 else dtype
-        self._parameters = Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+        ready = made_ready(network, split=len(stages) > 1)
+        self._parameters = place(ready, transport, stages, cost, compute)
         self._settings = Optimiser()
         self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
+        self.last: StepResult | None = None
+
+    def bind(self, plan: Plan) -> BoundPlan:
+        """Bind a plan."""
+        return bind_plan(plan, self._transport, device=self._device, check=False)
 
     def seconds(self, plan: Plan) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
-        valid = sum(plan.documents)
-        self._slowest(0.0)  # all ranks begin together
+        self.slowest(0.0)  # all ranks begin together
         begin = time.perf_counter()
-        bound = bind_plan(plan, self._transport, device=self._device, check=False)
-        result = run_step(bound, self._parameters, self._rows, valid)
+        self.last = result = self.gradients(self.bind(plan))
         factor = clip_factor(result.gradient_norm, self._settings.clip)
         if factor < 1:
             scale_gradients(self._parameters, factor)
@@ -54,14 +68,19 @@ class StepTimer:
         self._parameters.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return self._slowest(time.perf_counter() - begin)
+        return self.slowest(time.perf_counter() - begin)
+
+    def gradients(self, bound: BoundPlan) -> StepResult:
+        """Run a plan as far as its gradients."""
+        return run_step(bound, self._parameters, self._rows, sum(bound.plan.documents))
 
     def _rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and labels that are the same for a token wherever it lies."""
         ids = (context.documents * 7919 + context.positions) % self._vocabulary
         return ids, (ids + 1) % self._vocabulary
 
-    def _slowest(self, seconds: float) -> float:
+    def slowest(self, seconds: float) -> float:
+        """The longest time of all ranks, which wait for each other here."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         every = torch.empty(self._transport.ranks, dtype=torch.float64, device=self._device)
         self._transport.all_gather(every, mine, range(self._transport.ranks))
@@ -76,7 +95,7 @@ class Load(NamedTuple):
     rounds: int = 1
 
 
-def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
+def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Iterator[Plan]:
     """Plans of equal groups side by side: every power of two as degree, from next to nothing to full ranks.
 
     Full ranks have short documents, middling ones, or the longest, and keys that go round a ring or are gathered:
@@ -85,6 +104,7 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
     Args:
         cost: of the machine; its capacity bounds the loads.
         longest: tokens of the longest document that is tried.
+        widest: ranks of the largest group that is tried; None: all.
     """
     kept = [variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE]
     if not kept:
@@ -93,7 +113,8 @@ def trial_plans(cost: CostModel, longest: int) -> Iterator[Plan]:
         )
     capacity = min(cost.capacity(variant) for variant in kept)
     shapes = candidate_shapes(cost.family, cost.model.heads, cost.model.kv_heads)
-    for degree in (size for size in cost.family.sizes if size & (size - 1) == 0):
+    sizes = [size for size in cost.family.sizes if size & (size - 1) == 0 and size <= (widest or cost.ranks)]
+    for degree in sizes:
         room = min(degree * capacity, max(longest, capacity))
         most = [
             Load(1, TINY * degree),

@@ -1,0 +1,132 @@
+"""Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted; and torch's runtime.
+
+Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
+machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
+stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in
+an order that turns from batch to batch, each twice, of which the faster counts. A step is bind, forward, backward,
+reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through torch's schedules and
+ours, forwards and backwards alone.
+
+    python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import options, progress
+from pipeline_report import Report
+from pipeline_rivals import LAYERS, beside_torch, fixed_chunks
+
+from seqloom.comm import Communicators, Distributed
+from seqloom.cost import CostModel
+from seqloom.cost.stage_limits import pipeline_limits
+from seqloom.describe import Cluster, ModelSpec, lengths_from
+from seqloom.plan import GroupFamily, Plan
+from seqloom.planners.pipelines import plan_pipeline
+from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.simulate import simulate
+from seqloom.train.calibration import Machine
+from seqloom.train.trials import StepTimer
+
+LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 1_024, 2, 3, (4, 8), 2
+SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
+QUICK = {"longest": 512, "steps": 1}
+
+
+def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.ndarray]:
+    """The batch of the warm-up and those of the benchmark, each with one document of the longest length."""
+    size = PER_RANK * arguments.ranks
+    lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=(steps + 1) * size, max_length=10**9)
+    batches = np.minimum(lengths[: (steps + 1) * size], longest).reshape(-1, size)
+    batches[:, 0] = longest
+    return list(batches)
+
+
+def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Plan]:
+    """Every side's plan of a batch."""
+    line = line_of(cost, stages)
+    limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
+    longest = int(lengths.max())
+    sides = {"1f1b": {"schedule": "1f1b"}, "seq1f1b": {"schedule": "seq1f1b", "pieces": 4}, "auto": {}}
+    plans = {name: plan_pipeline(lengths, cost, stages=stages, **given) for name, given in sides.items()}
+    return plans | {"chunks": fixed_chunks(lengths, cost, line, limits, longest // 8)}
+
+
+def busy(timer: StepTimer) -> list[float]:
+    """Seconds that every rank spent in forwards and backwards of the last step."""
+    assert timer.last is not None
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, timer.last.forward_s + timer.last.backward_s)
+    return every
+
+
+def rank_body(rank: int, folder: str, arguments: argparse.Namespace) -> None:
+    """One process on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    ranks, began = arguments.ranks, time.perf_counter()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            progress(f"{time.perf_counter() - began:6.1f} s  {text}")
+
+    communicators = Communicators.create(GroupFamily(ranks, ranks))
+    communicators.warm_up()
+    run(Distributed(communicators), arguments, say)
+    dist.destroy_process_group()
+
+
+def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None:
+    """Measure the machine, then every batch on every number of stages, then torch's runtime."""
+    ranks, quick = transport.ranks, arguments.quick
+    longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)
+    where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
+    limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": min(longest, CAPACITY)}
+    machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
+    found = machine.calibrate(longest // 2, say, widest=ranks // min(STAGES))
+    cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
+    say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
+    report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
+    for stages in (count for count in STAGES if ranks % count == 0 and count <= ranks):
+        timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, line_of(cost, stages).stages)
+        for number, batch in enumerate(drawn(arguments, longest, steps)):
+            plans = plans_of(batch, cost, stages)
+            turn = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
+            timed = {name: min((timer.seconds(plans[name]), busy(timer)) for _ in range(REPEATS)) for name in turn}
+            row = {name: report.entry(plans[name], simulate(plans[name], cost), *timed[name]) for name in plans}
+            say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
+            if number:  # the first batch warms up
+                report.rows.setdefault(stages, []).append(row)
+    deep = CostModel(where[0], replace(where[1], layers=LAYERS, windows=()), found.profile, sharding="none")
+    for chunks in (1, 2):
+        report.torch.append(beside_torch(deep, transport, chunks, 64 if quick else 512))
+        say(f"torch's schedule, {chunks} stages per process: {report.torch[-1]}")
+    if transport.rank == 0:
+        report.write(__file__, arguments)
+        report.show()
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--ranks", type=int, default=8, help="processes")
+    parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(rank_body, (folder, arguments), nprocs=arguments.ranks, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()
