@@ -19,8 +19,9 @@ from seqloom.planners.bounds import plan_bound
 from seqloom.planners.pipelines import plan_pipeline, stage_layers
 from seqloom.planners.pipelines.ledger import Ledger
 from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.planners.pipelines.planner import build
 from seqloom.planners.pipelines.prices import UnitPrices
-from seqloom.planners.pipelines.search import Search
+from seqloom.planners.pipelines.search import Answer, Search
 from seqloom.planners.pipelines.seats import Level
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.simulate.price import price
@@ -117,16 +118,13 @@ def searched(cost, stages, lengths):
 @pytest.mark.parametrize("level", [Level(Checkpoint.NONE), Level(Checkpoint.SELECTIVE), Level(Checkpoint.FULL, True)])
 def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
     """Up to a stage whose groups are apart: there the planner has the whole unit wait for its longest group."""
-    from seqloom.planners.pipelines.planner import build
-    from seqloom.planners.pipelines.search import Answer
-
     cost, lengths = cost_of(sharding=sharding), lengths_of(7)
     search = searched(cost, 4, lengths)
     made = list(search._drafts(0))[-1]
     prices = UnitPrices(cost, search.line, made, lengths)
     times = prices.times(level)
-    order = next(iter(search._orders(made, 0, ("seq1f1b",), 1))).order
     choice = np.full(times.forward.shape, search.levels.index(level))
+    order = search._answer("seq1f1b", prices, Ledger(prices, search.levels), np.zeros_like(choice), 1).order
     windows = price(build(search, Answer(made, order, choice, 0, 0.0)), cost)
     for stage, unit in product(range(4), range(len(made.units))):
         window = windows[Place(0, stage, unit)]
@@ -139,14 +137,14 @@ def test_the_ledger_knows_what_the_simulator_finds():
     cost, lengths = cost_of(cluster="1x4xH100"), lengths_of(5)
     search = searched(cost, 4, lengths)
     for made in search._drafts(0):
-        ledger = Ledger(UnitPrices(cost, search.line, made, lengths), search.levels)
-        for answer in search._orders(made, 0, ("seq1f1b",), 1):
-            from seqloom.planners.pipelines.planner import build
-
-            peak = simulate(build(search, answer), cost).peak_memory
-            held = [cost.budget_bytes - free for free in ledger.free]
-            expected = np.array(held) + np.array(ledger.peaks(answer.order, answer.choice))
-            assert np.abs(peak - expected).max() <= 2 * len(made.units)  # bytes: rounding up, unit by unit
+        prices = UnitPrices(cost, search.line, made, lengths)
+        ledger = Ledger(prices, search.levels)
+        choice = np.zeros((4, len(made.units)), dtype=np.int64)
+        answer = search._answer("seq1f1b", prices, ledger, choice, 1)
+        peak = simulate(build(search, answer), cost).peak_memory
+        held = [cost.budget_bytes - free for free in ledger.free]
+        expected = np.array(held) + np.array(ledger.peaks(answer.order, answer.choice))
+        assert np.abs(peak - expected).max() <= 2 * len(made.units)  # bytes: rounding up, unit by unit
 
 
 def test_documents_that_fit_whole_on_no_host_go_through_in_pieces_and_keep_less():

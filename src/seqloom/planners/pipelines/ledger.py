@@ -52,17 +52,16 @@ class Ledger:
         ]
         self._carry = [column.tolist() for column in prices.carry]
 
-    def held(self, level: int) -> np.ndarray:
+    def held(self, choice: Choice) -> np.ndarray:
         """int64[stages, units]: what a unit holds from F to backward; keys and values by its part of the document."""
-        held = np.array(self._bytes[0][level], dtype=np.int64)
-        return held + self._keys_by_unit()
+        return self._at(0, choice).astype(np.int64) + self._keys_by_unit()
 
-    def caps(self, level: int) -> list[int]:
+    def caps(self, choice: Choice) -> list[int]:
         """What units may hold on every host when one of them is worked on, and a document's gradients return.
 
-        A backward in halves needs nothing more where `splits` holds.
+        A backward in halves needs nothing more, unless `whole` says that it should be whole.
         """
-        transient = np.maximum(np.array(self._bytes[1][level]), np.array(self._bytes[2][level]))
+        transient = np.maximum(self._at(1, choice), self._at(2, choice))
         returning = np.array(self._carry[1])
         most = transient.max(axis=1) + returning.max(axis=1)
         places = self.prices.line.places
@@ -71,9 +70,13 @@ class Ledger:
             for host, free in enumerate(self.free)
         ]
 
-    def splits(self, level: int) -> bool:
-        """Whether a backward in halves holds no more from I to W than the unit held before."""
-        return not np.any(np.array(self._bytes[3][level]) > np.array(self._bytes[0][level]))
+    def whole(self, choice: Choice) -> np.ndarray:
+        """bool[stages, units]: whether a backward in halves would hold more from I to W than the unit held before."""
+        return self._at(3, choice) > self._at(0, choice)
+
+    def _at(self, kind: int, choice: Choice) -> np.ndarray:
+        """float64[stages, units]: one kind of holding, every unit at its own level."""
+        return np.take_along_axis(np.array(self._bytes[kind]), choice[None], axis=0)[0]
 
     def _keys_by_unit(self) -> np.ndarray:
         """int64[stages, units]: keys and values of a document, over its pieces by their tokens, rounded up."""

@@ -108,23 +108,30 @@ def check_stages(cost: CostModel, hosts: int, chunks: int) -> None:
         )
 
 
-def stage_layers(cost: CostModel, hosts: int, chunks: int = 1, places: Sequence[int] | None = None) -> tuple[int, ...]:
+def stage_layers(
+    cost: CostModel,
+    hosts: int,
+    chunks: int = 1,
+    places: Sequence[int] | None = None,
+    length: int | None = None,
+) -> tuple[int, ...]:
     """Layers of every stage such that the slowest host is as fast as can be: the last stage has the head too.
 
-    They depend on no batch, because a run keeps its layers where they are: documents of the run's longest length, or
-    of 8K tokens, decide how many layers the vocabulary projection is worth.
+    They depend on no batch, because a run keeps its layers where they are. The longer documents are, the fewer layers
+    the vocabulary projection is worth.
 
     Args:
         cost: prices the layers.
         hosts: stages that work side by side.
         chunks: stages of every host.
         places: the host of every stage; None: in turns, 0 1 0 1.
+        length: tokens of a typical document of the run; None: 8K, or the longest length if that is shorter.
     """
     check_stages(cost, hosts, chunks)
     places = tuple(range(hosts)) * chunks if places is None else tuple(places)
-    length = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH)
+    typical = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH) if length is None else length
     variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
-    parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, length),)), variant)
+    parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, typical),)), variant)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     stages = hosts * chunks
     counts = [1] * stages

@@ -11,7 +11,7 @@ from seqloom.errors import unknown
 from seqloom.plan import Action, ActionKind, PlanError
 from seqloom.plan.schedules import NAMES, Schedule, Times, Unit, schedule_of
 from seqloom.plan.schedules.balanced import balanced
-from seqloom.planners.pipelines.ledger import Ledger
+from seqloom.planners.pipelines.ledger import Choice, Ledger
 
 B, W = ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
@@ -36,7 +36,7 @@ def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
 
 
 def order_of(
-    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, level: int, budget: int
+    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, choice: Choice, budget: int
 ) -> Schedule | None:
     """The order of that name for these units; None where it cannot hold them.
 
@@ -46,36 +46,43 @@ def order_of(
         units: in forward order.
         times: of the units.
         ledger: what they hold.
-        level: which level they hold it at.
+        choice: which level they hold it at.
         budget: list schedules to try.
     """
     hosts = max(places) + 1
     if name == "balanced":
-        whole = not ledger.splits(level)
-        price = fused(times) if whole else times
+        whole = ledger.whole(choice)
         try:
-            found = balanced(places, units, price, ledger.held(level), ledger.caps(level), budget=budget)
+            found = balanced(
+                places, units, fused(times, whole), ledger.held(choice), ledger.caps(choice), budget=budget
+            )
         except PlanError:
             return None
-        return joined(found) if whole else found
+        return joined(found, whole)
     counts = [unit.pieces for unit in units if unit.piece == 0]
     if name in FOLDED and max(counts) > 1:
         return None
     return schedule_of(name, hosts, len(counts), counts, len(places) // hosts, times)
 
 
-def fused(times: Times) -> Times:
-    """The same work with nothing left for the weight half."""
-    return Times(times.forward, times.backward + times.weights, np.zeros_like(times.weights))
+def fused(times: Times, whole: np.ndarray) -> Times:
+    """The same work with nothing left for the weight half where backwards shall be whole, bool[stages, units]."""
+    late = np.where(whole, times.weights, 0)
+    return Times(times.forward, times.backward + late, times.weights - late)
 
 
-def joined(order: Schedule) -> Schedule:
+def joined(order: Schedule, whole: np.ndarray) -> Schedule:
     """The order with whole backwards in place of their halves, where the input half is."""
-    rows = tuple(
-        tuple(Action(a.stage, B if a.kind is I else a.kind, a.round) for a in row if a.kind is not W)
-        for row in order.rows
-    )
-    return replace(order, rows=rows)
+    if not whole.any():
+        return order
+    table = whole.tolist()
+    rows = []
+    for row in order.rows:
+        kept = [a for a in row if a.kind is not W or not table[a.stage][a.round or 0]]
+        rows.append(
+            tuple(Action(a.stage, B, a.round) if a.kind is I and table[a.stage][a.round or 0] else a for a in kept)
+        )
+    return replace(order, rows=tuple(rows))
 
 
 def require_order(name: str, hosts: int, chunks: int) -> None:

@@ -16,7 +16,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.plan import Checkpoint, Limits, Reduce
 from seqloom.plan.schedules import Schedule, Times, play
 from seqloom.plan.schedules.balanced import BUDGET
-from seqloom.planners.pipelines.draft import Draft, draft
+from seqloom.planners.pipelines.draft import Draft, Size, draft
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
 from seqloom.planners.pipelines.orders import PIECEWISE, WHOLE, order_of
@@ -37,6 +37,8 @@ BINDING_PERCENT = 90
 """A plan that fills less of the memory than this gains nothing by keeping less."""
 
 
+STARTERS = (1, 2)
+"""Starters of each kind that are tried with the best size."""
 QUICK = 3
 """Orders that every size is tried with; the others are tried with the best size."""
 
@@ -88,7 +90,7 @@ class Search:
             for made in self._drafts(base):
                 self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
-            if fastest is not None and fastest.filled * 100 < BINDING_PERCENT:
+            if fastest is not None and (fastest.filled * 100 < BINDING_PERCENT or self._settled(fastest, base + 1)):
                 break
         for base in reversed(range(0 if best else len(self.levels))):  # the smallest pieces, the least kept
             for made in self._smallest(base):
@@ -96,15 +98,38 @@ class Search:
         chosen = _fastest(best)
         if chosen is not None:
             again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
-            self._try(chosen.draft, int(chosen.choice.min()), again, best, budget=BUDGET)
+            base = int(chosen.choice.min())
+            self._try(chosen.draft, base, again, best, budget=BUDGET)
+            hall, variant, _ = self._hall(base)
+            for starters in STARTERS if "balanced" in self.names and self.pieces is None else ():
+                made = draft(hall, variant, chosen.draft.size._replace(starters=starters))
+                self._try(made, base, ("balanced",), best, budget=1)
         return sorted(best.values(), key=lambda answer: answer.makespan)
+
+    def _settled(self, fastest: Answer, base: int) -> bool:
+        """Whether even without any waiting the same units would take longer if they kept less."""
+        if base == len(self.levels):
+            return True
+        times = UnitPrices(self.cost, self.line, fastest.draft, self.lengths).times(self.levels[base])
+        work = np.zeros(self.line.hosts, dtype=np.int64)
+        np.add.at(work, list(self.line.places), sum(column.sum(axis=1) for column in times))
+        return int(work.max()) >= fastest.makespan
 
     def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
-        for answer in self._orders(made, base, names, budget):
-            known = best.get(answer.order.name)
-            if known is None or answer.makespan < known.makespan:
-                best[answer.order.name] = answer
+        prices = UnitPrices(self.cost, self.line, made, self.lengths)
+        ledger = Ledger(prices, self.levels)
+        choice = np.full((len(self.line.places), len(made.units)), base, dtype=np.int64)
+        cut = any(unit.pieces > 1 for unit in made.units)
+        for name in names:
+            if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
+                continue  # it is the same order by another name
+            self._keep(self._answer(name, prices, ledger, choice, budget), best)
+
+    def _keep(self, answer: Answer | None, best: dict[str, Answer]) -> None:
+        known = None if answer is None else best.get(answer.order.name)
+        if answer is not None and (known is None or answer.makespan < known.makespan):
+            best[answer.order.name] = answer
 
     def _drafts(self, base: int) -> Iterator[Draft]:
         """Units of every size that is tried."""
@@ -114,7 +139,7 @@ class Search:
             return  # more pieces than a plan may have units
         for degree in self._degrees(hall):
             for target in self._targets(hall, degree):
-                made = draft(hall, variant, degree, target, room)
+                made = draft(hall, variant, Size(degree, target, room))
                 if made.seats not in seen and len(made.units) <= self.most_units:
                     seen.add(made.seats)
                     yield made
@@ -124,7 +149,8 @@ class Search:
         hall, variant, room = self._hall(base)
         degree = hall.degrees[-1]
         least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
-        made = draft(hall, variant, degree, max(1, 2 * hall.longest(degree) // self.most_units), min(room, least))
+        target = max(1, 2 * hall.longest(degree) // self.most_units)
+        made = draft(hall, variant, Size(degree, target, min(room, least)))
         if self.pieces is None and len(made.units) <= 2 * self.most_units:
             yield made
 
@@ -157,7 +183,7 @@ class Search:
         longest = max(1, hall.longest(degree))
         if self.pieces is not None:
             return [-(-longest // self.pieces)]
-        wanted = [longest // k for k in PIECES]
+        wanted = [-(-longest // k) for k in PIECES]
         wanted += [hall.work // (self.line.width * self.line.hosts * rounds) for rounds in ROUNDS_PER_STAGE]
         if all(name in WHOLE for name in self.names):
             wanted = [max(longest, target) for target in wanted]
@@ -167,38 +193,30 @@ class Search:
                 kept.append(target)
         return kept
 
-    def _orders(self, made: Draft, base: int, names: Sequence[str], budget: int) -> Iterator[Answer]:
-        """The draft in each of these orders, as far as it fits."""
-        prices = UnitPrices(self.cost, self.line, made, self.lengths)
-        ledger = Ledger(prices, self.levels)
-        times = prices.times(self.levels[base])
-        cut = any(unit.pieces > 1 for unit in made.units)
-        for name in names:
-            if len(self.names) > 1 and name in (WHOLE if cut else PIECEWISE):
-                continue  # it is the same order by another name
-            order = order_of(name, self.line.places, made.units, times, ledger, base, budget)
-            choice = None if order is None else self._kept(prices, ledger, order, base)
-            if order is None or choice is None:
-                continue
-            peaks = ledger.peaks(order, choice)
-            filled = max(peak / max(free, 1) for peak, free in zip(peaks, ledger.free, strict=True))
-            chosen = times if (choice == base).all() else mixed([prices.times(level) for level in self.levels], choice)
-            makespan = play(order, chosen, message=prices.message).makespan
-            yield Answer(made, order, choice, makespan, filled)
+    def _answer(self, name: str, prices: UnitPrices, ledger: Ledger, choice: Choice, budget: int) -> Answer | None:
+        """The units in one order, keeping what `choice` says or as much less as memory asks for; None: too much."""
+        times = self._times(prices, choice)
+        order = order_of(name, self.line.places, prices.draft.units, times, ledger, choice, budget)
+        if order is None:
+            return None
+        kept: Choice | None = choice
+        if any(peak > free for peak, free in zip(ledger.peaks(order, choice), ledger.free, strict=True)):
+            kept = ledger.fitted(order, choice, [prices.times(level) for level in self.levels])
+        if kept is None:
+            return None
+        filled = [peak / max(free, 1) for peak, free in zip(ledger.peaks(order, kept), ledger.free, strict=True)]
+        makespan = play(order, self._times(prices, kept), message=prices.message).makespan
+        return Answer(prices.draft, order, kept, makespan, max(filled))
 
-    def _kept(self, prices: UnitPrices, ledger: Ledger, order: Schedule, base: int) -> Choice | None:
-        """What is kept of every unit: as much as the level says, or as much less as memory asks for; None: too much."""
-        choice = np.full((len(self.line.places), len(prices.draft.units)), base, dtype=np.int64)
-        if all(peak <= free for peak, free in zip(ledger.peaks(order, choice), ledger.free, strict=True)):
-            return choice
-        return ledger.fitted(order, choice, [prices.times(level) for level in self.levels])
+    def _times(self, prices: UnitPrices, choice: Choice) -> Times:
+        """The times of units of which each is kept in its own way."""
+        first = int(choice.flat[0])
+        if (choice == first).all():
+            return prices.times(self.levels[first])
+        times = [prices.times(level) for level in self.levels]
+        picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
+        return Times(*picked)
 
 
 def _fastest(best: dict[str, Answer]) -> Answer | None:
     return min(best.values(), key=lambda answer: answer.makespan, default=None)
-
-
-def mixed(times: Sequence[Times], choice: Choice) -> Times:
-    """The times of units of which each is kept in its own way."""
-    columns = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
-    return Times(*columns)
