@@ -124,7 +124,9 @@ def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
     prices = UnitPrices(cost, search.line, made, lengths)
     times = prices.times(level)
     choice = np.full(times.forward.shape, search.levels.index(level))
-    order = search._answer("seq1f1b", prices, Ledger(prices, search.levels), np.zeros_like(choice), 1).order
+    order = search._answer(
+        "seq1f1b", prices, Ledger(prices, search.levels, search.limits), np.zeros_like(choice), 1
+    ).order
     windows = price(build(search, Answer(made, order, choice, 0, 0.0)), cost)
     for stage, unit in product(range(4), range(len(made.units))):
         window = windows[Place(0, stage, unit)]
@@ -138,7 +140,7 @@ def test_the_ledger_knows_what_the_simulator_finds():
     search = searched(cost, 4, lengths)
     for made in search._drafts(0):
         prices = UnitPrices(cost, search.line, made, lengths)
-        ledger = Ledger(prices, search.levels)
+        ledger = Ledger(prices, search.levels, search.limits)
         choice = np.zeros((4, len(made.units)), dtype=np.int64)
         answer = search._answer("seq1f1b", prices, ledger, choice, 1)
         peak = simulate(build(search, answer), cost).peak_memory

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from seqloom.cost.stage_limits import host_bytes
-from seqloom.plan import Action, ActionKind
+from seqloom.plan import Action, ActionKind, Limits
 from seqloom.plan.schedules import Schedule, Times
 from seqloom.planners.pipelines.line import island_of
 from seqloom.planners.pipelines.prices import UnitPrices
@@ -31,18 +31,21 @@ Choice = np.ndarray
 class Ledger:
     """What units hold under every level, bytes on the fullest rank."""
 
-    def __init__(self, prices: UnitPrices, levels: Sequence[Level]) -> None:
+    def __init__(self, prices: UnitPrices, levels: Sequence[Level], limits: Limits) -> None:
         """Price the memory of all levels.
 
         Args:
             prices: of the units.
             levels: from the one that keeps most.
+            limits: how many tokens of a unit a rank may hold at each of them.
         """
         self.prices, self.levels = prices, tuple(levels)
         cost, line = prices.cost, prices.line
         island = island_of(cost, line)
         self.free = [cost.budget_bytes - host_bytes(cost, shares, island) for shares in line.of_hosts]
         tokens = prices.tokens
+        most = dict(limits.capacity)
+        self._open = [(tokens <= most[level.checkpoint]).tolist() for level in self.levels]  # [level][unit]
         holdings = [prices.holding(level) for level in self.levels]
         shape = (len(self.levels), len(line.shares), len(tokens))
         # [kind of holding][level][stage][unit]
@@ -178,7 +181,7 @@ class Ledger:
             now = chosen[s][u]
             for level in range(now + 1, len(total)):
                 less = self._bytes[0][now][s][u] - self._bytes[0][level][s][u]
-                if less <= 0:
+                if less <= 0 or not self._open[level][u]:
                     continue
                 price = max(0, total[level][s][u] - total[now][s][u]) / less
                 if best is None or price < best[0]:

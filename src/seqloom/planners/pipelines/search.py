@@ -118,7 +118,7 @@ class Search:
     def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
         prices = UnitPrices(self.cost, self.line, made, self.lengths)
-        ledger = Ledger(prices, self.levels)
+        ledger = Ledger(prices, self.levels, self.limits)
         choice = np.full((len(self.line.places), len(made.units)), base, dtype=np.int64)
         cut = any(unit.pieces > 1 for unit in made.units)
         for name in names:
