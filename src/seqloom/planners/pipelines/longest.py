@@ -10,6 +10,7 @@ from seqloom.planners.pipelines.line import host_shapes, island_of
 from seqloom.planners.pipelines.search import Search
 from seqloom.planners.pipelines.seats import Level
 
+GIB = 1024**3
 PROBE = 1 << 20
 """Tokens of the document whose keys and values are weighed; they grow in proportion."""
 
@@ -54,9 +55,11 @@ def too_long(search: Search) -> SeqloomError:
             "budget (or the capacity, if one is set), or use more stages or more GPUs"
         )
     if int(search.lengths[longest]) <= room:
+        way = f"take schedule 'auto' instead of {search.names[0]!r}, " if len(search.names) == 1 else ""
         return SeqloomError(
-            f"order {search.names[0]} cannot hold sequence {longest} of {search.lengths[longest]} tokens here; take "
-            "schedule 'auto', which cuts it into pieces and keeps less of them, or raise the memory budget"
+            f"no order found for this batch in {search.cost.budget_bytes / GIB:.1f} GiB per GPU: sequence {longest} of "
+            f"{search.lengths[longest]} tokens is near what {search.line.hosts} stages hold (about {room}); {way}"
+            "raise the memory budget, use more stages, or drop longer sequences (--max-length)"
         )
     return SeqloomError(
         f"sequence {longest} has {search.lengths[longest]} tokens, more than the {search.line.hosts} stages of "

@@ -145,14 +145,15 @@ class Search:
                     yield made
 
     def _smallest(self, base: int) -> Iterator[Draft]:
-        """Units as small as a plan may have, for documents that nothing else holds."""
+        """Ever smaller units, for batches that nothing else holds."""
         hall, variant, room = self._hall(base)
         degree = hall.degrees[-1]
-        least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
         target = max(1, 2 * hall.longest(degree) // self.most_units)
-        made = draft(hall, variant, Size(degree, target, min(room, least)))
-        if self.pieces is None and len(made.units) <= 2 * self.most_units:
-            yield made
+        least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
+        for most in dict.fromkeys(max(hall.cost.granule, min(room, size)) for size in (room // 4, room // 16, least)):
+            made = draft(hall, variant, Size(degree, target, most))
+            if self.pieces is None and len(made.units) <= 4 * self.most_units:
+                yield made
 
     def _hall(self, base: int) -> tuple[Hall, Variant, int]:
         """The batch priced for a level, its variant, and the tokens that a rank may hold in a unit."""
