@@ -99,6 +99,11 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
+
+    def save() -> None:
+        if transport.rank == 0:
+            report.write(__file__, arguments)
+
     for stages in (count for count in STAGES if ranks % count == 0 and count <= ranks):
         timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, line_of(cost, stages).stages)
         for number, batch in enumerate(drawn(arguments, longest, steps)):
@@ -109,12 +114,13 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
             say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
             if number:  # the first batch warms up
                 report.rows.setdefault(stages, []).append(row)
+                save()
     deep = CostModel(where[0], replace(where[1], layers=LAYERS, windows=()), found.profile, sharding="none")
     for chunks in (1, 2):
         report.torch.append(beside_torch(deep, transport, chunks, 64 if quick else 512))
         say(f"torch's schedule, {chunks} stages per process: {report.torch[-1]}")
+        save()
     if transport.rank == 0:
-        report.write(__file__, arguments)
         report.show()
 
 

@@ -26,7 +26,7 @@ from seqloom.planners.pipelines.seats import Level, Seat, work_of
 from seqloom.runtime.loss import summed_loss
 from seqloom.train.trials import StepTimer
 
-LAYERS, SEQUENCES, REPEATS = 16, 2, 9
+LAYERS, SEQUENCES, REPEATS = 16, 2, 7
 """Of the comparison with torch: the model's layers, sequences per process, runs of both."""
 
 

@@ -1,17 +1,25 @@
 """A pipeline never changes the result: loss, norm and every gradient of a step are those of one process."""
 
 from dataclasses import replace
+from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqloom.api import cost_model
 from seqloom.comm import Ranks
+from seqloom.cost import CostModel
+from seqloom.cost.stage_limits import host_bytes
 from seqloom.plan import Plan
 from seqloom.plan.schedules.registry import NAMES
+from seqloom.planners import make_plan
+from seqloom.planners.pipelines.line import island_of, line_of
 from seqloom.testing.pipelines import pipeline_plans, pipeline_steps
 from seqloom.testing.scheduled import scheduled_steps
+from seqloom.testing.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
 
@@ -73,4 +81,34 @@ def test_random_orders_in_float32(threads, data):
 @given(st.data())
 def test_every_schedule(threads, name, data):
     step, plan = data.draw(scheduled_steps(name))
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
+
+
+@lru_cache
+def tight(stages, room, sharding="full"):
+    """A cost model of four ranks in two nodes whose fullest stage has so many bytes for tokens."""
+    roomy = cost_model("2x2xH100", tiny_spec(layers=4), sharding=sharding, budget_gib=5.0)
+    line = line_of(roomy, stages)
+    state = max(host_bytes(roomy, shares, island_of(roomy, line)) for shares in line.of_hosts)
+    budget = (state + room) / 2**30
+    return CostModel(roomy.cluster, roomy.model, sharding=sharding, budget_gib=budget, stages=stages)
+
+
+def test_a_tight_budget_makes_the_planner_keep_less():
+    lengths = np.array([60, 20, 9, 33, 41])
+    plans = [make_plan("pipeline:2", lengths, tight(2, room)) for room in (10_000, 40_000, 100_000)]
+    kept = [{(work.checkpoint, work.offload) for r in p.pipelines[0].rounds for work in r.work} for p in plans]
+    assert len({frozenset(each) for each in kept}) == 3
+
+
+@settings(max_examples=5)
+@given(
+    st.lists(st.integers(1, 60), min_size=3, max_size=5),
+    st.sampled_from((2, 4)),
+    st.sampled_from((30_000, 20_000, 100_000)),
+    st.sampled_from(("full", "hybrid", "none")),
+)
+def test_plans_of_the_planner(threads, lengths, stages, room, sharding):
+    plan = make_plan(f"pipeline:{stages}", np.array(lengths, dtype=np.int64), tight(stages, room, sharding))
+    step = Step(tuple(lengths), tiny_spec(layers=4))
     assert max(differences(threads, step, plan, step.alone())) < 1e-9

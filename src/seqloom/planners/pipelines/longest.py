@@ -48,6 +48,12 @@ def too_long(search: Search) -> SeqloomError:
     """The error that says which document no choice can hold, and what would fit."""
     longest = int(search.lengths.argmax())
     room = longest_document(search)
+    if int(search.lengths[longest]) <= room and len(search.names) > 1:
+        return SeqloomError(
+            f"{len(search.lengths)} sequences of {int(search.lengths.sum())} tokens need more than {search.most_units} "
+            f"units in the memory of {search.line.hosts} stages; put fewer sequences into a step, raise the memory "
+            "budget (or the capacity, if one is set), or use more stages or more GPUs"
+        )
     if int(search.lengths[longest]) <= room:
         way = f"take schedule 'auto' instead of {search.names[0]!r}, " if len(search.names) == 1 else ""
         return SeqloomError(
