@@ -227,6 +227,7 @@ def handed_on(transport, step, placements, folder):
     return found
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_stages_to_other_stages_and_to_fsdp_and_back(gloo_pool, tmp_path):
     step = replace(STEP, spec=replace(STEP.spec, tied=True))
     fold = placed((2, 1, 1, 1), 2, order=(0, 1, 1, 0))
