@@ -59,8 +59,8 @@ def seqloom_here(fork_server):
 
 
 @pytest.fixture(scope="session")
-def gloo_pool(fork_server):
-    """Eight gloo processes that stay for the session: `gloo_pool.run(body, *args, ranks=4)`.
+def gloo_processes(fork_server):
+    """Eight gloo processes: see `gloo_pool`.
 
     Under xdist every worker that needs a pool has one. With --dist worksteal that is usually the first alone, since
     tests/distributed is collected first.
@@ -69,6 +69,17 @@ def gloo_pool(fork_server):
 
     with Workers(8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def gloo_pool(gloo_processes):
+    """Eight gloo processes that stay for a module: `gloo_pool.run(body, *args, ranks=4)`.
+
+    The next module starts new ones: every process group of a test has threads that live as long as its process, and
+    hundreds of them make all messages slow.
+    """
+    yield gloo_processes
+    gloo_processes.close()
 
 
 @pytest.hookimpl(tryfirst=True)
