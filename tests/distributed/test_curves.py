@@ -156,6 +156,7 @@ def test_in_float64_the_planner_does_not_show(gloo_pool, place, plans):
     assert furthest(flex, train_alone(configured(place, "float64"))) < 1e-9
 
 
+@pytest.mark.slow
 def test_in_float32_it_shows_less_than_twice_what_the_order_of_documents_does(gloo_pool, place, plans):
     static, flex = curves(gloo_pool, place, "float32", plans)
     config = configured(place, "float32")
