@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from seqloom.comm import bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.plan import Sharding, Stage
+from seqloom.plan import Part, Sharding, Stage
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.executor import run_step
 from seqloom.runtime.fsdp import Sharded
-from seqloom.runtime.network import LossOf, Part
+from seqloom.runtime.network import LossOf
 from seqloom.runtime.placement import Placement
 from seqloom.runtime.split_backward import split_weights
 from seqloom.runtime.stage_sharded import StageSharded

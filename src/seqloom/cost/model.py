@@ -20,12 +20,12 @@ from seqloom.cost.shapes import PROBED, ordered, useful_shapes
 from seqloom.cost.tabling import cost_tables
 from seqloom.cost.values import CostTables, Parts, Shape, Variant
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Reduce, Route, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Part, Reduce, Route, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from seqloom.cost.rounds import RoundTimes, StageShare
+    from seqloom.cost.rounds import RoundTimes
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.plan import Plan, Span, Work
 
@@ -214,7 +214,7 @@ class CostModel:
         self,
         work: Work,
         variant: Variant,
-        stage: StageShare | None = None,
+        stage: Part | None = None,
         priced: Sequence[Parts] | None = None,
     ) -> RoundTimes:
         """Time of a round: of every rank in all its groups, of every network card and link.

@@ -12,13 +12,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from seqloom.cost.reach import card_load
 from seqloom.cost.values import LANES, Parts, Variant
-from seqloom.plan import Group
+from seqloom.plan import Group, Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,33 +35,16 @@ BY_RANK = ("linear", "head", "remap")
 """Parts that follow the linear layout where a round has one, not the groups."""
 
 
-class StageShare(NamedTuple):
-    """What a stage of a pipeline has of the whole model: layers `first .. stop - 1` of `of`."""
+def of_part(part: Part, table: np.ndarray) -> np.ndarray:
+    """Times of a stage's part of the model, in a table of columns `NAMES`: by its layers; the head all or nothing.
 
-    first: int
-    stop: int
-    of: int
-
-    @property
-    def begins(self) -> bool:
-        """Whether the stage has the embedding."""
-        return self.first == 0
-
-    @property
-    def ends(self) -> bool:
-        """Whether the stage has the vocabulary projection and the loss."""
-        return self.stop == self.of
-
-    def scale(self, table: np.ndarray) -> np.ndarray:
-        """Parts of the stage, in a table of columns `NAMES`: by its layers; the vocabulary projection all or nothing.
-
-        Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
-        round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
-        """
-        own = table * (self.stop - self.first) // self.of
-        head = NAMES.index("head")
-        own[:, head] = table[:, head] if self.ends else 0
-        return own
+    Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
+    round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
+    """
+    own = table * (part.stop - part.first) // part.of
+    head = NAMES.index("head")
+    own[:, head] = table[:, head] if part.ends else 0
+    return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +78,7 @@ def round_times(
     cost: CostModel,
     work: Work,
     variant: Variant,
-    stage: StageShare | None = None,
+    stage: Part | None = None,
     priced: Sequence[Parts] | None = None,
 ) -> RoundTimes:
     """Price a round; see `CostModel.round_times`."""
@@ -120,9 +103,9 @@ def round_times(
         rank = np.concatenate([rank, idle])
         degrees = np.append(degrees, 0)
     if stage is not None:
-        table = stage.scale(table)
+        table = of_part(stage, table)
         cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
-        by_rank = None if by_rank is None else stage.scale(by_rank)
+        by_rank = None if by_rank is None else of_part(stage, by_rank)
     parts = parts_of_ranks(table, rank, group, cost.ranks)
     if by_rank is not None:
         parts += by_rank

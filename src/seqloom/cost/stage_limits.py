@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Limits
+from seqloom.plan import Checkpoint, Limits, Part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.cost.model import CostModel
-    from seqloom.cost.rounds import StageShare
 
 GIB = 1024**3
 
@@ -25,13 +24,13 @@ def pipeline_checkpoints(cost: CostModel) -> tuple[Checkpoint, ...]:
     return (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
 
 
-def host_bytes(cost: CostModel, shares: Sequence[StageShare], island: int) -> int:
+def host_bytes(cost: CostModel, shares: Sequence[Part], island: int) -> int:
     """Bytes of a rank before any token, on a host with these stages and islands of `island` ranks."""
     stages = [StageMemory(cost, share) for share in shares]
     return sum(stage.state_bytes(island) for stage in stages) + max(stage.working_bytes() for stage in stages)
 
 
-def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[StageShare]], island: int) -> Limits:
+def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[Part]], island: int) -> Limits:
     """Limits of plans whose hosts have these stages.
 
     The capacity of a checkpoint is what the fullest host can hold of one unit and nothing else: how many units are

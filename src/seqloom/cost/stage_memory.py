@@ -23,12 +23,11 @@ from seqloom.cost.activations import kv_width, layer_values, query_width
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.memory import CHUNK_LOGIT_BYTES, GIB, GRADIENT_BYTES, OPTIMISER_BYTES, PARAMETER_BYTES
 from seqloom.cost.stages import stage_parameters
-from seqloom.plan import Checkpoint
+from seqloom.plan import Checkpoint, Part
 from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.model import CostModel
-    from seqloom.cost.rounds import StageShare
     from seqloom.plan import Group
 
 RECOMPUTING = (Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
@@ -51,7 +50,7 @@ class StageMemory:
     """Memory of a rank of one stage."""
 
     cost: CostModel
-    share: StageShare
+    share: Part
 
     def state_bytes(self, island: int) -> int:
         """Parameters, gradients and optimiser, sharded over `island` ranks."""

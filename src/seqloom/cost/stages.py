@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.cost.model import CostModel
-    from seqloom.cost.rounds import StageShare
+    from seqloom.plan import Part
 
 
-def stage_parameters(cost: CostModel, share: StageShare) -> int:
+def stage_parameters(cost: CostModel, share: Part) -> int:
     """Parameters of a stage: its layers, with the embedding on the first stage, and norm and head on the last.
 
     A tied table is on both. All stages together have the model's parameters, a tied table counted twice.
@@ -38,7 +38,7 @@ def stage_parameters(cost: CostModel, share: StageShare) -> int:
     return own
 
 
-def stage_end_ns(cost: CostModel, shares: Sequence[StageShare], ranks: int, island: int) -> tuple[int, int]:
+def stage_end_ns(cost: CostModel, shares: Sequence[Part], ranks: int, island: int) -> tuple[int, int]:
     """(ns, of that communication) once per step on a host of `ranks` ranks that runs these stages.
 
     Parameters are gathered over islands of `island` ranks, gradients scattered over them and summed over the host's

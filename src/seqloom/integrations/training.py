@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, network
-from seqloom.runtime.network import Network, Part
+from seqloom.plan import Part
+from seqloom.runtime.network import Network
 from seqloom.runtime.placement import keep_only, move
 from seqloom.train.config import Config
 from seqloom.train.folders import replaced

@@ -14,7 +14,7 @@ from seqloom.plan.pipeline import Pipeline
 from seqloom.plan.plan import Plan
 from seqloom.plan.round import Checkpoint, Remap, Round, Work
 from seqloom.plan.route import Route, staged
-from seqloom.plan.stage import Stage
+from seqloom.plan.stage import Part, Stage
 from seqloom.plan.validate import RULES
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Limits",
     "Method",
     "Move",
+    "Part",
     "Pipeline",
     "Plan",
     "PlanError",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.limits import Reduce
 from seqloom.plan.round import Round
-from seqloom.plan.stage import Stage
+from seqloom.plan.stage import Part, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Pipeline:
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every host."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What every stage has of the model."""
+        return tuple(Part(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
 
     def host_of(self, stage: int) -> int:
         """Return the host, and so the row of `actions`, that runs a stage."""

@@ -1,8 +1,9 @@
-"""A stage: ranks, a range of layers and a tensor-parallel degree."""
+"""A stage: ranks, a range of layers and a tensor-parallel degree; and that range as a part of the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +21,24 @@ class Stage:
     ranks: tuple[int, ...]
     layers: tuple[int, int]
     tensor: int = 1
+
+
+class Part(NamedTuple):
+    """Layers `first .. stop - 1` of a model with `of` layers: what a stage of a pipeline has of it.
+
+    A part that begins also embeds; one that ends also has the final norm, the vocabulary projection and the loss.
+    """
+
+    first: int
+    stop: int
+    of: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether it takes token ids; others take hidden states."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it gives the sum of token losses; others give hidden states."""
+        return self.stop == self.of

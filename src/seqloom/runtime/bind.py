@@ -17,8 +17,7 @@ from seqloom.attention import Carry
 from seqloom.comm import Context, Transport, bind, pieces_of_plan
 from seqloom.errors import SeqloomError
 from seqloom.pipeline import Handovers, Progress, Share, ways_of
-from seqloom.plan import Action, Checkpoint, Plan, Work
-from seqloom.runtime.network import Part
+from seqloom.plan import Action, Checkpoint, Part, Plan, Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +130,7 @@ def bind_plan(
     handovers = Handovers(pipeline, rank, torch.device(device))
     stages: dict[int, tuple[BoundRound, ...]] = {}
     for stage in pipeline.stages_of(host) if host is not None else ():
-        part, rounds = Part(*pipeline.stages[stage].layers, pipeline.stages[-1].layers[1]), []
+        part, rounds = pipeline.parts[stage], []
         for number, current in enumerate(pipeline.rounds):
             work = current.work[stage]
             context = bind_work(work) if _takes_part(work, island) else None

@@ -25,9 +25,9 @@ from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
 from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
-from seqloom.plan import Sharding
+from seqloom.plan import Part, Sharding
 from seqloom.runtime.loss import CHUNK
-from seqloom.runtime.network import LossOf, Network, Part
+from seqloom.runtime.network import LossOf, Network
 from seqloom.runtime.parameters import local, squared_norm, sum_gradients, trained
 from seqloom.runtime.split_backward import WeightGradients
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,29 +13,9 @@ from seqloom.attention import ModelCall, prepare_attention
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
+from seqloom.plan import Part
 from seqloom.runtime.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.runtime.split_backward import WeightGradients
-
-
-class Part(NamedTuple):
-    """Layers `first .. stop - 1` of a model with `of` layers: what a stage of a pipeline runs.
-
-    A part that begins also embeds; one that ends also has the final norm, the head and the loss.
-    """
-
-    first: int
-    stop: int
-    of: int
-
-    @property
-    def begins(self) -> bool:
-        """Whether it takes token ids; others take hidden states."""
-        return self.first == 0
-
-    @property
-    def ends(self) -> bool:
-        """Whether it gives the sum of token losses; others give hidden states."""
-        return self.stop == self.of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

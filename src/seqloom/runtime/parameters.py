@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
+from seqloom.plan import Part
 from seqloom.runtime.loss import CHUNK, HeadGradients
-from seqloom.runtime.network import LossOf, Network, Part
+from seqloom.runtime.network import LossOf, Network
 from seqloom.runtime.split_backward import WeightGradients
 
 BUCKET = 1 << 26

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan, Sharding, Stage
-from seqloom.runtime.network import Network, Part
+from seqloom.plan import Part, Plan, Sharding, Stage
+from seqloom.runtime.network import Network
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from seqloom.comm import Context, Transport
 from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
+from seqloom.plan import Part
 from seqloom.runtime.fsdp import check_job, device_of, reduce_dtype
 from seqloom.runtime.loss import CHUNK, HeadGradients
-from seqloom.runtime.network import LossOf, Network, Part
+from seqloom.runtime.network import LossOf, Network
 from seqloom.runtime.parameters import complete_gradients, squared_norm, sum_gradients, trained
 from seqloom.runtime.placement import Placement, exchange, held_by, keep_only, parameters_of
 from seqloom.runtime.shards import ShardedParameter, buckets, gather, scatter

@@ -8,10 +8,10 @@ from itertools import islice
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.offload import copy_ns
-from seqloom.cost.rounds import StageShare, tokens_on_ranks
+from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.cost.stages import stage_end_ns
-from seqloom.plan import Pipeline, Plan, Work
+from seqloom.plan import Part, Pipeline, Plan, Work
 from seqloom.simulate.twins import Place, Twins, stage_shares
 from seqloom.simulate.window import Islands, Window, window_of
 
@@ -37,7 +37,7 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     return windows
 
 
-def _copied(cost: CostModel, work: Work, share: StageShare | None) -> int:
+def _copied(cost: CostModel, work: Work, share: Part | None) -> int:
     """ns of copying what is kept of a unit to host memory, on its fullest rank."""
     if not work.offload or share is None:
         return 0

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.cost.rounds import StageShare
-from seqloom.plan import Pipeline, Plan, Work
+from seqloom.plan import Part, Pipeline, Plan, Work
 from seqloom.simulate.window import Window
 
 
@@ -26,19 +25,16 @@ class Place(NamedTuple):
     round: int
 
 
-def stage_shares(pipeline: Pipeline) -> list[StageShare | None]:
+def stage_shares(pipeline: Pipeline) -> list[Part | None]:
     """What every stage has of the model; None: all of it."""
-    stages = pipeline.stages
-    if len(stages) == 1:
-        return [None]
-    return [StageShare(*stage.layers, stages[-1].layers[1]) for stage in stages]
+    return [None] if len(pipeline.stages) == 1 else [*pipeline.parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Twins:
     """Which stages of a pipeline are alike."""
 
-    shares: tuple[StageShare | None, ...]
+    shares: tuple[Part | None, ...]
     first: tuple[int, ...]
     """First rank of every stage's host."""
     islands: tuple[int, ...]

@@ -17,8 +17,8 @@ from torch import nn
 
 from seqloom.models import Transformer
 from seqloom.models.files import config_of, details_of, read_parameters, write_model
+from seqloom.plan import Part
 from seqloom.runtime import Network, Parameters
-from seqloom.runtime.network import Part
 from seqloom.runtime.placement import materialise
 from seqloom.train.config import Config
 from seqloom.train.folders import replaced

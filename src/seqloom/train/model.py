@@ -9,7 +9,7 @@ import torch
 
 from seqloom.comm import Transport
 from seqloom.cost import CostModel
-from seqloom.plan import Stage
+from seqloom.plan import Part, Stage
 from seqloom.runtime import (
     Network,
     Parameters,
@@ -20,7 +20,6 @@ from seqloom.runtime import (
     recompute_layers,
     split_weights,
 )
-from seqloom.runtime.network import Part
 from seqloom.runtime.placement import parameters_of
 
 

@@ -9,7 +9,8 @@ from seqloom.comm import bind_alone
 from seqloom.errors import SeqloomError
 from seqloom.integrations import attach, network
 from seqloom.integrations.parts import Whole, parts_of
-from seqloom.runtime.network import LossOf, Part
+from seqloom.plan import Part
+from seqloom.runtime.network import LossOf
 from seqloom.runtime.placement import held_by
 from seqloom.testing.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
 

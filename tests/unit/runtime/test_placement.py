@@ -5,8 +5,8 @@ import torch
 
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Sharding, Stage
-from seqloom.runtime.network import Network, Part
+from seqloom.plan import Part, Sharding, Stage
+from seqloom.runtime.network import Network
 from seqloom.runtime.placement import Placement, held_by, keep_only, materialise, move
 from seqloom.testing.steps import Step, tiny_spec
 

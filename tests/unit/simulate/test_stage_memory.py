@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
-from seqloom.cost.rounds import StageShare, tokens_on_ranks
+from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import ActionKind
+from seqloom.plan import ActionKind, Part
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.simulate import simulate
 
@@ -29,7 +29,7 @@ def alive(plan, cost, host, rank):
     """Bytes on a rank during and after every action of its host, from scratch each time."""
     pipeline = plan.pipelines[0]
     row = [a for a in pipeline.actions[host] if a.kind in (F, B, I, W)]
-    memories = [StageMemory(cost, StageShare(*stage.layers, 8)) for stage in pipeline.stages]
+    memories = [StageMemory(cost, Part(*stage.layers, 8)) for stage in pipeline.stages]
     spans = {}  # (document) -> rounds, first to last
     for r, current in enumerate(pipeline.rounds):
         for span in current.work[0].spans():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.integrations.training import build_huggingface
-from seqloom.runtime.network import Part
+from seqloom.plan import Part
 from seqloom.runtime.placement import held_by
 from seqloom.testing.tiny_models import tiny_model
 from seqloom.train.config import Config

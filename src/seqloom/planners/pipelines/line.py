@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from seqloom.cost import CostModel, Shape, Variant
-from seqloom.cost.rounds import StageShare
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Reduce, Sharding, Span, Stage
+from seqloom.plan import Group, Part, Reduce, Sharding, Span, Stage
 
 TYPICAL_LENGTH = 8192
 """Tokens of the document by whose times the layers are levelled when a run does not say how long its documents are."""
@@ -28,10 +27,10 @@ class Line:
     """Layers of every stage."""
 
     @property
-    def shares(self) -> tuple[StageShare, ...]:
+    def shares(self) -> tuple[Part, ...]:
         """What every stage has of the model."""
         edges = pairwise(accumulate(self.layers, initial=0))
-        return tuple(StageShare(first, stop, sum(self.layers)) for first, stop in edges)
+        return tuple(Part(first, stop, sum(self.layers)) for first, stop in edges)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -42,7 +41,7 @@ class Line:
         )
 
     @property
-    def of_hosts(self) -> tuple[tuple[StageShare, ...], ...]:
+    def of_hosts(self) -> tuple[tuple[Part, ...], ...]:
         """What every host has of the model, stage by stage."""
         shares = self.shares
         return tuple(

@@ -14,9 +14,9 @@ import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.offload import copy_ns
-from seqloom.cost.rounds import NAMES, StageShare, compose, parts_of_ranks
+from seqloom.cost.rounds import NAMES, compose, of_part, parts_of_ranks
 from seqloom.cost.stage_memory import Holding, StageMemory
-from seqloom.plan import Checkpoint, Group, Reduce
+from seqloom.plan import Checkpoint, Group, Part, Reduce
 from seqloom.plan.schedules import Times
 from seqloom.planners.pipelines.draft import Draft
 from seqloom.planners.pipelines.line import Line
@@ -68,10 +68,10 @@ class UnitPrices:
             self._tables[checkpoint] = np.array(columns, dtype=np.int64)
         return self._tables[checkpoint]
 
-    def _stage_times(self, table: np.ndarray, share: StageShare, level: Level) -> tuple[np.ndarray, ...]:
+    def _stage_times(self, table: np.ndarray, share: Part, level: Level) -> tuple[np.ndarray, ...]:
         """int64[units] each of forward, input half, weight half on one stage."""
         width, units = self.line.width, len(self.draft.seats)
-        own = share.scale(table)
+        own = of_part(share, table)
         degrees = np.array([len(group.ranks) for group in self._groups])
         group = np.repeat(np.arange(len(degrees)), degrees)
         rank = np.concatenate([np.array(group.ranks) for group in self._groups]) + width * self._unit[group]
@@ -128,5 +128,5 @@ class UnitPrices:
         return Carry(begun.max(axis=2), returning.max(axis=2), done.max(axis=2))
 
 
-def _size(share: StageShare) -> tuple[int, bool]:
+def _size(share: Part) -> tuple[int, bool]:
     return share.stop - share.first, share.ends
