@@ -38,7 +38,7 @@ from seqloom.simulate import simulate
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-LONGEST, CAPACITY, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 1_024, 2, 3, (4, 8), 2
+LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 2
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
 
@@ -93,9 +93,9 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     ranks, quick = transport.ranks, arguments.quick
     longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
-    limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": min(longest, CAPACITY)}
+    limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": longest}
     machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(longest // 2, say, widest=ranks // min(STAGES))
+    found = machine.calibrate(longest, say, widest=ranks // min(STAGES))
     cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
