@@ -41,6 +41,8 @@ from seqloom.train.trials import StepTimer
 LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 2
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
+"""glibc gives no memory back: what a step's activations cost must not depend on how many layers a process has."""
 
 
 def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.ndarray]:
@@ -130,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
+    os.environ |= KEEP_MEMORY  # read when the processes start
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(rank_body, (folder, arguments), nprocs=arguments.ranks, start_method="spawn")
 
