@@ -74,7 +74,7 @@ class Group:
         """Return who holds which tokens outside attention, one axis.
 
         Without a ring the spans are packed one after the other and every rank gets an equal run of tokens
-        (the first ranks one more). With a ring the spans are first dealt to the ring indices in zigzag, see
+        (some one more). With a ring the spans are first dealt to the ring indices in zigzag, see
         `ring_spans`.
         """
         return Layout(*self.token_columns())
@@ -149,14 +149,18 @@ def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _deal(spans: Sequence[Span], ranks: Sequence[int]) -> tuple[Column, Column, Column, Column]:
-    """Pack `spans` one after the other and give each rank an equal run of the tokens: rank, item, start, stop."""
+    """Pack `spans` one after the other and give each rank an equal run of the tokens: rank, item, start, stop.
+
+    Rank k begins at token k / ranks of the whole, rounded up. So what neighbours hold together, two by two or four by
+    four, is what half or a quarter of the ranks would be dealt: tensor ranks hold their tokens as one Ulysses rank.
+    """
     if not spans:
         none = np.empty(0, dtype=np.int64)
         return none, none, none, none
     item, start, stop = np.array(spans, dtype=np.int64).T
     ends = np.cumsum(stop - start)
     offset = ends - (stop - start)
-    cuts = np.array([low for low, _ in even_ranges(int(ends[-1]), len(ranks))], dtype=np.int64)
+    cuts = -(-np.arange(len(ranks), dtype=np.int64) * ends[-1] // len(ranks))
     edges = np.unique(np.concatenate([offset, cuts, ends[-1:]]))
     low, high = edges[:-1], edges[1:]
     span = np.searchsorted(ends, low, side="right")

@@ -14,11 +14,16 @@ class Sharding(StrEnum):
     """How far the parameters of a host's stages are sharded: over its ranks, its ranks in one node, or not at all.
 
     A plan of one stage has one host, the world: there full sharding is over all ranks, hybrid over a node's.
+
+    free: masters lie in one even layout over all ranks of the world, whatever the stages. Every step brings the
+    parameters from there to where its plan computes with them, where they stay for the step, and takes the gradients
+    back. So plans of successive steps may have any stages.
     """
 
     FULL = "full"
     HYBRID = "hybrid"
     NONE = "none"
+    FREE = "free"
 
 
 class Reduce(StrEnum):
@@ -61,7 +66,7 @@ class Limits:
         """Cut a host's ranks into islands: ranks that share parameter shards, and so take part in the same rounds."""
         if sharding == Sharding.FULL:
             return (tuple(host),)
-        if sharding == Sharding.NONE:
+        if sharding in (Sharding.NONE, Sharding.FREE):
             return tuple((rank,) for rank in host)
         nodes: dict[int, list[int]] = {}
         for rank in host:

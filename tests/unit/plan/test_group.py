@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from seqloom.plan import Group, PlanError, Span
+from seqloom.plan import Group, Layout, PlanError, Span
 
 
 def test_ulysses_shares_are_contiguous_runs_of_the_packed_tokens() -> None:
@@ -57,3 +57,13 @@ def test_kv_heads_are_replicated_only_where_queries_share_them() -> None:
         group.head_layout(8, 3)
     with pytest.raises(PlanError, match="use ulysses 3"):
         group.head_layout(3)
+
+
+def test_neighbours_hold_together_what_fewer_ranks_would_be_dealt() -> None:
+    spans = (Span(3, 0, 7), Span(1, 2, 6))
+    for tokens in range(1, 8):
+        given = (*spans, Span(5, 0, tokens))
+        fine, coarse = (Group(tuple(range(ranks)), ranks, 1, given).token_layout() for ranks in (8, 2))
+        for rank in (0, 1):
+            held = Layout.union([Layout.of((0, *span) for span in fine.spans(4 * rank + k)) for k in range(4)])
+            assert held.spans(0) == coarse.spans(rank)
