@@ -46,7 +46,7 @@ def check(
     loaded = Config.load(config, overrides or [])
     run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
     if loaded.model.huggingface is not None:
-        _require_attachable(loaded.model.huggingface, len(run.planners.stages))
+        _require_attachable(loaded.model.huggingface, cut=run.planners.cut)
     with planning(len(run.sample) * (2 if run.baseline else 1)) as progress:
         made = forecasts(run, progress)
     notes = warnings(run, made[0])
@@ -56,13 +56,13 @@ def check(
         _print(run, made, notes)
 
 
-def _require_attachable(folder: Path, stages: int) -> None:
+def _require_attachable(folder: Path, *, cut: bool) -> None:
     """Refuse a Hugging Face model that the engine cannot run, or not in stages: the model is made without weights."""
     from seqloom.integrations import attach, network  # says what to install where torch is missing
 
     try:
         attached = network(attach(_without_weights(folder)))
-        if stages > 1:
+        if cut:
             from seqloom.train.model import require_parts
 
             require_parts(attached)

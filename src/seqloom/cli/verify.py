@@ -22,7 +22,8 @@ USUAL = "static,adaptive,flex,zones"
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
 Planners = Annotated[
-    str | None, typer.Option("--planners", help=f"Names with commas between; without it {USUAL}, and the pipeline.")
+    str | None,
+    typer.Option("--planners", help=f"Names with commas between; without it {USUAL}, and the run's stages."),
 ]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Threads that play ranks; without it, the config's.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float64, or float32 with a wider tolerance.")]
@@ -41,7 +42,7 @@ def verify(
     """Show that a plan does not change the result: loss, gradient norm and every gradient.
 
     The first batches of a run are computed in one process, and again under a plan of every planner; of the run's
-    pipeline too, if it has one. Exit code 1 when one is out of tolerance. Layers run as they stand, whatever
+    pipeline too, if it has one, and of every strategy that it chooses from. Exit code 1 when one is out of tolerance. Layers run as they stand, whatever
     model.compile says.
 
     \b
@@ -53,7 +54,7 @@ def verify(
         raise unknown("dtype", dtype, DTYPES)
     if not names or batches < 1:
         raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
-    rows = _verified(config, overrides or [], names, ranks, dtype, batches, pipeline=planners is None)
+    rows = _verified(config, overrides or [], names, ranks, dtype, batches, own=planners is None)
     passed = all(row.passed for row in rows)
     if json:
         print_json({"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]})
@@ -64,9 +65,9 @@ def verify(
 
 
 def _verified(
-    path: Path, overrides: list[str], names: list[str], ranks: int | None, dtype: str, batches: int, *, pipeline: bool
+    path: Path, overrides: list[str], names: list[str], ranks: int | None, dtype: str, batches: int, *, own: bool
 ) -> list[Verified]:
-    """Run the comparisons, with progress; `pipeline`: of the run's own too, if it has one."""
+    """Run the comparisons, with progress; `own`: of the run's own pipeline or strategies too, if it has any."""
     try:
         import torch
     except ImportError as error:
@@ -81,8 +82,8 @@ def _verified(
     setup = Setup.of(loaded, ranks or loaded.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
     planners: list[str | Choice] = [*names]
-    if pipeline and len(setup.planners.stages) > 1:
-        planners.append(setup.planners.planner)
+    if own and setup.planners.cut:
+        planners += setup.planners.alternatives
     sampler, rows = setup.sampler, []
     precision = getattr(torch, dtype)
     build = partial(kind_of(config).build, config, torch.device("cpu"), precision)

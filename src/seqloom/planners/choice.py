@@ -28,9 +28,16 @@ class Choice:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Name and options, for example ``pipeline:4,1,1f1b``."""
-        return ":".join([self.name, *filter(None, [",".join(map(str, self.options.values()))])])
+        """Name and options, for example ``pipeline:4,1,1f1b``; of a list its length, or the only one on it."""
+        return ":".join([self.name, *filter(None, [",".join(map(_spelled, self.options.values()))])])
 
     def plan(self, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> Plan:
         """Plan one batch, int64[n] tokens; the plan is validated."""
         return make_plan(self.name, np.asarray(lengths, dtype=np.int64), cost, seed=self.seed, **self.options)
+
+
+def _spelled(value: Any) -> str:
+    """Spell the value of an option."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return str(value[0]) if len(value) == 1 else f"{len(value)} candidates"

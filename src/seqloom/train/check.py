@@ -24,7 +24,7 @@ from seqloom.planners.static import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_memory
 from seqloom.train.config import Config
-from seqloom.train.setup import make_cost, make_sampler, model_spec, open_documents, with_stages
+from seqloom.train.setup import chosen, make_cost, make_sampler, model_spec, open_documents
 from seqloom.train.stages import Planners
 
 T = TypeVar("T")
@@ -82,8 +82,8 @@ class Outlook:
     @property
     def baseline(self) -> bool:
         """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
-        chosen, plain = self.planners.planner, self.planners.stand_in
-        return (parse_name(chosen.name)[0], chosen.options) != (plain.name, plain.options)
+        planner, plain = self.planners.planner, self.planners.stand_in
+        return (parse_name(planner.name)[0], planner.options) != (plain.name, plain.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,8 +143,7 @@ def outlook(config: Config, ranks: int, batches: int = 8) -> Outlook:
     sources = {"data.source": source}
     if config.data.validation is not None:
         sources["data.validation"] = open_documents(config, spec, validation=True)
-    config = with_stages(config, cost, make_sampler(config, source))
-    planners = Planners.of(config, cost, int(config.pipeline.stages))
+    config, planners = chosen(config, cost, make_sampler(config, source), source)
     for name, each in sources.items():
         _refuse_too_long(name, each, cost, planners)
     training, *others = (_count(config, each) for each in sources.values())
@@ -159,10 +158,10 @@ def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
     Static has one degree: the one that is fastest over the sample.
     """
     lengths = [batch.lengths for batch in run.sample]
-    chosen, plain = run.planners.planner, run.planners.stand_in
-    made = [_forecast(chosen, plain, lengths, run.cost, progress)]
+    planner, plain = run.planners.planner, run.planners.stand_in
+    made = [_forecast(planner, plain, lengths, run.cost, progress)]
     if run.baseline:
-        if len(run.planners.stages) == 1:
+        if plain == Choice("static"):
             plain = Choice(f"static:{fastest_static_degree(lengths, run.cost)}")
         made.append(_forecast(plain, plain, lengths, run.cost, progress))
     return made
@@ -242,7 +241,7 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Plann
     """Refuse a document that no plan holds: the step that has it could not be planned."""
     document = int(source.lengths.argmax())
     length = source.lengths[document : document + 1]
-    if len(planners.stages) > 1:
+    if planners.cut:
         try:
             planners.planner.plan(length, cost)
         except SeqloomError as error:

@@ -16,7 +16,8 @@ from seqloom.data.toy import NAME as MADE_UP
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.describe.files import build, is_file_name, read_mapping
 from seqloom.errors import SeqloomError
-from seqloom.planners.registry import makes_stages
+from seqloom.plan import Sharding
+from seqloom.planners.registry import chooses_strategies, makes_stages
 from seqloom.train.hub import fetched, is_hub_name
 from seqloom.train.overrides import merged, parse_overrides
 from seqloom.train.sections import (
@@ -41,7 +42,7 @@ _PATHS = (
     ("log", "jsonl"),
 )
 """Keys that are always paths."""
-_NAMES_OR_FILES = (("model", "spec"), ("plan", "cluster"), ("plan", "profile"))
+_NAMES_OR_FILES = (("model", "spec"), ("plan", "cluster"), ("plan", "profile"), ("plan", "strategies"))
 """Keys that are a path when they end like a file, else a name."""
 
 
@@ -83,12 +84,18 @@ class Config:
             )
 
     def _check_planner(self) -> None:
-        """Refuse a planner that makes other stages than the run has."""
+        """Refuse a planner that makes other stages than the run has, and a list that its planner does not read."""
         stages, planner = self.pipeline.stages, self.plan.planner
-        if makes_stages(planner):
+        if makes_stages(planner) and self.plan.sharding != Sharding.FREE:
             raise SeqloomError(
-                f"plan.planner = {planner!r}: the stages of a run are set once for all its steps; set pipeline.stages, "
-                "and leave plan.planner out"
+                f"plan.planner = {planner!r} with plan.sharding = {self.plan.sharding!r}: the stages of a run are then "
+                "set once for all its steps; set plan.sharding to 'free', or set pipeline.stages and leave "
+                "plan.planner out"
+            )
+        if self.plan.strategies != Planning().strategies and not chooses_strategies(planner):
+            raise SeqloomError(
+                f"plan.strategies = {self.plan.strategies!r} beside plan.planner = {planner!r}, which chooses from no "
+                "list; leave it out, or set plan.planner to 'strategies'"
             )
         if isinstance(stages, int) and stages > 1 and planner != Planning().planner:
             raise SeqloomError(

@@ -63,6 +63,8 @@ def figures(record: StepRecord) -> list[str]:
         phrases.append(f"gap {percent(record.gap_to_bound)} %")
     if record.idle_share is not None:
         phrases.append(f"idle {percent(record.idle_share)} %")
+    if record.shape:
+        phrases.append(record.shape)
     if record.planner:
         phrases.append(f"{record.planner}, planner late" if record.fallback else record.planner)
     return phrases

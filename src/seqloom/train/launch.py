@@ -27,6 +27,7 @@ from seqloom.train.loop import Trainer
 from seqloom.train.model import require_parts
 from seqloom.train.processes import backend, device_of, start_processes
 from seqloom.train.setup import Setup
+from seqloom.train.strategies import kept
 from seqloom.train.watch import FAILED, START_S, Watch
 
 GRACE_S = 2.0
@@ -62,9 +63,9 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
     """
     _check_machine(config)
     setup = Setup.of(config, ranks)  # refuse here, once, what every process would refuse
-    config = setup.config
+    config = kept(setup.config, setup.planners.strategies)
     built = kind.build(config, torch.device("meta"), dtypes(config)[0])
-    if len(setup.planners.stages) > 1:
+    if setup.planners.cut:
         require_parts(built)
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         arguments = (ranks, config, kind, folder, show)

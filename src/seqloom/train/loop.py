@@ -18,6 +18,7 @@ from seqloom.comm import Context, Transport
 from seqloom.data import Batch, rank_rows
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
+from seqloom.plan.outline import outline
 from seqloom.planners.ahead import PlanAhead, StepPlan
 from seqloom.runtime import BoundPlan, StepResult, bind_plan, evaluate, run_step, scale_gradients
 from seqloom.simulate import predicted_ns
@@ -32,7 +33,8 @@ from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
 from seqloom.train.setup import Setup
 from seqloom.train.sinks import open_sinks
-from seqloom.train.warm import warm_up
+from seqloom.train.strategies import kept, small_plans, told
+from seqloom.train.warm import rehearse, warm_up
 from seqloom.train.watch import Watch
 
 PATIENCE_S, FIRST_PATIENCE_S = 5.0, 300.0
@@ -68,12 +70,15 @@ class Trainer:
         self._compute = compute or masters
         stages = setup.planners.stages
         built = kind.build(config, self.device, masters, parts=parts_of(stages, setup.cost, transport.rank))
-        self._network = made_ready(built, compiled=config.model.compile, split=len(stages) > 1)
+        self._network = made_ready(built, compiled=config.model.compile, split=setup.planners.cut)
         self.parameters = place(self._network, transport, stages, setup.cost, compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
+        self._former: list[Any] | None = None  # strategies of the run before the checkpoint
         self.step = self._resumed()
+        if transport.rank == 0:
+            kept(config, setup.planners.strategies)
         self.plans = SharedPlans(transport, self._planner(), self.device)
 
     def __enter__(self) -> Trainer:
@@ -91,9 +96,9 @@ class Trainer:
             stream: where progress is shown, on the first rank; None: nowhere.
             notes: what the log says before the first step.
         """
-        metrics = self._metrics(stream)
+        metrics, setup = self._metrics(stream), self.setup
         if metrics is not None:
-            for text in notes:
+            for text in (*notes, *told(self.config, setup.planners.strategies, self._former)):
                 metrics.note(self.step, text)
         before = "none before it"
         for number, batch in self._batches():
@@ -116,11 +121,17 @@ class Trainer:
         self._write_model()
         return {} if metrics is None else metrics.summary.as_dict()
 
-    def _warm_up(self, plan: Plan, metrics: Metrics | None) -> None:
-        """Build what attention on a GPU needs for shapes it has not met."""
+    def _warm_up(self, first: Plan, metrics: Metrics | None) -> None:
+        """Build what attention on a GPU needs for shapes it has not met, and rehearse every strategy."""
         note = (lambda text: None) if metrics is None else partial(metrics.note, self.step)
-        longest = self.setup.cost.max_length or int(self.setup.source.lengths.max())
-        warm_up(self._network, plan, longest, self._compute, self.device, note)
+        setup = self.setup
+        small = small_plans(setup.planners.strategies, setup.cost) if self.transport.rank == 0 else None
+        rehearsed = self.plans.hand_out(small) if setup.planners.strategies else []
+        longest = setup.cost.max_length or int(setup.source.lengths.max())
+        warm_up(self._network, [first, *rehearsed], longest, self._compute, self.device, note)
+        for plan in rehearsed:
+            self._at(f"rehearsal of {outline(plan)}, plan {plan.hash[:12]}")
+            rehearse(self._bound(plan), self.parameters)
 
     def _at(self, place: str, *, limited: bool = True, where: Callable[[], str] | None = None) -> None:
         if self._watch is not None:
@@ -141,7 +152,7 @@ class Trainer:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
         bound = self._bound(taken.plan)
-        if len(bound.plan.pipelines[0].hosts) > 1:  # a stage waits for others: say for which, if it hangs
+        if any(len(line.hosts) > 1 for line in bound.plan.pipelines):  # a stage waits for others: say for which, if it hangs
             self._at(f"step {taken.step}, plan {taken.plan.hash[:12]}", where=bound.progress.report)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
@@ -183,6 +194,7 @@ class Trainer:
             idle_share=taken.idle_share,
             planner=taken.plan.planner or "",
             plan_hash=taken.plan.hash,
+            shape=outline(taken.plan),
             fallback=bool(taken.fallback),
         )
 
@@ -213,7 +225,8 @@ class Trainer:
 
     def _save(self, number: int) -> None:
         self._at(f"checkpoint of step {number}", limited=False)  # the one before may still be on its way to the disk
-        extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict()}
+        strategies = [each.as_dict() for each in self.setup.planners.strategies]
+        extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict(), "strategies": strategies}
         state = named_state(self.optimiser)
         self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
 
@@ -240,6 +253,7 @@ class Trainer:
         state = named_state(self.optimiser)
         manifest = self.checkpoints.load(path, model=self.parameters.masters(), optimiser=state)
         self.sampler.load_state_dict(manifest.extra["sampler"])
+        self._former = manifest.extra.get("strategies", [])
         return manifest.step
 
     def _planner(self) -> PlanAhead | None:

@@ -50,6 +50,8 @@ class StepRecord:
     """Who planned the step."""
     plan_hash: str = ""
     """Of the plan that was run."""
+    shape: str = ""
+    """Its pipelines side by side, each as tensor degree x stages / ranks: ``2x2/4, 1x1/2 x 2``."""
     fallback: bool = False
     """The planner was late or failed, and the static plan was taken."""
 

@@ -1,4 +1,4 @@
-"""The model of a run on one rank: its layers made ready, its parameters where the run's stages want them."""
+"""The model of a run on one rank: its layers made ready, its parameters where the run's plans want them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from seqloom.comm import Transport
 from seqloom.cost import CostModel
-from seqloom.plan import Part, Stage
+from seqloom.plan import Part, Sharding, Stage
 from seqloom.runtime import (
+    FreeLayout,
     Network,
     Parameters,
     Placement,
@@ -43,22 +44,24 @@ def require_parts(network: Network) -> None:
 
 
 def parts_of(stages: Sequence[Stage], cost: CostModel, rank: int) -> tuple[Part, ...] | None:
-    """Return what a rank runs of the model; None: all of it."""
+    """Return what a rank runs of the model; None: all of it, or any of it."""
     return _placement(stages, cost).parts_of(rank) if len(stages) > 1 else None
 
 
 def place(
     network: Network, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
 ) -> Parameters:
-    """Shard the parameters over all ranks, or every stage's over its own.
+    """Shard the parameters over all ranks, or every stage's over its own; under free sharding plans move them.
 
     Args:
         network: made ready, with the same values on all ranks; on the device where it will run.
         transport: over torch.distributed.
-        stages: of all plans of the run.
+        stages: of all plans of the run; none: every plan may have its own.
         cost: says how far parameters are sharded.
         compute: as in `Sharded`.
     """
+    if cost.sharding == Sharding.FREE:
+        return FreeLayout(network, transport, compute=compute, node_size=cost.node_size)
     if len(stages) > 1:
         return StageSharded(network, transport, _placement(stages, cost), compute=compute)
     return Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)

@@ -50,6 +50,12 @@ class SharedPlans:
         self._check(step, lengths, taken)
         return taken
 
+    def hand_out(self, plans: Sequence[Plan] | None) -> list[Plan]:
+        """Return plans of the root on all ranks, which all call it; others than the root give None."""
+        payload = None if plans is None else json.dumps([plan.to_json() for plan in plans]).encode()
+        texts = json.loads(broadcast_bytes(self.transport, payload, root=self.root, device=self.device))
+        return [Plan.from_json(text) for text in texts]
+
     def _check(self, step: int, lengths: Sequence[int] | np.ndarray, taken: StepPlan) -> None:
         """Compare step, plan and lengths over all ranks, before anybody acts on them."""
         own = [taken.step == step, list(taken.plan.documents) == np.asarray(lengths).tolist()]

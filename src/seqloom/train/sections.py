@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Strict
 
+from seqloom.describe.files import is_file_name
 from seqloom.errors import SeqloomError, unknown
 from seqloom.planners.pipelines.orders import ALL_NAMES
 from seqloom.planners.registry import parse_name
@@ -126,13 +127,16 @@ class Planning:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     planner: str = "auto"
-    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact or auto."""
+    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact, strategies or auto."""
     cluster: str = "auto"
     """A preset, a spelling such as 2x8xH200, or a file; auto: what the processes run on."""
     profile: str | None = None
     """Constants by name or file; None: those of the cluster's device."""
-    sharding: Literal["full", "hybrid", "none"] = "full"
-    """Parameters are sharded over all ranks, those of a node, or not."""
+    sharding: Literal["full", "hybrid", "none", "free"] = "full"
+    """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step brings them
+    to where its plan computes, so that plans may have any stages."""
+    strategies: str = "auto"
+    """What planner strategies chooses from: a .json of `seqloom propose`; auto: proposed for the data's lengths."""
     budget_gib: Real | None = None
     """Memory of a rank that a plan may use; None: the profile's, or 0.9 of the device's."""
     capacity: Whole | None = None
@@ -143,6 +147,8 @@ class Planning:
     def __post_init__(self) -> None:
         """Check the values."""
         parse_name(self.planner)
+        if self.strategies != "auto" and not is_file_name(self.strategies):
+            raise SeqloomError(f"plan.strategies = {self.strategies!r}; give a .json of seqloom propose, or 'auto'")
         at_least("plan", self, 0, "ahead")
         if self.capacity is not None:
             at_least("plan", self, 1, "capacity")

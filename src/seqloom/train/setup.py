@@ -12,6 +12,7 @@ from seqloom.errors import SeqloomError
 from seqloom.train.config import Config
 from seqloom.train.sections import Pipelining
 from seqloom.train.stages import SAMPLE, Planners, number_of_stages
+from seqloom.train.strategies import candidates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +44,7 @@ class Setup:
         source = open_documents(config, spec)
         sampler = make_sampler(config, source)
         cost = make_cost(config, spec, ranks, int(source.lengths.max()))
-        config = with_stages(config, cost, sampler)
-        planners = Planners.of(config, cost, int(config.pipeline.stages))
+        config, planners = chosen(config, cost, sampler, source)
         return cls(config, spec, source, sampler, cost, planners, _steps(config, source))
 
     def validation(self) -> tuple[Source, list[Batch]]:
@@ -53,11 +53,15 @@ class Setup:
         return source, make_sampler(self.config, source).peek(self.config.evaluation.batches)
 
 
-def with_stages(config: Config, cost: CostModel, sampler: Sampler) -> Config:
-    """Return the config with a number in the place of `pipeline.stages = "auto"`, by the first batches."""
-    batches = [batch.lengths for batch in sampler.peek(SAMPLE)]
-    stages = number_of_stages(config, cost, batches)
-    return replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining())
+def chosen(config: Config, cost: CostModel, sampler: Sampler, source: Source) -> tuple[Config, Planners]:
+    """Return who plans the run, and the config with a number in the place of `pipeline.stages = "auto"`.
+
+    The number is chosen by the first batches, strategies by the lengths of all documents.
+    """
+    stages = number_of_stages(config, cost, [batch.lengths for batch in sampler.peek(SAMPLE)])
+    strategies = candidates(config, cost, source.lengths)
+    planners = Planners.of(config, cost, stages, strategies)
+    return replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining()), planners
 
 
 def _steps(config: Config, source: Source) -> int:

@@ -1,4 +1,4 @@
-"""Who plans a run, and on which stages: one pipeline for all of its steps, or none."""
+"""Who plans a run, and on which stages: one pipeline for all of its steps, none, or others in every step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from seqloom.plan import Sharding, Stage
 from seqloom.planners.choice import Choice
 from seqloom.planners.pipelines.line import check_stages, line_of
 from seqloom.planners.pipelines.orders import FOLDED, require_order
+from seqloom.planners.strategies import Strategy
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config
 
@@ -25,25 +26,46 @@ class Planners:
     """What a run plans with.
 
     Attributes:
-        stages: of all its plans; a single one: no pipeline.
+        stages: of all its plans; a single one: no pipeline; none: every plan has its own.
         planner: of every step.
         stand_in: of a step whose plan is late or could not be made.
+        strategies: that the planner chooses from; none: it chooses from no list.
     """
 
     stages: tuple[Stage, ...]
     planner: Choice
     stand_in: Choice
+    strategies: tuple[Strategy, ...] = ()
+
+    @property
+    def cut(self) -> bool:
+        """Whether plans may cut the model into stages."""
+        return len(self.stages) != 1
+
+    @property
+    def alternatives(self) -> list[Choice]:
+        """The planner of the run, or one for every strategy that it chooses from."""
+        return [Choice("strategies", {"strategies": (each,)}) for each in self.strategies] or [self.planner]
 
     @classmethod
-    def of(cls, config: Config, cost: CostModel, stages: int) -> Planners:
-        """Return the planners of a run with so many stages.
+    def of(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> Planners:
+        """Return the planners of a run with so many stages, or with these strategies.
 
         Raises:
             SeqloomError: the model or the ranks do not allow this number.
         """
-        if stages == 1:
-            everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
-            return cls((everything,), Choice(config.plan.planner, seed=config.run.seed), Choice("static"))
+        if stages > 1:
+            return cls._of_line(config, cost, stages)
+        options = {"strategies": tuple(strategies)} if strategies else {}
+        planner = Choice(config.plan.planner, options, config.run.seed)
+        if cost.sharding == Sharding.FREE:
+            return cls((), planner, _plain(planner, cost), tuple(strategies))
+        everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
+        return cls((everything,), planner, Choice("static"))
+
+    @classmethod
+    def _of_line(cls, config: Config, cost: CostModel, stages: int) -> Planners:
+        """One pipeline over all ranks."""
         chunks, order = config.pipeline.chunks, config.pipeline.schedule
         check_stages(cost, stages, chunks)
         require_order(order, stages, chunks)
@@ -53,7 +75,17 @@ class Planners:
         plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
         line = {"stages": stages, "chunks": chunks}
         planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
-        return cls(placed, planner, stand_in)
+        return cls(() if cost.sharding == Sharding.FREE else placed, planner, stand_in)
+
+
+def _plain(planner: Choice, cost: CostModel) -> Choice:
+    """Return who stands in where plans may have any stages: static, unless only several stages hold the documents."""
+    static = Choice("static")
+    try:
+        static.plan([cost.max_length or 1], cost)
+    except SeqloomError:
+        return planner
+    return static
 
 
 def _check_nodes(cost: CostModel, stages: int) -> None:

@@ -17,7 +17,7 @@ from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Span, Stage, Work
+from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Sharding, Span, Stage, Work
 from seqloom.runtime import BoundPlan, Network, StepResult, bind_plan, run_step, scale_gradients
 from seqloom.train.model import made_ready, place
 from seqloom.train.optimiser import clip_factor, make_optimiser
@@ -41,12 +41,12 @@ class StepTimer:
         """Build the reference model of the cost model's spec, sharded as plans say; all ranks take part.
 
         Args:
-            stages: of all plans that are timed; none or one: no pipeline.
+            stages: of all plans that are timed; none or one: no pipeline. Under free sharding any plan is timed.
         """
         self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
         network = Network.of(Transformer(cost.model, dtype=torch.float32, device=device))
         compute = None if dtype == torch.float32 else dtype
-        ready = made_ready(network, split=len(stages) > 1)
+        ready = made_ready(network, split=len(stages) > 1 or cost.sharding == Sharding.FREE)
         self._parameters = place(ready, transport, stages, cost, compute)
         self._settings = Optimiser()
         self._optimiser = make_optimiser(self._parameters.masters(), self._settings)

@@ -1,7 +1,7 @@
 """Shows that a plan does not change the result: one batch in one process, then under several plans.
 
-Ranks are threads that obey NCCL's rules, parameters are replicated, and everything is compared with one process that
-runs the same batch as a single group.
+Ranks are threads that obey NCCL's rules. Parameters are replicated, or under free sharding brought where the plan
+computes. Everything is compared with one process that runs the same batch as a single group.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from seqloom.cost import CostModel
 from seqloom.data import Batch, Source, rank_rows
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.models import Transformer
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Sharding
 from seqloom.planners import make_plan
 from seqloom.planners.choice import Choice
-from seqloom.runtime import Network, Replicated, bind_plan, run_step
+from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, run_step
 from seqloom.train.model import made_ready
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -97,12 +97,12 @@ def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Netwo
     networks = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
 
     def body(transport: Transport) -> Outcome | None:
-        parameters = Replicated(made_ready(networks[transport.rank]), transport)
+        kind = FreeLayout if plan.sharding == Sharding.FREE else Replicated
+        parameters = kind(made_ready(networks[transport.rank]), transport)
         bound = bind_plan(plan, transport)
         result = run_step(bound, parameters, lambda context: rank_rows(source, context, batch), batch.valid_tokens)
-        if transport.rank:
-            return None
-        return Outcome(result.loss, result.gradient_norm, dict(parameters.gradients()))
+        gradients = {name: each for name, each in parameters.gradients() if transport.rank == 0}
+        return None if transport.rank else Outcome(result.loss, result.gradient_norm, gradients)
 
     first = run_ranks(plan.limits.ranks, body, strict=True, timeout_s=600)[0]
     assert first is not None

@@ -1,0 +1,99 @@
+"""The strategies that a run chooses from at every step: proposed for its data, or read from a file.
+
+The list is part of a run's folder, so that it can be read, and given to another run. Nothing that is saved depends on
+it: parameters and the optimiser's state lie the same way whatever the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.errors import SeqloomError
+from seqloom.planners.registry import chooses_strategies
+from seqloom.planners.strategies import Strategy, propose_strategies, strategies_from_json, strategies_to_json
+from seqloom.train.config import Config
+
+FILE = "strategies.json"
+"""Where the list lies in a run's folder."""
+
+
+def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[Strategy, ...]:
+    """Return what the run's planner chooses from; nothing where it chooses from no list.
+
+    Args:
+        config: of the run.
+        cost: prices its plans.
+        lengths: int64[documents], tokens of all its documents.
+
+    Raises:
+        SeqloomError: a list that cannot be read, that the ranks or the model do not allow, or that holds no document
+            as long as the longest.
+    """
+    if not chooses_strategies(config.plan.planner):
+        return ()
+    if config.plan.strategies == "auto":
+        return tuple(propose_strategies(lengths, cost, tokens=tokens_of_step(config, lengths)))
+    return _read(Path(config.plan.strategies))
+
+
+def tokens_of_step(config: Config, lengths: np.ndarray) -> int:
+    """Return the tokens that a step of the run has, as a mean where it has so many documents."""
+    return config.data.tokens or round((config.data.sequences or 1) * float(lengths.mean()))
+
+
+def kept(config: Config, strategies: Sequence[Strategy]) -> Config:
+    """Write a list that was proposed into the run's folder; return the config that names the file.
+
+    One that came from a file stays there.
+    """
+    if not strategies or config.plan.strategies != "auto":
+        return config
+    path = config.run.output / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(strategies_to_json(strategies) + "\n")
+    except OSError as error:
+        raise SeqloomError(f"{path}: cannot be written ({error.strerror or error}); choose another run.output") from None
+    return replace(config, plan=replace(config.plan, strategies=str(path)))
+
+
+def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] | None) -> Iterator[str]:
+    """Say what the run chooses from, and whether the run that it goes on from chose from something else.
+
+    Args:
+        config: of the run.
+        strategies: its list.
+        former: that of the checkpoint, as plain values; None: the run begins.
+    """
+    if strategies:
+        where = config.run.output / FILE if config.plan.strategies == "auto" else config.plan.strategies
+        yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
+    if former is not None and list(former) != [each.as_dict() for each in strategies]:
+        yield (
+            f"the checkpoint is of a run that chose from {len(former)} strategies, other ones: nothing in it depends on "
+            "them, the run goes on with its own"
+        )
+
+
+def small_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]:
+    """Return a plan of next to no tokens for every strategy, in which all its pipelines work."""
+    return [plan_small(strategy, cost) for strategy in strategies]
+
+
+def _read(path: Path) -> tuple[Strategy, ...]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SeqloomError(
+            f"plan.strategies = {str(path)!r} cannot be read ({reason}); write it with seqloom propose --json, or set 'auto'"
+        ) from None
+    try:
+        return strategies_from_json(text)
+    except SeqloomError as error:
+        raise SeqloomError(f"plan.strategies = {str(path)!r}: {error}") from None
