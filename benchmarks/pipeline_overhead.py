@@ -86,7 +86,7 @@ class Hollow:
     def acquire(self, part: Any = None) -> None:
         """Do nothing."""
 
-    reduce = release = finish = clear = acquire
+    arrange = reduce = release = finish = clear = acquire
 
     def gradient_norm(self) -> float:
         """Return a number."""

@@ -53,6 +53,21 @@ def test_counting_works_on_any_transport(gloo_pool):
     assert gloo_pool.run(count, ranks=4) == [(2 * 44, 1), (2 * 8, 2), (0, 2), (2 * 4, 2)]
 
 
+def aside(transport):
+    """Parcels of both world communicators between the same ranks, started in different orders."""
+    peer, received = transport.rank ^ 1, [torch.zeros(3), torch.zeros(3)]
+    given = [torch.full((3,), 1.0 + transport.rank), torch.full((3,), -1.0 - transport.rank)]
+    doors = [transport, transport.aside]
+    order = (0, 1) if transport.rank % 2 else (1, 0)
+    for handle in [doors[k].exchange([Parcel(peer, given[k])], [Parcel(peer, received[k])]) for k in order]:
+        handle.wait()
+    return [each[0].item() for each in received]
+
+
+def test_parcels_aside_do_not_mix_with_others(gloo_pool):
+    assert gloo_pool.run(aside, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
+
+
 def refusals(transport):
     """Return what every bad call says; none of them sends anything."""
     calls = [

@@ -20,6 +20,11 @@ class Alone:
     ranks = 1
     waits_in_stream = False
 
+    @property
+    def aside(self) -> Alone:
+        """Itself: nothing waits."""
+        return self
+
     def all_to_all(
         self,
         output: torch.Tensor,

@@ -48,6 +48,13 @@ class Counting:
         """See `Transport.waits_in_stream`."""
         return self._transport.waits_in_stream
 
+    @property
+    def aside(self) -> Counting:
+        """See `Transport.aside`; what travels there is counted here too."""
+        other = Counting(self._transport.aside)
+        other._traffic, other._sent_to = self._traffic, self._sent_to
+        return other
+
     def traffic(self, verb: str) -> Traffic:
         """Return what was counted for one verb since the start or the last `reset`."""
         return self._traffic.get(verb, Traffic())

@@ -18,18 +18,27 @@ from seqloom.comm.lanes import Lane, Message, Way, check_peer
 from seqloom.comm.transport import Handle, Parcel
 from seqloom.errors import SeqloomError
 
+ASIDE = 1 + len(Lane)
+"""The label of parcels on the second world communicator, see `_tag`."""
+
 
 class Distributed:
     """One process of a torch.distributed job as a transport."""
 
-    def __init__(self, communicators: Communicators) -> None:
-        """Speak over these communicators. With NCCL the process must have set its CUDA device."""
+    def __init__(self, communicators: Communicators, *, aside: bool = False) -> None:
+        """Speak over these communicators. With NCCL the process must have set its CUDA device.
+
+        Args:
+            communicators: of the job.
+            aside: whether `exchange` is on the second world communicator.
+        """
         if communicators.world is None:
             raise SeqloomError(
                 f"rank {communicators.rank} is outside the family of {communicators.family.ranks} ranks; "
                 "make a larger family, or no transport here"
             )
         self._communicators = communicators
+        self._aside = aside
         self._stages = not communicators.has_nccl
         self._ready: set[Way] = set()
 
@@ -47,6 +56,11 @@ class Distributed:
     def waits_in_stream(self) -> bool:
         """With NCCL."""
         return not self._stages
+
+    @property
+    def aside(self) -> Distributed:
+        """See `Transport.aside`."""
+        return Distributed(self._communicators, aside=True)
 
     def all_to_all(
         self,
@@ -75,11 +89,12 @@ class Distributed:
             pairs = zip(incoming, staged, strict=True)
             arrivals = [(there.tensor, here.tensor) for there, here in pairs if there.tensor is not here.tensor]
             incoming = staged
-        world = self._communicators.world
+        world = self._communicators.aside if self._aside else self._communicators.world
+        tag = ASIDE if self._aside else 0
         # Receives first: gloo tells a peer that it may send on the connection that carries this rank's own data to
         # it, so behind a send two ranks that exchange would take turns.
-        batch = [dist.P2POp(dist.irecv, tensor, peer, world) for peer, tensor in incoming]
-        batch += [dist.P2POp(dist.isend, tensor, peer, world) for peer, tensor in outgoing]
+        batch = [dist.P2POp(dist.irecv, tensor, peer, world, tag) for peer, tensor in incoming]
+        batch += [dist.P2POp(dist.isend, tensor, peer, world, tag) for peer, tensor in outgoing]
         return _Transfer(dist.batch_isend_irecv(batch) if batch else [], arrivals)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:

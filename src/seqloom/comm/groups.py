@@ -33,6 +33,7 @@ class Communicators:
 
     Attributes:
         world: the group of all ranks of the family; None in a process outside it.
+        aside: another one of the same ranks with NCCL, else the same: gloo keeps messages apart by their tags.
         rank: this process.
         has_nccl: CUDA tensors travel by NCCL.
     """
@@ -43,10 +44,12 @@ class Communicators:
         world: dist.ProcessGroup | None,
         communicators: Sequence[Communicator],
         lanes: Mapping[tuple[Lane, bool], dist.ProcessGroup | None],
+        aside: dist.ProcessGroup | None,
     ) -> None:
         """Keep what `create` has made."""
         self.family = family
         self.world = world
+        self.aside = aside
         self.rank = dist.get_rank()
         self.has_nccl = "nccl" in dist.get_backend_config()
         self._list = tuple(communicators)
@@ -70,13 +73,14 @@ class Communicators:
             raise SeqloomError(f"a family of {family.ranks} ranks in a job of {size}; make it for at most {size} ranks")
         world = _make_group(range(family.ranks)) if family.ranks < size else dist.group.WORLD
         made = [Communicator(tuple(block), _make_group(block)) for block in family.communicators()]
-        lanes = {}
+        lanes, aside = {}, world
         if "nccl" in dist.get_backend_config():
             # Groups, not yet communicators: NCCL makes one for every pair of ranks that has a first message there. It
             # runs what a pair does in a group one after the other, so each direction of a lane has its own.
             ways = [(lane, upward) for lane in Lane for upward in (True, False)]
             lanes = {way: _make_group(range(family.ranks)) for way in ways}
-        return cls(family, world, made, lanes)
+            aside = _make_group(range(family.ranks))
+        return cls(family, world, made, lanes, aside)
 
     def list(self) -> tuple[Communicator, ...]:
         """Return the blocks of the family that have a communicator, by size and then by start."""
@@ -101,7 +105,8 @@ class Communicators:
             return
         device = "cuda" if self.has_nccl else "cpu"
         token = torch.ones(1, device=device)
-        dist.all_reduce(token, group=self.world)  # a world's first verb must be one that all its ranks take part in
+        for world in dict.fromkeys((self.world, self.aside)):
+            dist.all_reduce(token, group=world)  # a world's first verb must be one that all its ranks take part in
         after, before = (self.rank + 1) % self.family.ranks, (self.rank - 1) % self.family.ranks
         if self.family.ranks > 1:
             ring = [
@@ -117,12 +122,12 @@ class Communicators:
     def close(self) -> None:
         """Destroy the groups that were made here; torch's own world stays."""
         made = [*(communicator.group for communicator in self._list), *self._lanes.values()]
-        if self.world is not dist.group.WORLD:
-            made.append(self.world)
+        made += {self.world, self.aside} - {dist.group.WORLD}
         for group in made:
             if group is not None:
                 dist.destroy_process_group(group)
-        self.world, self._list, self._groups, self._lanes = None, (), {}, {}
+        self.world = self.aside = None
+        self._list, self._groups, self._lanes = (), {}, {}
 
 
 def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

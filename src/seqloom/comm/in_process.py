@@ -159,11 +159,12 @@ class Ranks:
 class InProcess:
     """The transport of one rank of a run."""
 
-    def __init__(self, rank: int, matching: Matching, family: GroupFamily | None) -> None:
-        """Join a run as `rank`."""
+    def __init__(self, rank: int, matching: Matching, family: GroupFamily | None, *, aside: bool = False) -> None:
+        """Join a run as `rank`; `aside`: exchanges on the second world communicator."""
         self._rank = rank
         self._matching = matching
         self._family = family
+        self._aside = aside
 
     @property
     def rank(self) -> int:
@@ -179,6 +180,11 @@ class InProcess:
     def waits_in_stream(self) -> bool:
         """No: ranks are threads that meet on the host."""
         return False
+
+    @property
+    def aside(self) -> Transport:
+        """See `Transport.aside`."""
+        return InProcess(self._rank, self._matching, self._family, aside=True)
 
     def all_to_all(
         self,
@@ -200,7 +206,8 @@ class InProcess:
                 raise SeqloomError(f"a parcel of rank {self._rank} for rank {peer}; ranks are 0 .. {self.ranks - 1}")
         outgoing = [(peer, _flat("sent parcel", tensor)) for peer, tensor in sends]
         incoming = [(peer, _flat("received parcel", tensor)) for peer, tensor in receives]
-        return _Handle(self._matching, self._matching.post(self._rank, "exchange", None, outgoing, incoming))
+        verb, aside = "exchange aside" if self._aside else "exchange", self._aside
+        return _Handle(self._matching, self._matching.post(self._rank, verb, None, outgoing, incoming, aside=aside))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
         """See `Transport.all_gather`."""

@@ -37,11 +37,13 @@ class Matching:
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
         lane: Lane | None = None,
+        *,
+        aside: bool = False,
     ) -> Operation:
         """Start a verb of `rank`: flat tensors for, and from, other ranks (or itself), in order."""
         with self.meeting.lock:
             self.meeting.go_on()
-            operation = Operation(rank, verb, block, 0, lane)
+            operation = Operation(rank, verb, block, 0, lane, aside)
             operation.sides = [Side(operation, peer, tensor, True) for peer, tensor in sends]
             operation.sides += [Side(operation, peer, tensor, False) for peer, tensor in receives]
             operation.open_sides = len(operation.sides)

@@ -43,6 +43,7 @@ class Operation:
     Attributes:
         block: ranks of the communicator; None: the world communicator of `exchange`.
         lane: of a message, which has a single side and no communicator.
+        aside: on the second world communicator; `block` is None.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Operation:
     block: tuple[int, ...] | None
     number: int
     lane: Lane | None = None
+    aside: bool = False
     sides: list[Side] = field(default_factory=list)
     open_sides: int = 0
     done: bool = False
@@ -61,13 +63,13 @@ class Operation:
     @property
     def channel(self) -> object:
         """What the operation shares with those that it may meet."""
-        return self.block if self.lane is None else self.lane
+        return (self.block, self.aside) if self.lane is None else self.lane
 
     @property
     def queue(self) -> tuple[object, ...]:
         """What the operation shares with those of its rank that it keeps the order of."""
         if self.lane is None:
-            return self.block, self.rank
+            return self.channel, self.rank
         return self.lane, self.rank, self.sides[0].peer, self.sides[0].sends
 
     def missing(self) -> str:

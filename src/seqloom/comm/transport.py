@@ -47,6 +47,14 @@ class Transport(Protocol):
         """Whether `wait` of a handle holds up the current stream of the GPU only, not the caller."""
         ...
 
+    @property
+    def aside(self) -> Transport:
+        """The same ranks, but `exchange` runs on a second world communicator: those here and there do not wait.
+
+        For what travels beside the computation, as parameters and gradients do.
+        """
+        ...
+
     def all_to_all(
         self,
         output: torch.Tensor,

@@ -75,6 +75,7 @@ def run_step(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -
     """
     _check(bound, parameters, valid)
     parameters.clear()
+    parameters.arrange(bound.plan)
     parameters.weights.clear()
     parameters.weights.wanted = any(action.kind == W for action in bound.actions)
     run = _Run(bound, parameters, rows, valid, backward=True)
@@ -85,6 +86,7 @@ def run_step(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -
 def evaluate(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
     """Return the loss of a plan's documents, without gradients. All ranks call it."""
     _check(bound, parameters, valid)
+    parameters.arrange(bound.plan)
     run = _Run(bound, parameters, rows, valid, backward=False)
     with torch.no_grad():
         run.run()

@@ -25,10 +25,10 @@ from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
 from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
-from seqloom.plan import Part, Sharding
+from seqloom.plan import Part, Plan, Sharding
 from seqloom.runtime.loss import CHUNK
 from seqloom.runtime.network import LossOf, Network
-from seqloom.runtime.parameters import local, squared_norm, sum_gradients, trained
+from seqloom.runtime.parameters import check_fixed, local, squared_norm, sum_gradients, trained
 from seqloom.runtime.split_backward import WeightGradients
 
 REPLICA, SHARD = "replica", "shard"
@@ -92,6 +92,10 @@ class Sharded:
         """See `Parameters.room`."""
         head = cast("torch.Tensor", self._network.head.weight)
         return torch.empty(tokens, head.shape[1], dtype=self._compute or head.dtype, device=head.device)
+
+    def arrange(self, plan: Plan) -> None:
+        """See `Parameters.arrange`; parameters stay where they are."""
+        check_fixed(plan)
 
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""
@@ -162,6 +166,8 @@ class Sharded:
 def _mesh(transport: Transport, sharding: Sharding, node_size: int | None, device: torch.device) -> DeviceMesh:
     """Make the table of ranks. All processes of the job take part."""
     check_job(transport)
+    if sharding == Sharding.FREE:
+        raise SeqloomError("free sharding asked of FSDP2, whose shards stay on the same ranks; use FreeLayout")
     world = transport.ranks
     width = {Sharding.FULL: world, Sharding.HYBRID: node_size, Sharding.NONE: 1}[sharding]
     if width is None or width < 1 or world % width:

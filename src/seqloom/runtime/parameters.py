@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
-from seqloom.plan import Part
+from seqloom.errors import SeqloomError
+from seqloom.plan import Part, Plan, Sharding
 from seqloom.runtime.loss import CHUNK, HeadGradients
 from seqloom.runtime.network import LossOf, Network
 from seqloom.runtime.split_backward import WeightGradients
@@ -43,6 +44,10 @@ class Parameters(Protocol):
 
     def room(self, tokens: int) -> torch.Tensor:
         """Return memory for hidden states, [tokens, hidden]: on the device, in the dtype that layers compute in."""
+        ...
+
+    def arrange(self, plan: Plan) -> None:
+        """Bring parameters where a plan computes with them, or refuse it; all ranks call it before the plan runs."""
         ...
 
     def acquire(self, part: Part) -> None:
@@ -140,6 +145,10 @@ class Replicated:
         head = cast("torch.Tensor", self._network.head.weight)
         return head.new_empty(tokens, head.shape[1])
 
+    def arrange(self, plan: Plan) -> None:
+        """See `Parameters.arrange`; everything is here, and whole."""
+        check_whole(plan)
+
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`; everything is here."""
 
@@ -192,6 +201,26 @@ class Replicated:
         """See `Parameters.clear`."""
         self._head.clear()
         self._network.module.zero_grad(set_to_none=True)
+
+
+def check_whole(plan: Plan) -> None:
+    """Refuse a plan that cuts weights over the ranks of a team."""
+    tensor = max((stage.tensor for line in plan.pipelines for stage in line.stages), default=1)
+    if tensor > 1:
+        raise SeqloomError(
+            f"a plan with tensor degree {tensor} for parameters that every rank of a stage computes with whole; plan "
+            "with tensor degree 1, or use FreeLayout"
+        )
+
+
+def check_fixed(plan: Plan) -> None:
+    """Refuse a plan for parameters whose places do not change from step to step."""
+    if plan.sharding == Sharding.FREE:
+        raise SeqloomError(
+            "a plan with free sharding, whose stages may be others in every step, for parameters that stay where they "
+            "were placed; use FreeLayout, or plan with the sharding of the parameters"
+        )
+    check_whole(plan)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from seqloom.comm import Context, Transport
 from seqloom.compat import inherit_timeout
 from seqloom.errors import SeqloomError
-from seqloom.plan import Part
+from seqloom.plan import Part, Plan
 from seqloom.runtime.fsdp import check_job, device_of, reduce_dtype
 from seqloom.runtime.loss import CHUNK, HeadGradients
 from seqloom.runtime.network import LossOf, Network
-from seqloom.runtime.parameters import complete_gradients, squared_norm, sum_gradients, trained
+from seqloom.runtime.parameters import check_fixed, complete_gradients, squared_norm, sum_gradients, trained
 from seqloom.runtime.placement import Placement, exchange, held_by, keep_only, parameters_of
 from seqloom.runtime.shards import ShardedParameter, buckets, gather, scatter
 from seqloom.runtime.split_backward import WeightGradients
@@ -108,6 +108,10 @@ class StageSharded:
         head = cast("torch.Tensor", self._network.head.weight)
         dtype = next(iter(self._kept.values())).copy.dtype
         return torch.empty((tokens, head.shape[1]), dtype=dtype, device=self._device)
+
+    def arrange(self, plan: Plan) -> None:
+        """See `Parameters.arrange`; parameters stay where they are."""
+        check_fixed(plan)
 
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`."""

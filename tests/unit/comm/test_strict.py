@@ -44,6 +44,21 @@ def test_a_crossing_over_three_ranks_deadlocks():
         assert f"rank {rank} waits for exchange #0: sends 1 float32 to rank {(rank + 1) % 3}" in message
 
 
+def test_what_travels_aside_does_not_wait_for_exchanges():
+    """Rank 0 starts to receive aside before its exchange, rank 1 sends aside after its own."""
+
+    def body(transport):
+        peer, received = 1 - transport.rank, [torch.zeros(1), torch.zeros(1)]
+        early = [transport.aside.exchange([], [Parcel(peer, received[0])])] if transport.rank == 0 else []
+        transport.exchange([Parcel(peer, torch.ones(1))], [Parcel(peer, received[1])]).wait()
+        late = [transport.aside.exchange([Parcel(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
+        for handle in early + late:
+            handle.wait()
+        return [each.item() for each in received]
+
+    assert strictly(2, body) == [[2.0, 1.0], [0.0, 1.0]]
+
+
 def test_one_exchange_or_one_order_does_not_deadlock():
     def together(transport):
         peer, received = 1 - transport.rank, torch.zeros(1)
