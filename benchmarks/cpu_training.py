@@ -12,22 +12,18 @@ reduction, clipping and AdamW; its time is that of the slowest rank. Plans are m
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-import time
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import options, progress
+from common import options
+from cpu_processes import on_processes
 from training_report import Report
 
-from seqloom.comm import Communicators, Distributed
+from seqloom.comm import Distributed
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, lengths_from
-from seqloom.plan import GroupFamily
 from seqloom.planners.registry import Planned, plan_batches
 from seqloom.train.calibration import Machine
 
@@ -52,24 +48,6 @@ def drawn(arguments: argparse.Namespace, fixed: dict[str, int]) -> list[np.ndarr
     count = (fixed["steps"] + 1) * fixed["sequences"]
     lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=count, max_length=10**9)
     return list(np.minimum(lengths[:count], fixed["longest"]).reshape(-1, fixed["sequences"]))
-
-
-def rank_body(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    """One process on a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    ranks, began = arguments.ranks, time.perf_counter()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            progress(f"{time.perf_counter() - began:6.1f} s  {text}")
-
-    communicators = Communicators.create(GroupFamily(ranks, ranks))
-    communicators.warm_up()
-    run(Distributed(communicators), arguments, say)
-    dist.destroy_process_group()
 
 
 def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None:
@@ -116,8 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(rank_body, (folder, arguments), nprocs=arguments.ranks, start_method="spawn")
+    on_processes(run, arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,172 @@
+"""Real steps on CPU processes of one core each whose strategy changes: against the best fixed one, and what a switch costs.
+
+Fixed before measuring: the model below, two documents a rank and step, Wikipedia lengths cut in turn at 512, 2K and 8K
+tokens, the first of a step that long: so the mix changes from step to step. The machine is measured first
+(`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes over the batches take
+turns, several times, and a batch's median counts:
+
+    switching   every step under the strategy that is predicted to be fastest for it
+    fixed       every step under the strategy that is predicted to be fastest for all of them together
+    own         the steps of `switching`, each after the batch before it under the same strategy as its own
+
+The exposed switch is a step of `switching` that follows another strategy minus the same step of `own`. A step is bind,
+moving parameters, forward, backward, moving gradients, clipping and AdamW; its time is that of the slowest rank.
+
+    python benchmarks/cpu_strategies.py --lengths wikipedia_lengths.npz --out results/cpu_strategies.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import numpy as np
+import record
+import torch
+import torch.distributed as dist
+from common import Check, options, show, show_checks
+from cpu_processes import KEEP_MEMORY, Say, on_processes
+
+from seqloom.comm import Distributed
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec, lengths_from
+from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
+from seqloom.plan.outline import outline
+from seqloom.planners.strategies import Strategy, plan_strategies, propose_strategies
+from seqloom.simulate import predicted_ns
+from seqloom.train.calibration import Machine
+from seqloom.train.trials import StepTimer
+
+CUTS, PER_RANK, STEPS, REPEATS = (512, 2_048, 8_192), 2, 9, 5
+SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
+QUICK = {"cuts": (64, 256, 512), "steps": 3, "repeats": 1}
+Plans = list[dict[Strategy, Plan]]
+"""For every batch its plan under every strategy that holds it."""
+
+
+def drawn(arguments: argparse.Namespace, cuts: tuple[int, ...], steps: int) -> list[np.ndarray]:
+    """The batches, one after the other with another cut; each has a document of that length."""
+    size = PER_RANK * arguments.ranks
+    lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=steps * size, max_length=10**9)
+    batches = lengths[: steps * size].reshape(steps, size)
+    cut = [np.minimum(batch, cuts[number % len(cuts)]) for number, batch in enumerate(batches)]
+    return [np.append(cuts[number % len(cuts)], batch[1:]) for number, batch in enumerate(cut)]
+
+
+def planned(batches: list[np.ndarray], strategies: list[Strategy], cost: CostModel) -> Plans:
+    """Every batch under every strategy that holds it: each rank plans some batches, and all get all."""
+
+    def of(batch: np.ndarray) -> dict[Strategy, Plan]:
+        return {s: plan_strategies(batch, cost, strategies=[s]) for s in strategies if batch.max() <= s.longest}
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shares: list[Any] = [None] * ranks
+    dist.all_gather_object(shares, [of(batch) for batch in batches[rank::ranks]])
+    return [shares[number % ranks][number // ranks] for number in range(len(batches))]
+
+
+def best_fixed(plans: Plans, cost: CostModel) -> Strategy:
+    """The strategy with the least predicted time over all batches, of those that hold all of them."""
+    able = [strategy for strategy in plans[0] if all(strategy in each for each in plans)]
+    if not able:
+        raise SeqloomError("no strategy holds every batch, so none can be kept; give ranks more memory")
+    return min(able, key=lambda strategy: sum(predicted_ns(each[strategy], cost) for each in plans))
+
+
+def passes(timer: StepTimer, plans: Plans, taken: list[Strategy], fixed: Strategy) -> dict[str, list[float]]:
+    """Seconds of every batch in every pass; nan where a batch's predecessor has no plan under its strategy."""
+    found: dict[str, list[float]] = {
+        "switching": [timer.seconds(each[strategy]) for each, strategy in zip(plans, taken, strict=True)],
+        "fixed": [timer.seconds(each[fixed]) for each in plans],
+        "own": [],
+    }
+    for number, strategy in enumerate(taken):
+        before = plans[number - 1].get(strategy)
+        if before is not None:
+            timer.seconds(before)
+        found["own"].append(float("nan") if before is None else timer.seconds(plans[number][strategy]))
+    return found
+
+
+def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
+    """Measure the machine, propose, plan, and time all passes."""
+    quick, ranks = arguments.quick, transport.ranks
+    cuts, steps = (QUICK["cuts"], QUICK["steps"]) if quick else (CUTS, arguments.steps)
+    where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
+    limits: dict[str, Any] = {"sharding": "free", "max_length": max(cuts)}
+    capacity = max(cuts) // 4
+    machine = Machine(
+        CostModel(*where, "cpu", **limits, capacity=capacity), transport, torch.device("cpu"), torch.float32
+    )
+    found = machine.calibrate(max(cuts), say, widest=max(1, ranks // 2))
+    cost = CostModel(*where, found.profile, **limits, capacity=capacity)
+    batches = drawn(arguments, cuts, steps)
+    everything = np.concatenate(batches)
+    strategies = list(propose_strategies(everything, cost, tokens=int(everything.sum()) // steps))
+    plans = planned(batches, strategies, cost)
+    taken = [min(each, key=lambda strategy: predicted_ns(each[strategy], cost)) for each in plans]
+    fixed = best_fixed(plans, cost)
+    say(f"{len(strategies)} strategies, taken {', '.join(outline(p[s]) for p, s in zip(plans, taken, strict=True))}")
+    timed = []
+    for turn in range(1 + (QUICK["repeats"] if quick else REPEATS)):
+        seconds = passes(machine.timer, plans, taken, fixed)
+        say(f"turn {turn}, s: {', '.join(f'{name} {sum(each):.2f}' for name, each in seconds.items())}")
+        if turn:  # the first one warms up
+            timed.append(seconds)
+    if transport.rank == 0:
+        rows = [row(number, plans, taken, fixed, timed, cost) for number in range(len(plans))]
+        checks = judged(rows)
+        figures = {"ranks": ranks, "model": SIZES, "cuts": cuts, "sequences": PER_RANK * ranks, "steps": rows}
+        figures |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
+        figures |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
+        record.write(arguments.out, __file__, arguments, figures, checks, gpu=False)
+        cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in each.values()] for each in rows]
+        show("steps, ms", [*rows[0]], cells)
+        show_checks(checks)
+
+
+def row(
+    number: int, plans: Plans, taken: list[Strategy], fixed: Strategy, timed: Any, cost: CostModel
+) -> dict[str, Any]:
+    """One batch: what ran, predicted and measured."""
+    ms = {name: 1e3 * median(turn[name][number] for turn in timed) for name in timed[0]}
+    plan, kept = plans[number][taken[number]], plans[number][fixed]
+    return {
+        "shape": outline(plan),
+        "fixed shape": outline(kept),
+        "switched": taken[number] != taken[number - 1],
+        "predicted": predicted_ns(plan, cost) / 1e6,
+        "predicted fixed": predicted_ns(kept, cost) / 1e6,
+        **ms,
+    }
+
+
+def judged(rows: list[dict[str, Any]]) -> list[Check]:
+    """The targets: the share of a switch in the steps that had one, and the gain over the fixed strategy."""
+    total = {name: sum(each[name] for each in rows) for name in ("switching", "fixed")}
+    switched = [each for each in rows if each["switched"] and each["own"] == each["own"]]
+    own = sum(each["own"] for each in switched)
+    share = sum(each["switching"] for each in switched) / own - 1 if own else 0.0
+    return [
+        Check("exposed switch, % of step time", 100 * share, 3),
+        Check("switching / best fixed strategy, speed", total["fixed"] / total["switching"], 1.0, at_least=True),
+        Check("strategies taken", len({each["shape"] for each in rows}), 3, at_least=True),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--ranks", type=int, default=16, help="processes")
+    parser.add_argument("--steps", type=int, default=STEPS, help="batches")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    arguments = parser.parse_args(argv)
+    os.environ |= KEEP_MEMORY  # read when the processes start
+    on_processes(run, arguments)
+
+
+if __name__ == "__main__":
+    main()
