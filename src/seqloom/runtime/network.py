@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from seqloom.attention import ModelCall, prepare_attention
-from seqloom.comm import Context
+from seqloom.comm import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.plan import Part
@@ -103,8 +103,9 @@ class Network:
             context: of the round; it keeps the result.
             dtype: that layers compute in.
         """
+        members, inside = 1 if context.team is None else len(context.team.ranks), attention_context(context)
         for heads, kv_heads, dim, window, scale in self.calls:
-            prepare_attention(context, heads, kv_heads, dim, dtype, window=window, scale=scale)
+            prepare_attention(inside, heads // members, kv_heads // members, dim, dtype, window=window, scale=scale)
 
     def run(self, part: Part, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a part; those of a part that ends are normalised.
