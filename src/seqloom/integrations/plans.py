@@ -130,7 +130,9 @@ def _divided(
             widths = [layer.get_submodule(path).in_features for path in region.ways_out]
             attends = any(hasattr(part, "scaling") for part in layer.get_submodule(region.name).modules())
             if attends and not of_heads.issuperset(widths):
-                raise Uncuttable(f"{region.ways_out[0]} takes {widths[0]} columns, which are not {calls[0].heads} heads")
+                raise Uncuttable(
+                    f"{region.ways_out[0]} takes {widths[0]} columns, which are not {calls[0].heads} heads"
+                )
             if not attends:
                 found.setdefault(f"{region.name} width", []).extend(map(int, widths))
     return {what: math.gcd(*counts) for what, counts in found.items()}

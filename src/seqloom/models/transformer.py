@@ -23,6 +23,7 @@ from seqloom.comm import attention_context, gathered, remapped, summed
 from seqloom.errors import SeqloomError
 from seqloom.models.details import Details
 from seqloom.models.rope import Rope, rotate
+from seqloom.models.slices import check_slice
 
 if TYPE_CHECKING:
     from seqloom.comm.context import Context
@@ -67,7 +68,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
         """Attend within documents; `x` and the result are [tokens, hidden], `table` is of the team's tokens."""
-        _check_slice(self.q_proj.weight, self.heads * self.dim, context)
+        check_slice(self.q_proj.weight, self.heads * self.dim, context)
         x = gathered(x, context)
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
@@ -91,7 +92,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
-        _check_slice(self.gate_proj.weight, self.width, context)
+        check_slice(self.gate_proj.weight, self.width, context)
         x = gathered(x, context)
         return summed(self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)), context)
 
@@ -228,17 +229,3 @@ def _refuse(spec: ModelSpec, rope: Rope) -> None:
                 "neither experts nor learned positions"
             )
     rope.frequencies(spec.head_dim)
-
-
-def _check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor) -> None:
-    """Refuse a weight whose rows in hand are not this rank's share of all: partial sums would add up to another model.
-
-    A compiled layer has a ticket for a context, and no team. A rank that has no tokens in a round may not know its team.
-    """
-    team = None if isinstance(context, torch.Tensor) else context.team
-    members = 1 if team is None else len(team.ranks)
-    if weight.shape[0] * members != rows and (team is None or members > 1):
-        raise SeqloomError(
-            f"a weight with {weight.shape[0]} rows in a team of {members}, of {rows} rows in all: every member runs "
-            f"with 1/{members} of them; bring parameters where the plan computes (sharding 'free')"
-        )
