@@ -1,4 +1,4 @@
-"""Real steps on CPU processes of one core each whose strategy changes: against the best fixed one, and what a switch costs.
+"""Real steps on CPU processes of one core each, another strategy in each: against the best fixed one; the switch.
 
 Fixed before measuring: the model below, two documents a rank and step, Wikipedia lengths cut in turn at 512, 2K and 8K
 tokens, the first of a step that long: so the mix changes from step to step. The machine is measured first
@@ -20,15 +20,15 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import numpy as np
 import record
 import torch
 import torch.distributed as dist
-from common import Check, options, show, show_checks
+from common import options
 from cpu_processes import KEEP_MEMORY, Say, on_processes
+from strategies_report import Plans, judged, row, shown
 
 from seqloom.comm import Distributed
 from seqloom.cost import CostModel
@@ -44,8 +44,6 @@ from seqloom.train.trials import StepTimer
 CUTS, PER_RANK, STEPS, REPEATS = (512, 2_048, 8_192), 2, 9, 5
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"cuts": (64, 256, 512), "steps": 3, "repeats": 1}
-Plans = list[dict[Strategy, Plan]]
-"""For every batch its plan under every strategy that holds it."""
 
 
 def drawn(arguments: argparse.Namespace, cuts: tuple[int, ...], steps: int) -> list[np.ndarray]:
@@ -118,44 +116,12 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
         if turn:  # the first one warms up
             timed.append(seconds)
     if transport.rank == 0:
+        settings = {"ranks": ranks, "model": SIZES, "cuts": cuts, "sequences": PER_RANK * ranks}
+        settings |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
+        settings |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
         rows = [row(number, plans, taken, fixed, timed, cost) for number in range(len(plans))]
-        checks = judged(rows)
-        figures = {"ranks": ranks, "model": SIZES, "cuts": cuts, "sequences": PER_RANK * ranks, "steps": rows}
-        figures |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
-        figures |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
-        record.write(arguments.out, __file__, arguments, figures, checks, gpu=False)
-        cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in each.values()] for each in rows]
-        show("steps, ms", [*rows[0]], cells)
-        show_checks(checks)
-
-
-def row(
-    number: int, plans: Plans, taken: list[Strategy], fixed: Strategy, timed: Any, cost: CostModel
-) -> dict[str, Any]:
-    """One batch: what ran, predicted and measured."""
-    ms = {name: 1e3 * median(turn[name][number] for turn in timed) for name in timed[0]}
-    plan, kept = plans[number][taken[number]], plans[number][fixed]
-    return {
-        "shape": outline(plan),
-        "fixed shape": outline(kept),
-        "switched": taken[number] != taken[number - 1],
-        "predicted": predicted_ns(plan, cost) / 1e6,
-        "predicted fixed": predicted_ns(kept, cost) / 1e6,
-        **ms,
-    }
-
-
-def judged(rows: list[dict[str, Any]]) -> list[Check]:
-    """The targets: the share of a switch in the steps that had one, and the gain over the fixed strategy."""
-    total = {name: sum(each[name] for each in rows) for name in ("switching", "fixed")}
-    switched = [each for each in rows if each["switched"] and each["own"] == each["own"]]
-    own = sum(each["own"] for each in switched)
-    share = sum(each["switching"] for each in switched) / own - 1 if own else 0.0
-    return [
-        Check("exposed switch, % of step time", 100 * share, 3),
-        Check("switching / best fixed strategy, speed", total["fixed"] / total["switching"], 1.0, at_least=True),
-        Check("strategies taken", len({each["shape"] for each in rows}), 3, at_least=True),
-    ]
+        record.write(arguments.out, __file__, arguments, settings | {"steps": rows}, judged(rows), gpu=False)
+        shown(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
