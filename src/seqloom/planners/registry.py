@@ -100,6 +100,11 @@ def makes_stages(name: str) -> bool:
     return _OPTIONS.get(parse_name(name)[0]) == "stages"
 
 
+def chooses_strategies(name: str) -> bool:
+    """Say whether the planner of that name chooses from a list of strategies."""
+    return parse_name(name)[0] == "strategies"
+
+
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
     """Plan one batch with the planner of that name; the plan is validated.
 

@@ -57,6 +57,7 @@ def test_a_step_is_one_line_with_all_figures(tmp_path):
                 "idle_share": 0.2,
                 "planner": "flex",
                 "plan_hash": "",
+                "shape": "",
                 "fallback": False,
             }
         ]
