@@ -83,3 +83,9 @@ def test_another_plan_on_a_rank_is_noticed(monkeypatch):
     monkeypatch.setattr(Plan, "from_json", classmethod(from_json))
     with pytest.raises(SeqloomError, match="holds another plan than rank 0"):
         take(Fixed())
+
+
+def test_plans_of_the_root_are_handed_out_to_all():
+    plans = [make_plan(name, LENGTHS, COST) for name in ("flex", "static")]
+    found = run_ranks(4, lambda t: SharedPlans(t, None).hand_out(plans if t.rank == 0 else None), strict=True)
+    assert found == [plans] * 4

@@ -1,4 +1,4 @@
-"""Warming up: what is asked of attention for the degrees of a plan."""
+"""Warming up: what is asked of attention for the degrees of plans."""
 
 import torch
 
@@ -7,7 +7,7 @@ from seqloom.runtime import Network
 from seqloom.train import warm
 
 
-def test_every_degree_of_the_plan_and_every_call_of_the_model_is_built(monkeypatch):
+def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypatch):
     plan = sl.plan([20_000, 300, 300], cluster="1x8xH200", model="llama3-8b", planner="static")
     asked, told = [], []
 
@@ -22,7 +22,7 @@ def test_every_degree_of_the_plan_and_every_call_of_the_model_is_built(monkeypat
     calls = (warm_call(32, 8, None), warm_call(32, 8, 4_096))
     network = Network(module, (), lambda ids, context: ids, module, calls)
     capacity = max(tokens for _, tokens in plan.limits.capacity)
-    assert warm.warm_up(network, plan, 20_000, torch.bfloat16, torch.device("cpu"), told.append) == 16
+    assert warm.warm_up(network, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append) == 16
     assert asked == [(32, 8, 128, 20_000, 8 * capacity, (8,)), (32, 8, 128, 4_096, 8 * capacity, (8,))]
     assert told[0] == "attention over 8 ranks: 2 of 8 shapes built" and len(told) == 8
 
