@@ -42,8 +42,8 @@ def verify(
     """Show that a plan does not change the result: loss, gradient norm and every gradient.
 
     The first batches of a run are computed in one process, and again under a plan of every planner; of the run's
-    pipeline too, if it has one, and of every strategy that it chooses from. Exit code 1 when one is out of tolerance. Layers run as they stand, whatever
-    model.compile says.
+    pipeline too, if it has one, or of every strategy that it chooses from. Exit code 1 when one is out of
+    tolerance. Layers run as they stand, whatever model.compile says.
 
     \b
     Example:

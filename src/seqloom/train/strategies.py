@@ -6,14 +6,16 @@ it: parameters and the optimiser's state lie the same way whatever the plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
+from seqloom.plan import Plan
 from seqloom.planners.registry import chooses_strategies
 from seqloom.planners.strategies import Strategy, propose_strategies, strategies_from_json, strategies_to_json
 from seqloom.train.config import Config
@@ -58,7 +60,8 @@ def kept(config: Config, strategies: Sequence[Strategy]) -> Config:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(strategies_to_json(strategies) + "\n")
     except OSError as error:
-        raise SeqloomError(f"{path}: cannot be written ({error.strerror or error}); choose another run.output") from None
+        reason = error.strerror or error
+        raise SeqloomError(f"{path}: cannot be written ({reason}); choose another run.output") from None
     return replace(config, plan=replace(config.plan, strategies=str(path)))
 
 
@@ -74,10 +77,8 @@ def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] |
         where = config.run.output / FILE if config.plan.strategies == "auto" else config.plan.strategies
         yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
     if former is not None and list(former) != [each.as_dict() for each in strategies]:
-        yield (
-            f"the checkpoint is of a run that chose from {len(former)} strategies, other ones: nothing in it depends on "
-            "them, the run goes on with its own"
-        )
+        other = f"{len(former)} other strategies" if former else "no strategies"
+        yield f"the checkpoint was made with {other}; nothing in it depends on them"
 
 
 def small_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]:
@@ -91,7 +92,8 @@ def _read(path: Path) -> tuple[Strategy, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SeqloomError(
-            f"plan.strategies = {str(path)!r} cannot be read ({reason}); write it with seqloom propose --json, or set 'auto'"
+            f"plan.strategies = {str(path)!r} cannot be read ({reason}); write it with seqloom propose --json, or "
+            "set 'auto'"
         ) from None
     try:
         return strategies_from_json(text)

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from seqloom.attention import warm_up_attention
 from seqloom.comm import Context
-from seqloom.cost import CostModel
 from seqloom.plan import Plan
-from seqloom.planners.choice import Choice
 from seqloom.runtime import BoundPlan, Network, Parameters, run_step
-from seqloom.train.stages import Planners
 
 QUARTERS = 4
 """How often progress is told, for every degree."""
