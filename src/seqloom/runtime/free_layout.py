@@ -65,8 +65,9 @@ class FreeLayout:
         reduce_dtype(parameters)
         self._network, self._transport = network, transport
         self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
-        self._weights, self._bundles = weights_of(network), ()
+        self._weights = weights_of(network)
         self._bundles = bundles(self._weights)
+        self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
         self._home = optimiser_layout(self._weights, transport.ranks)
         self._masters = Masters(network.module, transport, self._device)
         self._copies = Copies(network.module, compute, self._masters.shapes)
@@ -113,9 +114,9 @@ class FreeLayout:
     def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`."""
         if part.begins:
-            self._arrivals.wait(self._bundles_at(EMBEDDING))
+            self._arrivals.wait(self._wants[EMBEDDING])
         if part.ends and self._network.norm is None:
-            self._arrivals.wait(self._bundles_at(HEAD))
+            self._arrivals.wait(self._wants[HEAD])
         output = self._loss(given, labels, context, part)
         missing = self._arrivals.missing(self._bundles_of(part))
         if missing:
@@ -184,7 +185,7 @@ class FreeLayout:
         homes = [*enumerate(self._network.layers), (HEAD, self._network.norm)]
         for home, module in homes:
             if module is not None:
-                module.register_forward_pre_hook(partial(self._before, self._bundles_at(home)))
+                module.register_forward_pre_hook(partial(self._before, self._wants[home]))
         for number, copy in enumerate(self._copies.all):
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self._accumulated, number))
@@ -199,12 +200,14 @@ class FreeLayout:
     def _bundles_at(self, home: int | str) -> frozenset[int]:
         """Return the bundles with weights that a home needs."""
         return frozenset(
-            bundle for bundle, own in enumerate(self._bundles) if any(home in self._weights[number].home for number in own)
+            bundle
+            for bundle, own in enumerate(self._bundles)
+            if any(home in self._weights[number].home for number in own)
         )
 
     def _bundles_of(self, part: Part) -> frozenset[int]:
-        homes = (EMBEDDING, *range(part.of), HEAD)
-        return frozenset[int]().union(*(self._bundles_at(home) for home in homes if needs(home, part)))
+        """Return the bundles with weights that a part of the model needs."""
+        return frozenset[int]().union(*(wanted for home, wanted in self._wants.items() if needs(home, part)))
 
     def _relays_of(self, plan: Plan) -> tuple[Relay, Relay]:
         """Return what moves values, and what moves gradients: of the weights that learn."""
@@ -221,9 +224,7 @@ class FreeLayout:
         return self._relays[strategy]
 
     def _relay(self, source: Layout, target: Layout) -> Relay:
-        return Relay(
-            self._weights, source, target, self._transport.aside, device=self._device, bundles=self._bundles
-        )
+        return Relay(self._weights, source, target, self._transport.aside, device=self._device, bundles=self._bundles)
 
     def _check(self, plan: Plan) -> None:
         if plan.sharding != Sharding.FREE:
