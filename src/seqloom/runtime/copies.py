@@ -1,7 +1,7 @@
 """What layers compute with where parameters have a free compute layout: a copy of each, as the plan of the step has it.
 
-The copies take the places of the module's parameters once. From plan to plan only their memory changes: whole on ranks of
-a stage that needs them, a slice where a team cuts them, nothing elsewhere. So no module is wrapped or made anew.
+The copies take the places of the module's parameters once. From plan to plan only their memory changes: whole on ranks
+of a stage that needs them, a slice where a team cuts them, nothing elsewhere. So no module is wrapped or made anew.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     finish        waits for the rest: every rank has the gradients of its rows
 
 So the next step may have other stages, pipelines and tensor degrees, and no state of the optimiser moves. An element's
-gradient is the sum over all ranks that have a copy of it: this covers replicas, teams, pipelines side by side and tables
-that are also the head.
+gradient is the sum over all ranks that have a copy of it: this covers replicas, teams, pipelines side by side and a
+table of tokens that is also the head.
 """
 
 from __future__ import annotations
@@ -199,11 +199,8 @@ class FreeLayout:
 
     def _bundles_at(self, home: int | str) -> frozenset[int]:
         """Return the bundles with weights that a home needs."""
-        return frozenset(
-            bundle
-            for bundle, own in enumerate(self._bundles)
-            if any(home in self._weights[number].home for number in own)
-        )
+        homes = [{each for number in own for each in self._weights[number].home} for own in self._bundles]
+        return frozenset(bundle for bundle, own in enumerate(homes) if home in own)
 
     def _bundles_of(self, part: Part) -> frozenset[int]:
         """Return the bundles with weights that a part of the model needs."""

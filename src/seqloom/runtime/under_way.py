@@ -1,7 +1,7 @@
 """Parameters and gradients under way between the optimiser's layout and that of a plan, while layers compute.
 
 Parameters leave all at once, the embedding's first; a layer waits for its own bundle only. Gradients leave as soon as a
-layer has had its last backward, the head's first. All ranks start bundles in these two orders, whatever they hold of them:
+layer has had its last backward, the head's first. All ranks start bundles in these orders, whatever they hold of them:
 
     parameters    embedding, layer 0, layer 1, .. norm and head
     gradients     norm and head, .. layer 1, layer 0, embedding
