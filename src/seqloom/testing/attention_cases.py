@@ -122,8 +122,8 @@ def attend_in_teams(
     if context.team is None:
         return attention_with_lse(q, k, v, context, **options)
     index = context.team.index
-    own = [gathered(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v)]
-    out, lse = attention_with_lse(*own, attention_context(context), **options)
+    q, k, v = (gathered(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v))
+    out, lse = attention_with_lse(q, k, v, attention_context(context), **options)
     out, lse = (
         summed(torch.cat([x if k == index else torch.zeros_like(x) for k in range(tensor)], dim=1), context)
         for x in (out, lse.T)
@@ -144,8 +144,7 @@ def attend(
     """Run one rank's share, forward and backward, on the inputs' device or another."""
     if device is not None:
         inputs = Inputs(*(x.to(device) for x in inputs))
-    options = {"device": inputs.q.device, "node_size": case.node_size, "tensor": case.tensor}
-    context = bind(case.work, transport, **options)
+    context = bind(case.work, transport, device=inputs.q.device, node_size=case.node_size, tensor=case.tensor)
     first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
     rows = first[context.documents] + context.positions
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])

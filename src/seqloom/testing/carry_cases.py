@@ -87,8 +87,8 @@ class PiecesCase:
 
     def bind(self, transport: Transport, carry: Carry, device: torch.device | str = "cpu") -> list[Context]:
         """Bind all rounds to one carry."""
-        whole, options = self.whole, {"device": device, "pieces": self.pieces, "carry": carry}
-        options |= {"node_size": whole.node_size, "tensor": whole.tensor}
+        options: dict[str, Any] = {"device": device, "pieces": self.pieces, "carry": carry}
+        options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
         return [bind(Work(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 
     def rows(self, context: Context) -> torch.Tensor:
