@@ -12,6 +12,7 @@ from seqloom.runtime.bind import BoundPlan, BoundRound, bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.executor import StepResult, evaluate, run_step
+from seqloom.runtime.free_layout import FreeLayout
 from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.loss import summed_loss
 from seqloom.runtime.network import Network
@@ -23,6 +24,7 @@ from seqloom.runtime.stage_sharded import StageSharded
 __all__ = [
     "BoundPlan",
     "BoundRound",
+    "FreeLayout",
     "Network",
     "Parameters",
     "Placement",

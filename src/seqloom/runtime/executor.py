@@ -18,7 +18,7 @@ import torch
 from seqloom.comm import Context
 from seqloom.errors import SeqloomError
 from seqloom.pipeline import Arrival, Kept, Mail, Offload, Share
-from seqloom.plan import Action, ActionKind, Checkpoint
+from seqloom.plan import Action, ActionKind, Checkpoint, Plan, Sharding
 from seqloom.runtime.bind import BoundPlan, BoundRound
 from seqloom.runtime.clock import Clock
 from seqloom.runtime.loss import valid_tokens
@@ -90,6 +90,7 @@ def evaluate(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -
     run = _Run(bound, parameters, rows, valid, backward=False)
     with torch.no_grad():
         run.run()
+    parameters.settle()
     return run.whole_loss()
 
 
@@ -111,7 +112,7 @@ class _Run:
     def run(self) -> None:
         """Run the row."""
         progress, mail = self._bound.progress, self._mail
-        for action, reduce in zip(self._actions, _reduced(self._actions), strict=True):
+        for action, reduce in zip(self._actions, _reduced(self._actions, self._bound.plan), strict=True):
             progress.at(action)
             mail.look_after()
             self._do(action, reduce)
@@ -241,9 +242,13 @@ def _arrivals(bound: BoundPlan, actions: tuple[Action, ...]) -> Iterator[Arrival
             yield Arrival(action, context.tokens, _shares(bound, action))
 
 
-def _reduced(actions: tuple[Action, ...]) -> list[bool]:
-    """Say for every action whether it is a backward after which gradients are reduced: its round's, or the last."""
+def _reduced(actions: tuple[Action, ...], plan: Plan) -> list[bool]:
+    """Say for every action whether it is a backward after which gradients are reduced: its round's, or the last.
+
+    Under free sharding they go to the optimiser's rows once, whenever the plan reduces.
+    """
     per_round = {action.round for action in actions if action.kind == ActionKind.REDUCE and action.round is not None}
+    per_round = set() if plan.sharding == Sharding.FREE else per_round
     backwards = [place for place, action in enumerate(actions) if action.kind in BACKWARD]
     wanted = {place for place in backwards if actions[place].round in per_round} | set(backwards[-1:])
     return [place in wanted for place in range(len(actions))]

@@ -97,6 +97,9 @@ class Sharded:
         """See `Parameters.arrange`; parameters stay where they are."""
         check_fixed(plan)
 
+    def settle(self) -> None:
+        """See `Parameters.settle`; nothing is under way."""
+
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""
 

@@ -50,6 +50,10 @@ class Parameters(Protocol):
         """Bring parameters where a plan computes with them, or refuse it; all ranks call it before the plan runs."""
         ...
 
+    def settle(self) -> None:
+        """Wait for what `arrange` has started and no layer has asked for; `finish` does it too."""
+        ...
+
     def acquire(self, part: Part) -> None:
         """Gather the parameters of a part, for all its rounds: UNSHARD. A plan may leave this to `run`."""
         ...
@@ -148,6 +152,9 @@ class Replicated:
     def arrange(self, plan: Plan) -> None:
         """See `Parameters.arrange`; everything is here, and whole."""
         check_whole(plan)
+
+    def settle(self) -> None:
+        """See `Parameters.settle`; nothing is under way."""
 
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`; everything is here."""

@@ -46,7 +46,7 @@ class ShardedParameter:
         rows = -(-len(values) // width)
         begin = min(mesh.get_local_rank() * rows, len(values))
         own = values if width == 1 else values[begin : begin + rows].clone()
-        master = nn.Parameter(_distributed(own, values, mesh), requires_grad=parameter.requires_grad)
+        master = nn.Parameter(distributed(own, values, mesh), requires_grad=parameter.requires_grad)
         dtype = compute or values.dtype
         if width == 1 and dtype == values.dtype:
             whole = own  # the same memory: what the optimiser writes is there at once
@@ -93,7 +93,7 @@ class ShardedParameter:
         shard = self.shard
         found = own[: shard.numel()].view(shard.shape).to(shard.dtype)
         if self.master.grad is None:
-            self.master.grad = _distributed(found, self.master, cast("DTensor", self.master).device_mesh)
+            self.master.grad = distributed(found, self.master, cast("DTensor", self.master).device_mesh)
         else:
             local(self.master.grad).add_(found)
 
@@ -161,7 +161,8 @@ def _aligned(whole: torch.Tensor, shares: torch.Tensor) -> Iterator[tuple[torch.
         yield whole[full * share :], shares[full, : len(whole) - full * share]
 
 
-def _distributed(own: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def distributed(own: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return the tensor like `whole` of which this rank of a mesh with one axis has the rows `own`."""
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 

@@ -113,6 +113,9 @@ class StageSharded:
         """See `Parameters.arrange`; parameters stay where they are."""
         check_fixed(plan)
 
+    def settle(self) -> None:
+        """See `Parameters.settle`; nothing is under way."""
+
     def acquire(self, part: Part) -> None:
         """See `Parameters.acquire`."""
         self._check(part)

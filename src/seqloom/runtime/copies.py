@@ -1,0 +1,135 @@
+"""What layers compute with where parameters have a free compute layout: a copy of each, as the plan of the step has it.
+
+The copies take the places of the module's parameters once. From plan to plan only their memory changes: whole on ranks
+of a stage that needs them, a slice where a team cuts them, nothing elsewhere. So no module is wrapped or made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import nn
+
+from seqloom.attention.merge import sum_dtype
+from seqloom.comm.relay_index import Box
+from seqloom.plan import Part
+from seqloom.plan.weights import EMBEDDING, HEAD, Weight
+from seqloom.runtime.network import Network
+from seqloom.runtime.placement import exchange
+
+
+def weights_of(network: Network) -> tuple[Weight, ...]:
+    """Return the parameters of a network as layouts see them, in the order of the module.
+
+    A parameter of which it is not known who needs it is needed everywhere.
+    """
+    homes: dict[int, list[int | str]] = {}
+    places = [(number, layer) for number, layer in enumerate(network.layers)]
+    ends = [(EMBEDDING, network.embedding), (HEAD, network.norm), (HEAD, network.head)]
+    for home, module in (*ends, *places):
+        for parameter in () if module is None else module.parameters():
+            found = homes.setdefault(id(parameter), [])
+            if home not in found:
+                found.append(home)
+    everywhere = [EMBEDDING, *range(len(network.layers)), HEAD]
+    cuttable = network.embedding is not None and network.norm is not None
+    return tuple(
+        Weight(
+            name,
+            len(parameter),
+            prod(parameter.shape[1:]),
+            tuple(homes.get(id(parameter), everywhere) if cuttable else _within(homes.get(id(parameter)), everywhere)),
+            network.cuts.get(name),
+        )
+        for name, parameter in network.module.named_parameters()
+    )
+
+
+def _within(homes: list[int | str] | None, everywhere: list[int | str]) -> list[int | str]:
+    """Where only the layers of a model are known, what is in one of them is there alone."""
+    return homes if homes and all(isinstance(home, int) for home in homes) else everywhere
+
+
+def needs(home: int | str, part: Part) -> bool:
+    """Whether a part of the model has a home of weights."""
+    if isinstance(home, int):
+        return part.first <= home < part.stop
+    return part.begins if home == EMBEDDING else part.ends
+
+
+class Copies:
+    """One parameter for every weight, by number.
+
+    Attributes:
+        dtype: that layers compute in.
+    """
+
+    def __init__(self, module: nn.Module, compute: torch.dtype | None, shapes: Sequence[torch.Size]) -> None:
+        """Put copies in the places of a module's parameters.
+
+        Args:
+            module: whose parameters give up their values.
+            compute: dtype of the copies; None: that of the parameters. Gradients add up in float32 or wider.
+            shapes: of the whole parameters.
+        """
+        self._shapes = shapes
+        self._borrowed: set[int] = set()  # copies that are the masters' own memory
+        self.all: list[nn.Parameter] = []
+        places = {}
+        for parameter in module.parameters():
+            dtype = compute or parameter.dtype
+            copy = nn.Parameter(parameter.new_empty(0, dtype=dtype), requires_grad=parameter.requires_grad)
+            if copy.requires_grad and dtype != sum_dtype(dtype):
+                copy.grad_dtype = sum_dtype(dtype)
+            places[id(parameter)] = copy
+            self.all.append(copy)
+        exchange(module, places)
+        self.dtype = self.all[0].dtype
+
+    def arrange(self, boxes: Mapping[int, Box], borrowed: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Give every copy the shape of its box, none to those without; return the memory to be filled.
+
+        Args:
+            boxes: what this rank computes with, by number.
+            borrowed: tensors that already are what this rank computes with; those are not copied.
+        """
+        room = {}
+        for number, copy in enumerate(self.all):
+            own = borrowed.get(number)
+            shape = self._shape(number, boxes.get(number))
+            if own is not None:
+                copy.data = own.view(shape)
+            elif copy.shape != shape or number in self._borrowed:
+                copy.data = copy.new_empty(shape)
+            if number in boxes and own is None:
+                room[number] = copy.detach()
+        self._borrowed = set(borrowed)
+        return room
+
+    def take_gradients(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return gradients of copies, and forget them; one that nobody has made is not there."""
+        found = {}
+        for number in numbers:
+            gradient, self.all[number].grad = self.all[number].grad, None
+            if gradient is not None:
+                found[number] = gradient.contiguous()
+        return found
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Yield the copies that have values."""
+        yield from (copy for copy in self.all if copy.numel())
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for copy in self.all:
+            copy.grad = None
+
+    def _shape(self, number: int, box: Box | None) -> torch.Size:
+        whole = self._shapes[number]
+        if box is None:
+            return torch.Size((0,))
+        if box.columns == prod(whole[1:]):
+            return torch.Size((box.rows, *whole[1:]))
+        return torch.Size((box.rows, box.columns))

@@ -1,0 +1,247 @@
+"""Parameters with a free compute layout: the optimiser's rows never move, and every step computes where its plan says.
+
+    arrange       rows go from the optimiser's layout to the ranks of the plan's stages, layer by layer
+    run           a layer waits for its own parameters only
+    backward      after the last one of a layer its gradients go back, summed over all ranks that have computed some
+    finish        waits for the rest: every rank has the gradients of its rows
+
+So the next step may have other stages, pipelines and tensor degrees, and no state of the optimiser moves. An element's
+gradient is the sum over all ranks that have a copy of it: this covers replicas, teams, pipelines side by side and a
+table of tokens that is also the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from seqloom.comm import Context, Transport
+from seqloom.comm.relay import Relay
+from seqloom.errors import SeqloomError
+from seqloom.plan import Layout, Part, Plan, Sharding, Stage
+from seqloom.plan.weights import EMBEDDING, HEAD, bundles, compute_layout, optimiser_layout
+from seqloom.runtime.copies import Copies, needs, weights_of
+from seqloom.runtime.fsdp import device_of, reduce_dtype
+from seqloom.runtime.loss import CHUNK, HeadGradients
+from seqloom.runtime.masters import Masters
+from seqloom.runtime.network import LossOf, Network
+from seqloom.runtime.split_backward import WeightGradients
+from seqloom.runtime.under_way import Arrivals, Departures
+
+KEPT = 64
+"""Strategies whose index work is kept."""
+
+Strategy = tuple[tuple[Stage, ...], ...]
+"""The stages of every pipeline: what a compute layout depends on."""
+
+
+class FreeLayout:
+    """The parameters of a network. Every rank makes one, with the same values.
+
+    Masters are the parameters that were given, in their dtype (float32 for training), cut along their first axis over
+    all ranks.
+    """
+
+    def __init__(
+        self, network: Network, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
+    ) -> None:
+        """Cut the network in place: between steps its module has shapes and values of the last plan only.
+
+        Args:
+            network: the model, on the device where it will run, with all its values.
+            transport: this rank's; where torch.distributed runs, all ranks of the job.
+            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+                added up and summed over ranks in float32 or wider.
+            chunk: as in `summed_loss`.
+        """
+        parameters = list(network.module.parameters())
+        self._device = device_of(parameters)
+        reduce_dtype(parameters)
+        self._network, self._transport = network, transport
+        self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
+        self._weights = weights_of(network)
+        self._bundles = bundles(self._weights)
+        self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
+        self._home = optimiser_layout(self._weights, transport.ranks)
+        self._masters = Masters(network.module, transport, self._device)
+        self._copies = Copies(network.module, compute, self._masters.shapes)
+        self._relays: dict[Strategy, tuple[Relay, Relay]] = {}
+        self._arrivals = Arrivals()
+        self._departures: Departures | None = None
+        self._last = False  # inside the last backward of the step
+        self._head = HeadGradients()
+        self._loss = LossOf(network, chunk, self._head)
+        self._watch()
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """This rank alone: copies are whole."""
+        return (self._transport.rank,)
+
+    @property
+    def weights(self) -> WeightGradients:
+        """See `Parameters.weights`."""
+        return self._network.weights
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.room`."""
+        return torch.empty((tokens, self._hidden), dtype=self._copies.dtype, device=self._device)
+
+    def arrange(self, plan: Plan) -> None:
+        """See `Parameters.arrange`. Returns at once; layers wait for what they need."""
+        self._check(plan)
+        self.settle()
+        rank = self._transport.rank
+        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.parts, strict=True)]
+        parts = {part: self._bundles_of(part) for stage, part in stages if rank in stage.ranks}
+        values, gradients = self._relays_of(plan)
+        self._arrivals.start(values, self._masters.rows(), self._copies)
+        self._departures, self._last = Departures(gradients, self._copies, parts), False
+
+    def settle(self) -> None:
+        """See `Parameters.settle`."""
+        self._arrivals.wait_for_all()
+
+    def acquire(self, part: Part) -> None:
+        """See `Parameters.acquire`; `arrange` has brought the parameters, or they come."""
+
+    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """See `Parameters.run`."""
+        if part.begins:
+            self._arrivals.wait(self._wants[EMBEDDING])
+        if part.ends and self._network.norm is None:
+            self._arrivals.wait(self._wants[HEAD])
+        output = self._loss(given, labels, context, part)
+        missing = self._arrivals.missing(self._bundles_of(part))
+        if missing:
+            name = self._weights[self._bundles[missing[0]][0]].name
+            raise SeqloomError(
+                f"layers {part.first} to {part.stop - 1} have run before {name} was there: a network's layers and its "
+                "final norm are called as modules, which is when their parameters are waited for; call them so"
+            )
+        return output
+
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
+        """See `Parameters.backward`. Where no weights' gradients come later, the last one sends layer by layer."""
+        self._last = reduce and not self.weights.wanted
+        torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
+        if self._last:
+            self._last = False
+            self._leaving().end()
+
+    def reduce(self, part: Part) -> None:
+        """See `Parameters.reduce`."""
+        self._leaving().end_part(part)
+
+    def release(self, part: Part) -> None:
+        """See `Parameters.release`; copies stay until the next plan, which often has the same."""
+
+    def finish(self) -> None:
+        """See `Parameters.finish`."""
+        self.settle()
+        self._masters.put_gradients(self._leaving().wait())
+        self._departures = None
+
+    def gradient_norm(self) -> torch.Tensor:
+        """See `Parameters.gradient_norm`."""
+        return self._masters.squared_norm().sqrt()
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.gradients`; each is gathered when its turn comes."""
+        yield from self._masters.gradients()
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.values`; each is gathered when its turn comes."""
+        yield from self._masters.values()
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.masters`; distributed tensors where torch.distributed runs."""
+        return self._masters.trained()
+
+    def computing(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.computing`."""
+        yield from self._copies.held()
+
+    def clear(self) -> None:
+        """See `Parameters.clear`."""
+        self._head.clear()
+        self._copies.clear()
+        for master in self._masters.parameters:
+            master.grad = None
+
+    def _leaving(self) -> Departures:
+        if self._departures is None:
+            raise SeqloomError("gradients of parameters that no plan was arranged for; call arrange(plan) first")
+        return self._departures
+
+    def _watch(self) -> None:
+        """Let modules wait for their parameters, and gradients say when they are complete. Once for all steps."""
+        homes = [*enumerate(self._network.layers), (HEAD, self._network.norm)]
+        for home, module in homes:
+            if module is not None:
+                module.register_forward_pre_hook(partial(self._before, self._wants[home]))
+        for number, copy in enumerate(self._copies.all):
+            if copy.requires_grad:
+                copy.register_post_accumulate_grad_hook(partial(self._accumulated, number))
+
+    def _before(self, wanted: frozenset[int], module: nn.Module, args: object) -> None:
+        self._arrivals.wait(wanted)
+
+    def _accumulated(self, number: int, copy: torch.Tensor) -> None:
+        if self._last:
+            self._leaving().add(number)
+
+    def _bundles_at(self, home: int | str) -> frozenset[int]:
+        """Return the bundles with weights that a home needs."""
+        homes = [{each for number in own for each in self._weights[number].home} for own in self._bundles]
+        return frozenset(bundle for bundle, own in enumerate(homes) if home in own)
+
+    def _bundles_of(self, part: Part) -> frozenset[int]:
+        """Return the bundles with weights that a part of the model needs."""
+        return frozenset[int]().union(*(wanted for home, wanted in self._wants.items() if needs(home, part)))
+
+    def _relays_of(self, plan: Plan) -> tuple[Relay, Relay]:
+        """Return what moves values, and what moves gradients: of the weights that learn."""
+        strategy = tuple(line.stages for line in plan.pipelines)
+        if strategy not in self._relays:
+            target = compute_layout(self._weights, plan.pipelines)
+            values = self._relay(self._home, target)
+            learning = [number for number, master in enumerate(self._masters.parameters) if master.requires_grad]
+            every = len(learning) == len(self._weights)
+            gradients = values if every else self._relay(_only(self._home, learning), _only(target, learning))
+            if len(self._relays) == KEPT:
+                del self._relays[next(iter(self._relays))]
+            self._relays[strategy] = (values, gradients)
+        return self._relays[strategy]
+
+    def _relay(self, source: Layout, target: Layout) -> Relay:
+        return Relay(self._weights, source, target, self._transport.aside, device=self._device, bundles=self._bundles)
+
+    def _check(self, plan: Plan) -> None:
+        if plan.sharding != Sharding.FREE:
+            raise SeqloomError(
+                f"a plan with {plan.sharding} sharding for parameters with a free layout; plan with sharding "
+                f'"{Sharding.FREE}", or use Sharded or StageSharded'
+            )
+        for line in plan.pipelines:
+            layers = line.stages[-1].layers[1]
+            if layers != len(self._network.layers):
+                raise SeqloomError(
+                    f"a plan for {layers} layers and a model with {len(self._network.layers)}; make the plan for this "
+                    "model"
+                )
+        for tensor in sorted({stage.tensor for line in plan.pipelines for stage in line.stages}):
+            if tensor > 1:
+                self._network.check_tensor(tensor)
+
+
+def _only(layout: Layout, items: list[int]) -> Layout:
+    """Return what a layout has of some weights."""
+    chosen = np.isin(layout.item, items)
+    return Layout(*(column[chosen] for column in layout.columns()))
