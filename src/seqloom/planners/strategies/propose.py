@@ -1,9 +1,9 @@
 """The proposal: a short list of strategies for a data set, made once, before the run.
 
-1. For every class of length, the dynamic programme says how a step whose longest document is of that class is best
-   split; GPUs that it leaves over are filled up. Homogeneous strategies join them.
-2. All are tried on sample steps: some as the data has them, and one whose longest document just fits each scheme,
-   since a rare long document still has its step.
+1. For every class of length, the dynamic programme says how an average step whose longest document is of that class
+   is best split; GPUs that it leaves over are filled up. It says the same for sample steps: some as the data has
+   them, and one whose longest document just fits each scheme, since a rare long document still has its step.
+2. All of these, and every homogeneous strategy, are tried on the samples.
 3. The list begins with the fastest strategy that holds the longest document, and takes in, one after the other,
    whichever saves most time over all samples when every sample takes the best of the list.
 """
@@ -65,15 +65,22 @@ def propose(
     histogram = Histogram.of(data, tokens_per_step, (cost.longest for cost in legal.values()))
     samples = [data] if tokens_per_step is None else list(sample_steps(data, legal, tokens_per_step, seed))
     bench = Bench(samples, legal, ranks, node_size)
-    for mixture in mixtures(histogram, legal, ranks):
+    for mixture in mixtures(histogram, samples, legal, ranks):
         bench.enter(mixture)
     return bench.shortlist(most)
 
 
-def mixtures(histogram: Histogram, costs: SchemeCosts, ranks: int) -> Iterator[Mixture]:
-    """Candidates: the optimal split for every longest class, and every homogeneous one. They use all ranks."""
-    for edge in histogram.edges.tolist():
-        ns, chosen = partition(histogram.upto(edge), costs, ranks)
+def mixtures(
+    histogram: Histogram, samples: Sequence[np.ndarray], costs: SchemeCosts, ranks: int
+) -> Iterator[Mixture]:
+    """Candidates: the best split for every longest class and for every sample, and all homogeneous ones.
+
+    They use all ranks.
+    """
+    ends = [cost.longest for cost in costs.values()]
+    average = [histogram.upto(edge) for edge in histogram.edges.tolist()]
+    for steps in (*average, *(Histogram.of(sample, None, ends) for sample in samples)):
+        ns, chosen = partition(steps, costs, ranks)
         if ns < NEVER:
             yield from filled(chosen, costs, ranks)
     for scheme in costs:
