@@ -1,7 +1,7 @@
 """Planner ``strategies``: pipelines of different shape side by side, another list of them at every step.
 
-    before a run    lengths of the data  ->  propose_strategies(...)  ->  a short list of Strategy
-    every step      lengths of the batch ->  plan_strategies(lengths, cost, strategies=...)  ->  Plan
+Before a run, the lengths of its data give a short list of strategies (`propose_strategies`). At every step, the batch
+picks one of them, in two stages: documents to pipelines, then documents to micro-batches (`plan_strategies`).
 """
 
 from __future__ import annotations

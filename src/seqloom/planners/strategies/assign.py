@@ -143,7 +143,7 @@ def too_long(tokens: np.ndarray, strategies: Sequence[Strategy]) -> SeqloomError
     longest = int(tokens.argmax())
     room = max((strategy.longest for strategy in strategies), default=0)
     return SeqloomError(
-        f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of the {len(strategies)} candidate strategies "
+        f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(strategies)} candidate strategies "
         f"holds more than {room}; drop longer sequences (--max-length {max(room, 1)}), propose strategies for "
         f"documents of {tokens[longest]} tokens, raise the memory budget or use more GPUs"
     )

@@ -1,4 +1,4 @@
-"""How long a pipeline takes: an estimate from sums while documents are dealt, the exact 1F1B order once they are packed.
+"""How long a pipeline takes: estimated from sums while documents are dealt, by the 1F1B order once they are packed.
 
 All times are integer ns of one stage, forward and backward; stages take equally long. A third of it is forward.
 """

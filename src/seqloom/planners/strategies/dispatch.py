@@ -13,8 +13,8 @@ import numpy as np
 from seqloom.planners.compiled import kernel
 from seqloom.planners.strategies.clock import estimate
 
-CHANGES = 1000
-"""Moves and exchanges that one dispatch may make."""
+EVALUATIONS = 200_000
+"""Estimates of a pipeline that one dispatch may ask for while it changes places."""
 
 
 class Problem(NamedTuple):
@@ -115,17 +115,18 @@ def deal(p: Problem, place: np.ndarray, loads: Loads) -> bool:
 
 
 @kernel
-def level(p: Problem, place: np.ndarray, loads: Loads, changes: int) -> int:
-    """Change places until nothing helps the slowest pipeline; returns its time, ns.
+def level(p: Problem, place: np.ndarray, loads: Loads, evaluations: int) -> int:
+    """Change places until nothing helps the slowest pipeline, or `evaluations` are spent; returns its time, ns.
 
     Every change makes the slower of two pipelines faster than the slowest was, so no arrangement comes twice.
     """
-    for _ in range(changes):
+    while evaluations > 0:
         slow = int(np.argmax(loads.done))
         best, gone, come, where = loads.done[slow], -1, -1, -1
         for i in range(place.shape[0]):
-            if place[i] != slow:
+            if place[i] != slow or evaluations <= 0:
                 continue
+            evaluations -= 1 + p.fixed.shape[0]
             lighter = after(p, loads, slow, i, -1)
             if lighter >= best:
                 continue
@@ -139,6 +140,7 @@ def level(p: Problem, place: np.ndarray, loads: Loads, changes: int) -> int:
                 if j == slow or p.tokens[i] > p.longest[j] or p.tokens[k] == p.tokens[i]:
                     continue
                 done = after(p, loads, slow, i, k)
+                evaluations -= 1
                 if done < best:
                     done = max(done, after(p, loads, j, k, i))
                     if done < best:
@@ -153,11 +155,11 @@ def level(p: Problem, place: np.ndarray, loads: Loads, changes: int) -> int:
     return loads.done.max()
 
 
-def dispatch(problem: Problem, changes: int = CHANGES) -> np.ndarray | None:
+def dispatch(problem: Problem, evaluations: int = EVALUATIONS) -> np.ndarray | None:
     """int64[n]: the pipeline of every document; None if the longest fits in no pipeline."""
     place = np.empty(len(problem.tokens), np.int64)
     loads = Loads.empty(len(problem.fixed))
     if not deal(problem, place, loads):
         return None
-    level(problem, place, loads, changes)
+    level(problem, place, loads, evaluations)
     return place

@@ -99,7 +99,6 @@ def pack(tokens: np.ndarray, cost: np.ndarray, fixed: int, longest: int, stages:
     """
     if tokens.shape[0] == 0:
         return 0
-    work = cost.sum()
     fitted = first_fit(tokens, longest, batch)
     best = running_time(cost, batch, fitted, fixed, stages)
     least = -(-tokens.sum() // longest)
