@@ -81,6 +81,7 @@ def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], call
             if path and (style := plan.get(_pattern(f"{names[layer]}.{path}"))) in AXES and _checked(path, module)
         }
         regions.append(tuple(_regions(axes)))
+        _check_rest(layer, regions[-1], plan, names[layer], {call.dim for call in calls})
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
                 if name == "bias" and axis == COLUMNS:
@@ -115,6 +116,16 @@ def _regions(axes: dict[str, int]) -> Iterator[Region]:
         if not name or not ways_in or not ways_out:
             raise Uncuttable(f"of {', '.join(inside)} its tensor-parallel plan does not cut both rows and columns")
         yield Region(name, ways_in, ways_out)
+
+
+def _check_rest(layer: nn.Module, regions: Sequence[Region], plan: dict[str, str], name: str, dims: set[int]) -> None:
+    """Refuse a region's parameter of which the plan is silent, if it may be of all heads or of the whole width."""
+    for region in regions:
+        for path, parameter in layer.get_submodule(region.name).named_parameters(region.name):
+            listed = any(_pattern(f"{name}.{each}") in plan for each in (path, path.rpartition(".")[0]))
+            if not listed and parameter.numel() > 1 and tuple(parameter.shape) not in {(dim,) for dim in dims}:
+                shape = list(parameter.shape)
+                raise Uncuttable(f"its tensor-parallel plan is silent of {path} {shape}, which is in {region.name}")
 
 
 def _divided(

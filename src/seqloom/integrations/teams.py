@@ -7,7 +7,7 @@ takes them away after:
 
 What comes into a part is gathered, what its last projection returns is summed, and attention gets the context of its
 column. Tables of positions are of the team's tokens from the beginning: a decoder is called with the positions of
-these, which nothing but those tables may depend on, see `check_positions`.
+these, which nothing but those tables may depend on, see `parts.check_positions`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from seqloom.comm import Context, attention_context, gathered, summed
 from seqloom.errors import SeqloomError
 from seqloom.integrations.interface import only_rows
 from seqloom.integrations.plans import Region
+from seqloom.models.slices import check_slice
 
 
 def team_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]) -> None:
@@ -76,7 +77,9 @@ class _Hooks:
 
     def before(self, part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Gather the hidden states among the arguments; hand on the context of the column."""
-        given = [each for each in (*args, *options.values()) if self._is_hidden(part, each)]
+        first: Any = part.get_submodule(self._region.ways_in[0].removeprefix(self._region.name + "."))
+        check_slice(first.weight, first.out_features, self._context)
+        given = [each for each in (*args, *options.values()) if _is_hidden(each, first.in_features)]
         if len(given) != 1:
             raise SeqloomError(
                 f"{type(part).__name__} is called with {len(given)} tensors of hidden states in a team: it is not "
@@ -96,10 +99,10 @@ class _Hooks:
         own = _padded(summed(_rows(output, self._inside), self._context))
         return own[None] if output.ndim == 3 else own
 
-    def _is_hidden(self, part: nn.Module, given: Any) -> bool:
-        first: Any = part.get_submodule(self._region.ways_in[0].removeprefix(self._region.name + "."))
-        is_float = isinstance(given, torch.Tensor) and given.is_floating_point()
-        return is_float and given.shape[-1] == first.in_features
+
+def _is_hidden(given: Any, width: int) -> bool:
+    """Whether an argument of a part of a layer is hidden states [.., width]."""
+    return isinstance(given, torch.Tensor) and given.is_floating_point() and given.shape[-1] == width
 
 
 def _rows(x: torch.Tensor, context: Context) -> torch.Tensor:
