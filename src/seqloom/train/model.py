@@ -61,7 +61,7 @@ def place(
         compute: as in `Sharded`.
     """
     if cost.sharding == Sharding.FREE:
-        return FreeLayout(network, transport, compute=compute, node_size=cost.node_size)
+        return FreeLayout(network, transport, compute=compute)
     if len(stages) > 1:
         return StageSharded(network, transport, _placement(stages, cost), compute=compute)
     return Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)

@@ -17,7 +17,7 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.registry import chooses_strategies
-from seqloom.planners.strategies import Strategy, propose_strategies, strategies_from_json, strategies_to_json
+from seqloom.planners.strategies import Strategy, strategies_from_json, strategies_to_json
 from seqloom.train.config import Config
 
 FILE = "strategies.json"
@@ -39,6 +39,8 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
     if not chooses_strategies(config.plan.planner):
         return ()
     if config.plan.strategies == "auto":
+        from seqloom.planners.strategies import propose_strategies
+
         return tuple(propose_strategies(lengths, cost, tokens=tokens_of_step(config, lengths)))
     return _read(Path(config.plan.strategies))
 

@@ -62,7 +62,7 @@ def test_train_starts_its_ranks_with_it(unset, monkeypatch):
 
     monkeypatch.setattr(launch, "start_processes", start)
     monkeypatch.setattr(launch, "_check_machine", lambda _: None)
-    setup = SimpleNamespace(config=None, planners=SimpleNamespace(stages=("all layers",)))
+    setup = SimpleNamespace(config=None, planners=SimpleNamespace(cut=False, strategies=()))
     monkeypatch.setattr(launch.Setup, "of", lambda *_: setup)
     monkeypatch.setattr(launch, "dtypes", lambda _: (None, None))
     kind = launch.Kind(lambda *_: None, lambda *_: None)
