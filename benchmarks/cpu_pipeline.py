@@ -1,11 +1,11 @@
 """Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted; and torch's runtime.
 
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
-machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
-stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in
-an order that turns from batch to batch, each twice, of which the faster counts. A step is bind, forward, backward,
-reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through torch's schedules and
-ours, forwards and backwards alone.
+machine is measured first (`seqloom.train.calibration`): plans of one stage, and what a handover takes. Then every batch
+is run on 4 and on 8 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the
+planner chooses, in an order that turns from batch to batch, each twice, of which the faster counts. A step is bind,
+forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through
+torch's schedules and ours, forwards and backwards alone.
 
     python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
@@ -97,7 +97,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
     limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": longest}
     machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(longest, say, widest=ranks // min(STAGES))
+    found = machine.calibrate(longest, say, widest=ranks // min(STAGES), stages=min(ranks, max(STAGES)))
     cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
