@@ -18,7 +18,6 @@ moving parameters, forward, backward, moving gradients, clipping and AdamW; its 
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -26,8 +25,7 @@ import numpy as np
 import record
 import torch
 import torch.distributed as dist
-from common import options
-from cpu_processes import KEEP_MEMORY, Say, on_processes
+from cpu_ranks import Say, rank_options, start
 from strategies_report import Plans, judged, row, shown
 
 from seqloom.comm import Distributed
@@ -104,7 +102,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
     cost = CostModel(*where, found.profile, **limits, capacity=capacity)
     batches = drawn(arguments, cuts, steps)
     everything = np.concatenate(batches)
-    strategies = list(propose_strategies(everything, cost, tokens=int(everything.sum()) // steps))
+    strategies = list(propose_strategies(everything, cost, tokens_per_step=int(everything.sum()) // steps))
     plans = planned(batches, strategies, cost)
     taken = [min(each, key=lambda strategy: predicted_ns(each[strategy], cost)) for each in plans]
     fixed = best_fixed(plans, cost)
@@ -125,13 +123,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = options(__doc__)
-    parser.add_argument("--ranks", type=int, default=16, help="processes")
-    parser.add_argument("--steps", type=int, default=STEPS, help="batches")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    arguments = parser.parse_args(argv)
-    os.environ |= KEEP_MEMORY  # read when the processes start
-    on_processes(run, arguments)
+    start(run, rank_options(__doc__, ranks=16, steps=STEPS).parse_args(argv), keep_memory=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import options
-from cpu_processes import on_processes
+from cpu_ranks import Say, rank_options, start
 from training_report import Report
 
 from seqloom.comm import Distributed
@@ -50,7 +49,7 @@ def drawn(arguments: argparse.Namespace, fixed: dict[str, int]) -> list[np.ndarr
     return list(np.minimum(lengths[:count], fixed["longest"]).reshape(-1, fixed["sequences"]))
 
 
-def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None:
+def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, plan, and run every batch under every planner."""
     heads = {"heads": arguments.heads, "kv_heads": arguments.heads, "head_dim": SIZES["hidden"] // arguments.heads}
     fixed, spec = settings(arguments), ModelSpec("small", gated=True, tied=False, **SIZES, **heads)
@@ -88,13 +87,9 @@ def plan_all(batches: list[np.ndarray], names: list[str], cost: CostModel) -> li
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = options(__doc__)
-    parser.add_argument("--ranks", type=int, default=16, help="processes; with fewer than 16, batches are smaller")
+    parser = rank_options(__doc__, ranks=16, steps=STEPS)
     parser.add_argument("--heads", type=int, default=HEADS, help="another model, no evidence for the target")
-    parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    arguments = parser.parse_args(argv)
-    on_processes(run, arguments)
+    start(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,21 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.registry import chooses_strategies
-from seqloom.planners.strategies import Strategy, strategies_from_json, strategies_to_json
+from seqloom.planners.strategies import (
+    Strategy,
+    check_strategies,
+    propose_strategies,
+    strategies_from_json,
+    strategies_to_json,
+)
+from seqloom.planners.strategies.assign import Assignment
+from seqloom.planners.strategies.planner import build
 from seqloom.train.config import Config
 
 FILE = "strategies.json"
 """Where the list lies in a run's folder."""
+FEW = 2
+"""Tokens per rank of a document that rehearses a pipeline."""
 
 
 def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[Strategy, ...]:
@@ -39,10 +49,9 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
     if not chooses_strategies(config.plan.planner):
         return ()
     if config.plan.strategies == "auto":
-        from seqloom.planners.strategies import propose_strategies
-
-        return tuple(propose_strategies(lengths, cost, tokens=tokens_of_step(config, lengths)))
-    return _read(Path(config.plan.strategies))
+        tokens = tokens_of_step(config, lengths)
+        return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
+    return _read(Path(config.plan.strategies), cost)
 
 
 def tokens_of_step(config: Config, lengths: np.ndarray) -> int:
@@ -84,11 +93,17 @@ def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] |
 
 
 def small_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]:
-    """Return a plan of next to no tokens for every strategy, in which all its pipelines work."""
-    return [plan_small(strategy, cost) for strategy in strategies]
+    """Return a plan of next to no tokens for every strategy, in which all its pipelines work on two documents each."""
+    plans = []
+    for strategy in strategies:
+        lengths = [min(FEW * len(pipe.ranks), pipe.longest) for pipe in strategy.pipelines for _ in range(2)]
+        batches = tuple(((2 * number,), (2 * number + 1,)) for number in range(len(strategy.pipelines)))
+        given = Assignment(0, batches, (0,) * len(batches))
+        plans.append(build(np.array(lengths), strategy, given, cost, seed=0)[0])
+    return plans
 
 
-def _read(path: Path) -> tuple[Strategy, ...]:
+def _read(path: Path, cost: CostModel) -> tuple[Strategy, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -98,6 +113,8 @@ def _read(path: Path) -> tuple[Strategy, ...]:
             "set 'auto'"
         ) from None
     try:
-        return strategies_from_json(text)
+        strategies = strategies_from_json(text)
+        check_strategies(strategies, cost)
+        return strategies
     except SeqloomError as error:
         raise SeqloomError(f"plan.strategies = {str(path)!r}: {error}") from None
