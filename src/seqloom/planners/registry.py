@@ -14,7 +14,7 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Plan
 
-PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "exact", "auto")
+PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "strategies", "exact", "auto")
 
 RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
 """Published planners to compare with; ``auto`` does not ask them."""
@@ -55,6 +55,10 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.pipelines import plan_pipeline
 
         return plan_pipeline
+    if name == "strategies":
+        from seqloom.planners.strategies import plan_strategies
+
+        return plan_strategies
     if name == "exact":
         from seqloom.planners.exact import plan_exact
 
@@ -97,7 +101,8 @@ def stages_asked(names: Sequence[str]) -> int:
 
 def makes_stages(name: str) -> bool:
     """Say whether the planner of that name cuts the model into several stages."""
-    return _OPTIONS.get(parse_name(name)[0]) == "stages"
+    base = parse_name(name)[0]
+    return _OPTIONS.get(base) == "stages" or chooses_strategies(base)
 
 
 def chooses_strategies(name: str) -> bool:
