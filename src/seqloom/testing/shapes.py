@@ -13,6 +13,8 @@ from seqloom.testing.scheduled import unit_spans
 from seqloom.testing.side_by_side import renamed
 from seqloom.testing.steps import one_stage_plan
 
+UNITS = 3
+"""Documents of a pipeline that have a micro-batch of their own, or several; all others are beside the last."""
 KINDS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
 
 
@@ -53,14 +55,15 @@ def shaped_plan(lengths: Sequence[int], shapes: Sequence[Shape], *, ranks: int, 
 
 
 def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[int], layers: int) -> Pipeline:
-    pieces = [shape.pieces, *[1] * (len(lengths) - 1)]
-    schedule = schedule_of(shape.schedule, shape.stages, len(lengths), pieces)
+    apart = lengths[:UNITS]
+    schedule = schedule_of(shape.schedule, shape.stages, len(apart), [shape.pieces, *[1] * (len(apart) - 1)])
     cuts = [s * layers // len(schedule.hosts) for s in range(len(schedule.hosts) + 1)]
     stages = []
     for place, host in enumerate(schedule.hosts):
         begin = first + host * shape.width
         stages.append(Stage(tuple(range(begin, begin + shape.width)), (cuts[place], cuts[place + 1]), shape.tensor))
-    seats = unit_spans(schedule, lengths, (), 0)
+    seats = unit_spans(schedule, apart, (), 0)
+    seats[-1] += [Span(number, 0, length) for number, length in enumerate(lengths)][UNITS:]
     rounds = [
         Round(
             tuple(
