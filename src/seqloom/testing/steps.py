@@ -32,6 +32,7 @@ from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.compiled import compile_layers
 from seqloom.runtime.executor import run_step
+from seqloom.runtime.free_layout import FreeLayout
 from seqloom.runtime.loss import IGNORED
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Parameters, Replicated
@@ -129,11 +130,21 @@ class Step:
         self,
         plan: Plan,
         transport: Transport,
-        make: Callable[..., Parameters] = Replicated,
+        make: Callable[..., Parameters] | None = None,
         *,
         backend: str | None = None,
     ) -> Found:
-        """Return what a rank of a plan finds, with layers compiled if there is a backend. All ranks call it."""
+        """Return what a rank of a plan finds. All ranks call it.
+
+        Args:
+            plan: of this step's documents.
+            transport: this rank's.
+            make: makes the parameters of a network and a transport; None: replicated ones, or with a free layout where
+                the plan asks for that.
+            backend: layers are compiled with it; None: they are not.
+        """
+        if make is None:
+            make = FreeLayout if plan.sharding == Sharding.FREE else Replicated
         network = self.network()
         if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
             network = replace(network, weights=split_weights(network.layers))

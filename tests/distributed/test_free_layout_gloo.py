@@ -1,0 +1,133 @@
+"""Twenty steps of AdamW with another strategy each equal one process, also with a resume in between."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from seqloom.comm import bind_alone
+from seqloom.plan import Sharding, Stage
+from seqloom.runtime import FreeLayout, Placement, Sharded, StageSharded, bind_plan, run_step, scale_gradients
+from seqloom.runtime.loss import IGNORED
+from seqloom.testing.shapes import STRATEGIES, twenty_plans
+from seqloom.testing.steps import Step, tiny_spec
+from seqloom.train.checkpoints import Checkpoints, latest
+from seqloom.train.model import made_ready
+from seqloom.train.optimiser import clip_factor, make_optimiser, named_state
+from seqloom.train.sections import Optimiser
+
+torch.set_num_threads(1)
+RANKS, LIMIT = 8, 1.0
+SPEC = tiny_spec(layers=4, heads=8, kv_heads=4, tied=True)
+LENGTHS = (9, 2, 17, 3, 30, 5, 8, 4)
+STEPS = [Step((12 + k, *LENGTHS[k % 8 :], *LENGTHS[: k % 8]), SPEC) for k in range(20)]
+SETTINGS = Optimiser(lr=0.01, weight_decay=0.1)
+
+
+def alone(dtype, *, one_by_one=False):
+    """Losses and norms of all steps in one process, then the model's values and moments."""
+    model = replace(STEPS[0], dtype=dtype).model()
+    optimiser, curve = make_optimiser(dict(model.named_parameters()), SETTINGS), []
+    for step in STEPS:
+        packs = [[pair] for pair in zip(*step.documents(), strict=True)]
+        total = 0.0
+        for pack in packs if one_by_one else [sum(packs, [])]:
+            ids, labels = (torch.cat(each) for each in zip(*pack, strict=True))
+            context = bind_alone([len(each) for each, _ in pack])
+            logits = model(ids, context.positions, context)
+            loss = cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED) / step.valid
+            loss.backward()
+            total += loss.item()
+        gradients = [each.grad for each in model.parameters()]
+        norm = torch.stack([each.norm() for each in gradients]).norm().item()
+        torch._foreach_mul_(gradients, clip_factor(norm, LIMIT))
+        optimiser.step()
+        optimiser.zero_grad()
+        curve.append((total, norm))
+    return curve, {name: each.detach() for name, each in model.named_parameters()}, named_state(optimiser)
+
+
+def kept(transport, dtype, kind, shift):
+    """Parameters and their optimiser; `shift` is added to all values, which a checkpoint must bring."""
+    network = made_ready(replace(STEPS[0], dtype=dtype).network())
+    with torch.no_grad():
+        for each in network.module.parameters():
+            each += shift
+    if kind == "free":
+        parameters = FreeLayout(network, transport)
+    elif kind == "full":
+        parameters = Sharded(network, transport, Sharding.FULL)
+    else:
+        stages = (Stage((0, 1, 2, 3), (0, 1)), Stage((4, 5, 6, 7), (1, 4)))
+        parameters = StageSharded(network, transport, Placement(stages, Sharding.FULL, RANKS))
+    return parameters, make_optimiser(parameters.masters(), SETTINGS)
+
+
+def everything(parameters, optimiser):
+    """Whole values, and the whole moments of what this rank holds; a clone of each."""
+    moments = {
+        f"{name} {key}": state[key].full_tensor()
+        for name, state in named_state(optimiser).items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return {name: value.clone() for name, value in parameters.values()}, moments
+
+
+def train(transport, dtype, plans, folder, change):
+    """All steps; after `change` of them the state goes through checkpoints of two other layouts to new parameters."""
+    parameters, optimiser = kept(transport, dtype, "free", 0)
+    curve, between = [], []
+    for number, (step, plan) in enumerate(zip(STEPS, plans, strict=True)):
+        if number == change:
+            between.append(everything(parameters, optimiser))
+            for hop, kind in enumerate(("full", "stages", "free")):
+                with Checkpoints(Path(folder) / str(hop)) as checkpoints:
+                    checkpoints.save(1, model=parameters.masters(), optimiser=named_state(optimiser), extra={})
+                parameters, optimiser = kept(transport, dtype, kind, 1 + hop)
+                with Checkpoints(Path(folder) / str(hop)) as checkpoints:
+                    path = latest(Path(folder) / str(hop))
+                    checkpoints.load(path, model=parameters.masters(), optimiser=named_state(optimiser))
+                between.append(everything(parameters, optimiser))
+        result = run_step(bind_plan(plan, transport), parameters, replace(step, dtype=dtype).rows(), step.valid)
+        scale_gradients(parameters, clip_factor(result.gradient_norm, LIMIT))
+        optimiser.step()
+        curve.append((result.loss, result.gradient_norm))
+    return curve, everything(parameters, optimiser), between
+
+
+def furthest(curve, other):
+    """The largest relative difference of losses and norms."""
+    return max(abs(a / b - 1) for one, two in zip(curve, other, strict=True) for a, b in zip(one, two, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    assert len(set(STRATEGIES)) == len(STEPS) - 1
+    return twenty_plans([step.lengths for step in STEPS])
+
+
+def test_twenty_strategies_and_a_resume_equal_one_process(gloo_pool, plans, tmp_path):
+    curve, values, states = alone(torch.float64)
+    results = gloo_pool.run(train, torch.float64, plans, str(tmp_path), 11, ranks=RANKS, timeout_s=300)
+    wanted = values | {f"{n} {key}": s[key] for n, s in states.items() for key in ("exp_avg", "exp_avg_sq")}
+    assert max(norm for _, norm in curve) > LIMIT, "some gradients are clipped"
+    for found, (whole, moments), between in results:
+        assert furthest(found, curve) < 1e-9
+        assert (whole | moments).keys() == wanted.keys()
+        for name, each in (whole | moments).items():
+            assert float((each - wanted[name]).norm() / wanted[name].norm()) < 1e-9, name
+        before, *after = between
+        for now in after:  # bit for bit through FSDP2, through stages, and back
+            assert all(torch.equal(now[0][name], each) for name, each in before[0].items())
+            assert all(torch.equal(each, before[1][name]) for name, each in now[1].items())
+
+
+def test_twenty_strategies_in_float32(gloo_pool, plans, tmp_path):
+    """As close to float64 as twice what one process is, with the documents in one pack or one by one."""
+    exact, orders = alone(torch.float64)[0], [alone(torch.float32, one_by_one=each)[0] for each in (False, True)]
+    drift = max(furthest(each, exact) for each in orders)
+    found = gloo_pool.run(train, torch.float32, plans, str(tmp_path), None, ranks=RANKS, timeout_s=300)[0][0]
+    assert 0 < drift < 1e-3
+    assert furthest(found, exact) <= 2 * drift
