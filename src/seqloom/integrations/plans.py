@@ -84,9 +84,8 @@ def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], call
         _check_rest(layer, regions[-1], plan, names[layer], {call.dim for call in calls})
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
-                if name == "bias" and axis == COLUMNS:
-                    raise Uncuttable(f"{path} has a bias, which every member of a team would add to the sum")
-                cuts[own[parameter]] = axis
+                if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
+                    cuts[own[parameter]] = axis
     return TensorPlan(tuple(regions), cuts, _divided(layers, regions, calls))
 
 
