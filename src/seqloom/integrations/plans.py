@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -84,9 +84,8 @@ def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], call
         _check_rest(layer, regions[-1], plan, names[layer], {call.dim for call in calls})
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
-                if name == "bias" and axis == COLUMNS:
-                    raise Uncuttable(f"{path} has a bias, which every member of a team would add to the sum")
-                cuts[own[parameter]] = axis
+                if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
+                    cuts[own[parameter]] = axis
     return TensorPlan(tuple(regions), cuts, _divided(layers, regions, calls))
 
 
@@ -138,12 +137,12 @@ def _divided(
     of_heads = {call.heads * call.dim for call in calls}
     for layer, own in zip(layers, regions, strict=True):
         for region in own:
-            widths = [layer.get_submodule(path).in_features for path in region.ways_out]
+            widths = [cast("nn.Linear", layer.get_submodule(path)).in_features for path in region.ways_out]
             attends = any(hasattr(part, "scaling") for part in layer.get_submodule(region.name).modules())
             if attends and not of_heads.issuperset(widths):
                 raise Uncuttable(
                     f"{region.ways_out[0]} takes {widths[0]} columns, which are not {calls[0].heads} heads"
                 )
             if not attends:
-                found.setdefault(f"{region.name} width", []).extend(map(int, widths))
+                found.setdefault(f"{region.name} width", []).extend(widths)
     return {what: math.gcd(*counts) for what, counts in found.items()}

@@ -5,16 +5,16 @@ takes them away after:
 
     x -> [gathered -> attention or MLP -> last projection -> summed] -> x
 
-What comes into a part is gathered, what its last projection returns is summed, and attention gets the context of its
-column. Tables of positions are of the team's tokens from the beginning: a decoder is called with the positions of
-these, which nothing but those tables may depend on, see `parts.check_positions`.
+What comes into a part is gathered, what its last projection returns is summed (a bias, if it has one, is added after),
+and attention gets the context of its column. Tables of positions are of the team's tokens from the beginning: a decoder
+is called with the positions of these, which nothing but those tables may depend on, see `parts.check_positions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ class _Teamed:
                 standing.callback(part.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
                 for path in region.ways_out:
                     last: nn.Module = self.get_submodule(path)  # pyrefly: ignore[missing-attribute]
-                    standing.callback(last.register_forward_hook(hooks.after).remove)
+                    bias = standing.enter_context(_without_bias(last))
+                    standing.callback(last.register_forward_hook(partial(hooks.after, bias=bias)).remove)
             return own(*args, **options)
 
 
@@ -94,10 +95,22 @@ class _Hooks:
 
         return tuple(map(replaced, args)), {name: replaced(each) for name, each in options.items()}
 
-    def after(self, last: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
-        """Add up what the members' last projections returned."""
+    def after(self, _: nn.Module, __: Any, output: torch.Tensor, *, bias: nn.Parameter | None) -> torch.Tensor:
+        """Add up what the members' last projections returned, and the bias of these, once."""
         own = _padded(summed(_rows(output, self._inside), self._context))
+        own = own if bias is None else own + bias
         return own[None] if output.ndim == 3 else own
+
+
+@contextmanager
+def _without_bias(last: nn.Module) -> Generator[nn.Parameter | None]:
+    """Let a linear layer run without its bias, which is yielded."""
+    bias = last._parameters["bias"]
+    last._parameters["bias"] = None
+    try:
+        yield bias
+    finally:
+        last._parameters["bias"] = bias
 
 
 def _is_hidden(given: Any, width: int) -> bool:

@@ -19,7 +19,7 @@ from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.network import LossOf
 from seqloom.runtime.split_backward import split_weights
 from seqloom.testing.teams import slice_parameters, whole_gradients
-from seqloom.testing.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
+from seqloom.testing.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = (13, 1, 6)
@@ -74,11 +74,23 @@ def test_gradients_are_those_of_plain_transformers(name):
     same(tiny_model(name), 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
 
 
+def test_fused_projections_and_both_parts_beside_each_other():
+    """GPT-NeoX: q, k and v of a head side by side, attention and MLP of the same input, biases everywhere."""
+    keys = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    plain = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**{**SIZES, **keys})).double().train()
+    same(randomised(plain, 0), 2, 2, [[Group((0, 1), 2, 1, SPANS)]])
+
+
 @pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     groups = [Group((0, 1), 2, 1, SPANS[1:2]), Group((2, 3), 2, 1, SPANS[2:])]
     rounds = [[Group((0, 1, 2, 3), 2, 2, SPANS[:1])], groups]
-    same(tiny_model("qwen2"), 2, 4, rounds, checkpoint, split=True)
+    same(tiny_model("llama", attention_bias=True, mlp_bias=True), 2, 4, rounds, checkpoint, split=True)
+
+
+def test_a_team_without_tokens():
+    rounds = [[Group((0, 1, 2, 3), 4, 1, SPANS[1:2])], [Group((0, 1), 2, 1, SPANS[:1]), Group((2, 3), 2, 1, SPANS[2:])]]
+    same(tiny_model("llama"), 2, 4, rounds, Checkpoint.SELECTIVE)
 
 
 def test_four_members_two_stages_and_a_document_in_pieces():
@@ -103,7 +115,6 @@ def test_norms_around_both_parts():
             {"eos_token_id": 0},
             r"'colwise_gather_output' of .*self_attn.q_proj; followed are colwise",
         ),
-        ("Llama", {"attention_bias": True}, r"self_attn.o_proj has a bias"),
         ("Cohere", {"use_qk_norm": True, "logit_scale": 1.0, "eos_token_id": 0}, r"silent of self_attn.q_norm.weight"),
         ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}, r"no tensor-parallel plan"),
     ],
