@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from seqloom.data import StoreWriter
 from seqloom.planners.ahead import StepPlan
 from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.planners.strategies.assign import Assignment
+from seqloom.planners.strategies.planner import build
 from seqloom.testing.tiny_specs import TINY
 from seqloom.train.config import Config
 from seqloom.train.loop import Trainer
@@ -76,7 +78,7 @@ def place(tmp_path_factory):
 
 
 class InTurn:
-    """Plans at once, in this process, and under another strategy in every step."""
+    """Plans at once, in this process, and under another strategy in every step, all of whose pipelines get documents."""
 
     def __init__(self, setup):
         self._setup = setup
@@ -85,8 +87,16 @@ class InTurn:
         pass
 
     def take(self, step, lengths):
-        choices = self._setup.planners.alternatives
-        return StepPlan(step, choices[step % len(choices)].plan(lengths, self._setup.cost), 0, 0)
+        chosen, cost = self._setup.planners, self._setup.cost
+        if not chosen.strategies:
+            return StepPlan(step, chosen.planner.plan(lengths, cost), 0, 0)
+        strategy = chosen.strategies[step % len(chosen.strategies)]
+        count = len(strategy.pipelines)
+        order = np.argsort(-lengths, kind="stable").tolist()
+        dealt = tuple(tuple((document,) for document in order[k::count]) for k in range(count))
+        plan, _ = build(lengths, strategy, Assignment(0, dealt, (0,) * count), cost, seed=0)
+        plan.validate()
+        return StepPlan(step, plan, 0, 0)
 
 
 class InTurnTrainer(Trainer):
