@@ -146,8 +146,8 @@ def _alike(one: Pipe, other: Pipe) -> bool:
 class Built(NamedTuple):
     """A plan, the assignment it was made from, and what it takes."""
 
-    ns: int
     plan: Plan
+    ns: int
     assignment: Assignment
     pipelines_ns: dict[int, int]
     """ns of every pipeline that has documents, by its index in the strategy."""
@@ -167,7 +167,7 @@ def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost:
             parts.append(Part(plan, block.start, documents))
             taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
     merged = merge(parts, lengths, cost, "strategies")
-    return Built(predicted_ns(merged, cost), merged, assignment, taken)
+    return Built(merged, predicted_ns(merged, cost), assignment, taken)
 
 
 def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built: Built) -> Assignment:
