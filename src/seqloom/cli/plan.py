@@ -43,7 +43,8 @@ Planner = Annotated[
     str,
     typer.Option(
         "--planner",
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), exact, auto; "
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), strategies "
+        "(sharding free), exact, auto; "
         "published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]

@@ -74,6 +74,9 @@ def planner(name: str) -> Callable[..., Plan]:
     raise unknown("planner", name, (*PLANNERS, *RIVALS))
 
 
+WARMED: tuple[str, ...] = ("static", "adaptive", "flex", "zones", "pipeline", "strategies", "auto")
+"""Planners that answer at once: they are asked for a tiny plan before any is timed."""
+
 _OPTIONS = {"static": "degree", "pipeline": "stages"}
 """Planners that take a number after their name, and what it is."""
 
@@ -119,7 +122,7 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
         options: of that planner, see its function.
     """
     base, given = parse_name(name)
-    if base in ("flexsp", "flex", "auto"):
+    if base in ("flexsp", "flex", "strategies", "auto"):
         given["seed"] = seed
     plan = planner(base)(Batch.of(lengths).lengths, cost, **given, **options)
     plan.validate()
@@ -150,7 +153,7 @@ def plan_batches(
 
         options["static"] = {"degree": fastest_static_degree(batches, cost)}
     for name in names:  # load, and compile where that is installed, before the clock runs
-        if parse_name(name)[0] in ("static", "adaptive", "flex", "zones", "pipeline", "auto") and len(batches):
+        if parse_name(name)[0] in WARMED and len(batches):
             make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
     results: list[dict[str, Planned]] = []
     for index, batch in enumerate(batches):
