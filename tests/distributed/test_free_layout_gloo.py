@@ -31,9 +31,8 @@ def alone(dtype, *, one_by_one=False):
     model = replace(STEPS[0], dtype=dtype).model()
     optimiser, curve = make_optimiser(dict(model.named_parameters()), SETTINGS), []
     for step in STEPS:
-        packs = [[pair] for pair in zip(*step.documents(), strict=True)]
-        total = 0.0
-        for pack in packs if one_by_one else [sum(packs, [])]:
+        documents, total = list(zip(*step.documents(), strict=True)), 0.0
+        for pack in [[each] for each in documents] if one_by_one else [documents]:
             ids, labels = (torch.cat(each) for each in zip(*pack, strict=True))
             context = bind_alone([len(each) for each, _ in pack])
             logits = model(ids, context.positions, context)
@@ -75,14 +74,14 @@ def everything(parameters, optimiser):
     return {name: value.clone() for name, value in parameters.values()}, moments
 
 
-def train(transport, dtype, plans, folder, change):
-    """All steps; after `change` of them the state goes through checkpoints of two other layouts to new parameters."""
+def train(transport, dtype, plans, folder, change=None, hops=()):
+    """All steps; after `change` of them the state goes through checkpoints, in other layouts, to new parameters."""
     parameters, optimiser = kept(transport, dtype, "free", 0)
     curve, between = [], []
     for number, (step, plan) in enumerate(zip(STEPS, plans, strict=True)):
         if number == change:
             between.append(everything(parameters, optimiser))
-            for hop, kind in enumerate(("full", "stages", "free")):
+            for hop, kind in enumerate(hops):
                 with Checkpoints(Path(folder) / str(hop)) as checkpoints:
                     checkpoints.save(1, model=parameters.masters(), optimiser=named_state(optimiser), extra={})
                 parameters, optimiser = kept(transport, dtype, kind, 1 + hop)
@@ -108,26 +107,31 @@ def plans():
     return twenty_plans([step.lengths for step in STEPS])
 
 
-def test_twenty_strategies_and_a_resume_equal_one_process(gloo_pool, plans, tmp_path):
+HOPS = [("free",), pytest.param(("full", "stages", "free"), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("hops", HOPS, ids="-".join)
+def test_twenty_strategies_and_a_resume_equal_one_process(gloo_pool, plans, tmp_path, hops):
+    """The checkpoint is loaded for the next strategy; it goes bit for bit through FSDP2, through stages, and back."""
     curve, values, states = alone(torch.float64)
-    results = gloo_pool.run(train, torch.float64, plans, str(tmp_path), 11, ranks=RANKS, timeout_s=300)
+    results = gloo_pool.run(train, torch.float64, plans, str(tmp_path), 11, hops, ranks=RANKS, timeout_s=300)
     wanted = values | {f"{n} {key}": s[key] for n, s in states.items() for key in ("exp_avg", "exp_avg_sq")}
     assert max(norm for _, norm in curve) > LIMIT, "some gradients are clipped"
-    for found, (whole, moments), between in results:
+    for found, (whole, moments), (before, *after) in results:
         assert furthest(found, curve) < 1e-9
         assert (whole | moments).keys() == wanted.keys()
         for name, each in (whole | moments).items():
             assert float((each - wanted[name]).norm() / wanted[name].norm()) < 1e-9, name
-        before, *after = between
-        for now in after:  # bit for bit through FSDP2, through stages, and back
+        for now in after:
             assert all(torch.equal(now[0][name], each) for name, each in before[0].items())
             assert all(torch.equal(each, before[1][name]) for name, each in now[1].items())
 
 
+@pytest.mark.slow
 def test_twenty_strategies_in_float32(gloo_pool, plans, tmp_path):
     """As close to float64 as twice what one process is, with the documents in one pack or one by one."""
     exact, orders = alone(torch.float64)[0], [alone(torch.float32, one_by_one=each)[0] for each in (False, True)]
     drift = max(furthest(each, exact) for each in orders)
-    found = gloo_pool.run(train, torch.float32, plans, str(tmp_path), None, ranks=RANKS, timeout_s=300)[0][0]
+    found = gloo_pool.run(train, torch.float32, plans, str(tmp_path), ranks=RANKS, timeout_s=300)[0][0]
     assert 0 < drift < 1e-3
     assert furthest(found, exact) <= 2 * drift

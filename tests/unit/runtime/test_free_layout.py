@@ -1,0 +1,217 @@
+"""Parameters with a free compute layout: what moves when, what a rank holds, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seqloom.comm import Alone, Ranks
+from seqloom.errors import SeqloomError
+from seqloom.plan import Group, Sharding, Span
+from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
+from seqloom.testing.shapes import Shape, shaped_plan
+from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
+from seqloom.train.model import made_ready
+
+torch.set_num_threads(1)
+SPEC = tiny_spec(layers=3, tied=True)
+STEP = Step((14, 6, 9, 4, 3), SPEC)
+TEAMS = (Shape(1, 2), Shape(2, 1, 1, 1, 3))
+"""A team of two ranks beside a pipeline of two stages, with a document in pieces."""
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def planned(*shapes, ranks=4, step=STEP):
+    return shaped_plan(step.lengths, shapes, ranks=ranks, layers=step.spec.layers, heads=step.spec.heads)
+
+
+def run(plan, transport, parameters, step=STEP):
+    return run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
+
+
+def test_one_model_runs_plans_of_any_shape(threads):
+    """Neither modules nor parameters are made anew, and a rank holds what its stage needs."""
+    shapes = [TEAMS, (Shape(1, 1, 2, 2),), (Shape(3),), (Shape(1, 2, 1, 2),), TEAMS]
+
+    def body(transport):
+        network = made_ready(STEP.network())
+        parameters = FreeLayout(network, transport)
+        before = [id(each) for each in (*network.module.modules(), *network.module.parameters())]
+        found, shares = [], []
+        for each in shapes:
+            result = run(planned(*each), transport, parameters)
+            gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
+            found.append(Found(result.loss, result.gradient_norm, gradients))
+            shares.append(sum(copy.numel() for copy in parameters.computing()))
+        assert before == [id(each) for each in (*network.module.modules(), *network.module.parameters())]
+        return found, shares
+
+    wanted, table = STEP.alone(), 23 * 16
+    matrices, norms = 16 * 16 * 2 + 8 * 16 * 2 + 24 * 16 * 3, 2 * 16
+    layer, sliced = matrices + norms, matrices // 2 + norms
+    for rank, (found, shares) in enumerate(threads.run(body, strict=True)):
+        assert max(each.worst(wanted) for each in found) < 1e-9
+        team, everything = table + 3 * sliced + 16, table + 3 * layer + 16
+        lines = (team, team, table + layer, table + 2 * layer + 16)
+        held = [lines, (everything,) * 4, (table + layer, layer, table + layer + 16, 0), (team,) * 4, lines]
+        assert shares == [each[rank] for each in held]
+
+
+def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
+    def body(transport):
+        parameters = FreeLayout(made_ready(STEP.network()), transport)
+        losses = [evaluate(bind_plan(planned(*TEAMS), transport), parameters, STEP.rows(), STEP.valid)]
+        losses.append(run(planned(Shape(1, 2, 2)), transport, parameters).loss)
+        norm = float(parameters.gradient_norm())
+        losses.append(evaluate(bind_plan(planned(Shape(3)), transport), parameters, STEP.rows(), STEP.valid))
+        return losses, norm == float(parameters.gradient_norm())
+
+    for losses, kept in threads.run(body, strict=True):
+        assert losses == pytest.approx([STEP.alone().loss] * 3, rel=1e-12) and kept
+
+
+def test_what_does_not_learn_has_no_gradient(threads):
+    def freeze(network):
+        for name, parameter in network.module.named_parameters():
+            parameter.requires_grad_("layers.1.mlp" in name or "layers.2.self_attn.v" in name)
+        return network
+
+    def body(transport):
+        found = []
+        for shapes in (TEAMS, (Shape(3),)):
+            parameters = FreeLayout(freeze(made_ready(STEP.network())), transport)
+            run(planned(*shapes), transport, parameters)
+            found.append(dict(parameters.gradients()))
+            assert parameters.masters().keys() == found[-1].keys()
+            assert len(dict(parameters.values())) > len(found[-1])
+        return found
+
+    wanted = STEP.alone().gradients
+    for found in threads.run(body, strict=True):
+        for gradients in found:
+            assert len(gradients) == 4
+            for name, each in gradients.items():
+                assert float((each - wanted[name]).norm() / wanted[name].norm()) < 1e-9
+
+
+def test_half_precision_adds_up_in_float32(threads):
+    step = replace(STEP, dtype=torch.float32)
+
+    def body(transport):
+        parameters = FreeLayout(made_ready(step.network()), transport, compute=torch.bfloat16)
+        result = run(planned(*TEAMS), transport, parameters, step)
+        assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
+        assert {each.dtype for each in parameters.computing()} == {torch.bfloat16}
+        return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+
+    found = threads.run(body, strict=True)[0]
+    single = replace(STEP, dtype=torch.bfloat16).alone().worst(STEP.alone())
+    assert 1e-4 < found.worst(STEP.alone()) < 2 * single
+
+
+class Recording:
+    """A transport whose exchanges aside are written down: when they start, and when they are waited for."""
+
+    def __init__(self, transport, log, aside=False):
+        self._transport, self._log, self._aside = transport, log, aside
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    @property
+    def aside(self):
+        return Recording(self._transport.aside, self._log, aside=True)
+
+    def exchange(self, sends, receives):
+        handle = self._transport.exchange(sends, receives)
+        return _Watched(handle, self._log, sum(e.startswith("start") for e in self._log)) if self._aside else handle
+
+
+class _Watched:
+    def __init__(self, handle, log, number):
+        self._handle, self._log, self._number = handle, log, number
+        log.append(f"start {number}")
+
+    def wait(self):
+        self._log.append(f"wait {self._number}")
+        self._handle.wait()
+
+
+def test_parameters_and_gradients_travel_while_layers_compute(threads):
+    """Bundles 0 to 4 are the embedding, three layers, norm and head; 5 to 9 their gradients, from the last."""
+    spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
+    rounds = [[Group((0, 1, 2, 3), 2, 2, spans[:3])], [Group((0, 1, 2, 3), 2, 2, spans[3:])]]
+    step = replace(STEP, spec=replace(SPEC, tied=False))
+    plan = one_stage_plan(rounds, ranks=4, layers=3, sharding=Sharding.FREE)
+
+    def body(transport):
+        log, network = [], step.network()
+        for number, layer in enumerate(network.layers):
+            layer.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
+        parameters = FreeLayout(network, Recording(transport, log))
+        for number, layer in enumerate(network.layers):
+            layer.input_layernorm.weight.register_hook(lambda _, number=number: log.append(f"backward {number}"))
+        run(plan, transport, parameters, step)
+        return log
+
+    for log in threads.run(body, strict=True):
+        assert log[:5] == [f"start {k}" for k in range(5)]
+        first = ["wait 0", "wait 1", "forward 0", "wait 2", "forward 1", "wait 3", "forward 2", "wait 4"]
+        assert log[5:13] == first
+        backwards = ["backward 2", "backward 1", "backward 0"]
+        assert log[13:19] == [*backwards, "forward 0", "forward 1", "forward 2"]
+        last = log[19:]
+        assert last.index("start 5") < last.index("backward 2") < last.index("start 6") < last.index("backward 1")
+        assert last.index("start 7") < last.index("backward 0") < last.index("start 8") < last.index("start 9")
+        assert last[-5:] == [f"wait {k}" for k in range(5, 10)]
+
+
+def test_a_single_rank_computes_with_the_masters():
+    step = replace(STEP, spec=tiny_spec())
+    parameters = FreeLayout(step.network(), Alone())
+    found = run(planned(Shape(), ranks=1, step=step), Alone(), parameters, step)
+    assert found.loss == pytest.approx(step.alone().loss, rel=1e-12)
+    masters, copies = parameters.masters().values(), parameters.computing()
+    assert [each.data_ptr() for each in masters] == [each.data_ptr() for each in copies]
+
+
+def message(threads, plan, make=FreeLayout, step=STEP):
+    def body(transport):
+        return run(plan, transport, make(made_ready(step.network()), transport), step)
+
+    with pytest.raises(SeqloomError) as refused:
+        threads.run(body)
+    return str(refused.value)
+
+
+def test_plans_that_do_not_suit_are_refused(threads):
+    free = planned(Shape(1, 2), Shape(2))
+    assert 'a plan with none sharding for parameters with a free layout; plan with sharding "free"' in message(
+        threads, replace(planned(Shape()), sharding=Sharding.NONE)
+    )
+    deeper = replace(STEP, spec=tiny_spec(layers=4))
+    assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
+    assert "tensor degree 2 for parameters that every rank" in message(threads, free, Replicated)
+    assert "4" in message(threads, planned(Shape(1, 4)))
+
+
+def test_layers_that_are_not_called_as_modules_are_refused():
+    def around(network):
+        """The same model, whose last layers nobody calls."""
+        decoder = network.module.model
+        hidden = lambda ids, c: decoder.norm(decoder.body(decoder.embed(ids, c.positions), c.positions, c, 0, 2))  # noqa: E731
+        return Network(network.module, network.layers, hidden, network.head)
+
+    plan = planned(Shape(), ranks=1)
+    with pytest.raises(SeqloomError, match=r"layers 0 to 2 have run before model.layers.2.\S+ was there"):
+        run(plan, Alone(), FreeLayout(around(STEP.network()), Alone()))
+
+
+def test_gradients_without_a_plan_are_refused():
+    with pytest.raises(SeqloomError, match=r"call arrange\(plan\) first"):
+        FreeLayout(STEP.network(), Alone()).finish()
