@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -120,7 +120,15 @@ def summed(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
     return x if team is None else _Summed.apply(x, team)
 
 
-def attention_context(context: Context | torch.Tensor) -> Any:
+@overload
+def attention_context(context: Context) -> Context: ...
+
+
+@overload
+def attention_context(context: torch.Tensor) -> torch.Tensor: ...
+
+
+def attention_context(context: Context | torch.Tensor) -> Context | torch.Tensor:
     """Return the context for attention over this rank's heads: its team's column, or the one given without a team."""
     team = _team(context)
     return context if team is None else team.column
