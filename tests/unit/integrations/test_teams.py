@@ -88,8 +88,12 @@ def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     same(tiny_model("llama", attention_bias=True, mlp_bias=True), 2, 4, rounds, checkpoint, split=True)
 
 
-def test_a_team_without_tokens():
-    rounds = [[Group((0, 1, 2, 3), 4, 1, SPANS[1:2])], [Group((0, 1), 2, 1, SPANS[:1]), Group((2, 3), 2, 1, SPANS[2:])]]
+def test_a_team_without_tokens_or_without_a_group():
+    rounds = [
+        [Group((0, 1, 2, 3), 4, 1, SPANS[1:2])],
+        [Group((0, 1), 2, 1, SPANS[:1])],
+        [Group((2, 3), 2, 1, SPANS[2:])],
+    ]
     same(tiny_model("llama"), 2, 4, rounds, Checkpoint.SELECTIVE)
 
 

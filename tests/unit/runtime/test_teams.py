@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_one_process(tensor, ulysses, ring):
 
 @pytest.mark.parametrize("checkpoint", Checkpoint)
 def test_whatever_is_kept_and_put_off(checkpoint):
-    rounds = [[one_group(2, 2, spans=SPANS[:1])], [Group((2, 3), 2, 1, SPANS[1:2]), Group((0, 1), 2, 1, SPANS[2:])]]
+    rounds = [[one_group(2, 2, spans=SPANS[:1])], [Group((2, 3), 2, 1, SPANS[1:2])], [Group((0, 1), 2, 1, SPANS[2:])]]
     found = in_teams(GROUPED, 2, rounds, checkpoint, split=True)
     assert found.worst(GROUPED.alone()) <= 1e-9
 
