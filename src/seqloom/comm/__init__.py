@@ -12,6 +12,7 @@ from seqloom.comm.lanes import Lane, Message, Way
 from seqloom.comm.pieces import pieces_of_plan
 from seqloom.comm.relay import Pending, Relay, Volume
 from seqloom.comm.remap import remapped
+from seqloom.comm.team import Team, attention_context, gathered, summed
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 __all__ = [
@@ -29,13 +30,17 @@ __all__ = [
     "Pending",
     "Ranks",
     "Relay",
+    "Team",
     "Traffic",
     "Transport",
     "Volume",
     "Way",
+    "attention_context",
     "bind",
     "bind_alone",
+    "gathered",
     "pieces_of_plan",
     "remapped",
     "run_ranks",
+    "summed",
 ]

@@ -1,5 +1,7 @@
 """Relays: orders of sums, memory, what is under way at once, refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def test_rows_may_lie_on_ranks_in_any_order():
         assert all(torch.equal(sums[k], held[k]) for k in held)
 
     for boxes in orders:
-        run_ranks(5, lambda transport, source=Layout.of(boxes): body(transport, source), strict=True)
+        run_ranks(5, partial(body, source=Layout.of(boxes)), strict=True)
 
 
 def test_given_tensors_are_filled_and_may_have_any_shape():
