@@ -78,7 +78,7 @@ class _Pieces:
         """Find the chosen boxes of a move, where they are in a bundle, in the tensors of `held` boxes."""
         chosen = np.flatnonzero(chosen & (bundle >= 0))
         bundle, peer, item, *edges = (column[chosen] for column in (bundle, peer, *move.columns()[2:]))
-        order = np.lexsort([edges[2], edges[0], item, peer, bundle])
+        order = np.lexsort([peer, bundle])  # which leaves boxes of a pair as all moves have them: by item and place
         bundle, peer, item, start, stop, start2, stop2 = (column[order] for column in (bundle, peer, item, *edges))
         weights = np.array(sorted(held), dtype=np.int64)
         boxes = np.array([held[weight] for weight in weights.tolist()], dtype=np.int64).reshape(-1, 4)

@@ -94,7 +94,7 @@ def relay_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) 
     weights += [draw(_weights(name, ("head",))) for name in ("norm", "head")]
     pipelines = draw(_pipelines(ranks, layers))
     stages = [(p, s) for p, pipeline in enumerate(pipelines) for s in range(len(pipeline.stages))]
-    chosen = draw(st.sets(st.sampled_from(stages))) if per_pass and stages else ()
+    chosen = draw(st.sets(st.sampled_from(stages), min_size=1)) if per_pass and stages else ()
     return RelayCase(ranks, tuple(draw(st.permutations(weights))), pipelines, frozenset(chosen))
 
 
@@ -110,7 +110,7 @@ def _weights(draw: st.DrawFn, name: str, home: tuple[int | str, ...], any_cut: b
 def _pipelines(draw: st.DrawFn, ranks: int, layers: int) -> tuple[Pipeline, ...]:
     """Draw pipelines side by side; some ranks are in none."""
     free, found = list(draw(st.permutations(range(ranks)))), []
-    while free and draw(st.integers(0, 5)):
+    while free and draw(st.sampled_from((True, True, True, True, False))):
         stages = draw(st.integers(1, min(4, layers, len(free))))
         cuts = sorted(draw(st.permutations(range(1, layers)))[: stages - 1])
         edges, line = [0, *cuts, layers], []

@@ -1,5 +1,7 @@
 """Relays: orders of sums, memory, what is under way at once, refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -66,6 +68,29 @@ def test_two_bundles_are_under_way_and_waited_for_in_any_order():
         assert first.wait() is first.wait()
 
     run_ranks(3, body, strict=True)
+
+
+def test_rows_may_lie_on_ranks_in_any_order():
+    """In the buffer of rank 4 pieces lie by rank, in its tensor by row: upward, downward and across columns."""
+    weights = [Weight("w", 8, 6, (0,))]
+    values = torch.randn(8, 6)
+    orders = [
+        [(rank, 0, 6 - 2 * rank, 8 - 2 * rank, 0, 6) for rank in range(4)],
+        [(rank, 0, 2 * row, 2 * row + 2, 0, 6) for rank, row in enumerate((1, 0, 3, 2))],
+        [(rank, 0, 4 * (rank % 2), 4 * (rank % 2) + 4, 3 * (rank // 2), 3 * (rank // 2) + 3) for rank in range(4)],
+        [(0, 0, 0, 1, 0, 6), (1, 0, 1, 2, 0, 6), (2, 0, 2, 5, 0, 6), (3, 0, 5, 8, 0, 6)],
+    ]
+
+    def body(transport, source):
+        relay = Relay(weights, source, whole_on(4, weights=weights), transport, device="cpu")
+        held = {k: values[box.start : box.stop, box.start2 : box.stop2].contiguous() for k, box in relay.source.items()}
+        found = relay.start(1, held, torch.float32).wait()
+        assert transport.rank < 4 or torch.equal(found[0], values)
+        sums = relay.start_sum(1, found, torch.float32).wait()
+        assert all(torch.equal(sums[k], held[k]) for k in held)
+
+    for boxes in orders:
+        run_ranks(5, partial(body, source=Layout.of(boxes)), strict=True)
 
 
 def test_given_tensors_are_filled_and_may_have_any_shape():
