@@ -24,12 +24,13 @@ from seqloom.simulate import predicted_ns
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Shares between 0 and 1, and the mean predicted step in ns."""
+    """Shares between 0 and 1, the number of steps and their mean predicted time in ns."""
 
     tokens: float
     padding: float
     attention: float
     communication: float
+    steps: int
     step_ns: float
 
     def as_dict(self) -> dict[str, float]:
@@ -39,6 +40,7 @@ class Balance:
             "pr": self.padding,
             "abr": self.attention,
             "cr": self.communication,
+            "steps": self.steps,
             "mean_step_ms": self.step_ns / 1e6,
         }
 
@@ -62,6 +64,7 @@ def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int]
         padding=1 - tokens / occupied,
         attention=sum(imbalance(squares for _, squares in rounds) for rounds in loads) / len(plans),
         communication=sum(map(_communicating, plans)) / tokens,
+        steps=len(plans),
         step_ns=sum(times) / len(plans),
     )
 

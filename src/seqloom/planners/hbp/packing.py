@@ -125,6 +125,7 @@ class Packing:
             padding=float(1 - self.lengths.sum() / self.pack_tokens.sum()),
             attention=float(self._imbalance(self.pack_squares).mean()),
             communication=float(tokens[spread].sum() / tokens.sum()),
+            steps=self.steps,
             step_ns=float(self.step_ns.mean()),
         )
 
