@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from seqloom.planners.hbp.balance import Balance, plans_balance
-from seqloom.planners.hbp.levels import Level, choose_levels, profiled
+from seqloom.planners.hbp.levels import Level, profiled
 from seqloom.planners.hbp.packing import Packing
-from seqloom.planners.hbp.planner import hbp, plain_packing
+from seqloom.planners.hbp.planner import choose_levels, hbp, plain_packing
 
 __all__ = [
     "Balance",

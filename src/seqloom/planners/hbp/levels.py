@@ -8,12 +8,15 @@ a whole step: cluster full of such packs, round after round, and what a step cos
     top    the one that holds the longest document
     2      top / its degree, if that is more than best
 
-A level takes the documents that are too long for the level below it.
+A level takes the documents that are too long for the level below it. More levels are not always better: a level with
+few documents has few steps, and packs that are long anyway have room for short documents. So every choice among the
+lower lengths is tried on the data set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -43,8 +46,10 @@ class Level(NamedTuple):
     token_ps: int
 
 
-def choose_levels(lengths: np.ndarray, cost: CostModel, budget: int) -> tuple[Level, ...]:
-    """The levels of a data set, shortest packs first; each has documents of its own.
+def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tuple[Level, ...]]:
+    """The levels that a data set may have, shortest packs first; each level has documents of its own.
+
+    Every set has packs that hold the longest document; the first set has no others.
 
     Args:
         lengths: int64[n] tokens of every document.
@@ -54,12 +59,25 @@ def choose_levels(lengths: np.ndarray, cost: CostModel, budget: int) -> tuple[Le
     Raises:
         SeqloomError: a document that no group holds, or that is longer than a step.
     """
+    *lower, top = level_lengths(lengths, cost, budget)
+    sizes = np.sort(cost.tokens(lengths))
+    seen = set()
+    for count in range(len(lower) + 1):
+        for chosen in combinations(lower, count):
+            levels = _with_documents([*chosen, top], sizes, cost, budget)
+            if levels not in seen:
+                seen.add(levels)
+                yield levels
+
+
+def level_lengths(lengths: np.ndarray, cost: CostModel, budget: int) -> list[int]:
+    """Tokens of packs that may make a level, ascending: 1, best, 2 and top, as far as they differ."""
+    _require_room(lengths, cost, budget)
     sizes = np.sort(cost.tokens(lengths))
     longest = int(sizes[-1])
-    _require_room(lengths, cost, budget)
     half = int(sizes[np.searchsorted(np.cumsum(sizes), (int(sizes.sum()) + 1) // 2)])
     known = candidates(cost, budget)
-    usual = [tokens for tokens in known if tokens >= half] or [longest]
+    usual = [tokens for tokens in known if tokens >= half] or [longest]  # a level is for a good part of all tokens
     common = sizes[sizes <= usual[0]]  # what all of them can hold, so that they are compared on the same documents
     best = _cheapest(usual, common, cost, budget)
     top = best
@@ -68,7 +86,7 @@ def choose_levels(lengths: np.ndarray, cost: CostModel, budget: int) -> tuple[Le
         top = _cheapest(holding, sizes[sizes > best.tokens], cost, budget)
     wanted = {best.tokens // best.shape.degree, best.tokens, top.tokens}
     wanted |= {tokens for tokens in (top.tokens // top.shape.degree,) if tokens > best.tokens}
-    return _with_documents({tokens // cost.granule * cost.granule for tokens in wanted}, sizes, cost, budget)
+    return sorted({tokens // cost.granule * cost.granule for tokens in wanted} - {0})
 
 
 def candidates(cost: CostModel, budget: int) -> list[int]:
@@ -138,10 +156,10 @@ def packs_per_step(tokens: int, degree: int, cost: CostModel, budget: int) -> tu
     return packs, -(-packs // side_by_side)
 
 
-def _with_documents(wanted: set[int], sizes: np.ndarray, cost: CostModel, budget: int) -> tuple[Level, ...]:
+def _with_documents(wanted: Sequence[int], sizes: np.ndarray, cost: CostModel, budget: int) -> tuple[Level, ...]:
     """Levels of these lengths, each priced with its own documents; lengths that have none are left out."""
     levels, below = [], 0
-    for tokens in sorted(wanted):
+    for tokens in wanted:
         own = sizes[(sizes > below) & (sizes <= tokens)]
         if len(own):
             levels.append(profiled(tokens, own, cost, budget))

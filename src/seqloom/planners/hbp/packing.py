@@ -57,7 +57,8 @@ class Packing:
 
     def plan(self, step: int) -> Plan:
         """The plan of one step: its packs side by side, as many rounds as it takes, in its level's shape."""
-        cost, level, batch = self.cost, self.levels[self.step_levels[step]], self.batch(step)
+        batch = self.batch(step)
+        cost, level = self.cost, self.levels[self.step_levels[step]]
         lengths = self.lengths[batch].tolist()
         packs = [np.searchsorted(batch, np.sort(pack)).tolist() for pack in self.packs(step)]
         blocks = cost.family.blocks(level.shape.degree)

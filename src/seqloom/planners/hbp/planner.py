@@ -19,9 +19,12 @@ from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.planners.hbp.fill import fill_packs, first_fit
-from seqloom.planners.hbp.levels import Level, choose_levels
+from seqloom.planners.hbp.levels import Level, level_sets
 from seqloom.planners.hbp.packing import Packing
 from seqloom.planners.hbp.steps import Steps, cut, dealt, running_order
+
+TRIED = 50_000
+"""Documents of a data set on which levels are tried."""
 
 
 def hbp(
@@ -50,11 +53,20 @@ def hbp(
         raise SeqloomError(f"{short_first} short steps first; give 0 or more")
     array = _checked_lengths(lengths, tokens_per_step)
     chosen = choose_levels(array, cost, tokens_per_step) if levels is None else _checked_levels(levels, array, cost)
-    pack, pack_levels = _packed(cost.tokens(array) // cost.granule, cost.granule, chosen)
-    work = _sums(np.square(array), pack, len(pack_levels))
-    steps = cut(work, pack_levels, chosen)
-    order = running_order(steps.levels, short_first=short_first, seed=seed)
-    return _packing("hbp", array, cost, chosen, pack, steps.reordered(order))
+    return _packed(array, cost, chosen, short_first, seed)
+
+
+def choose_levels(lengths: np.ndarray, cost: CostModel, tokens_per_step: int) -> tuple[Level, ...]:
+    """The levels under which the data set, or every k-th document of a large one, takes least time.
+
+    The arguments are those of `hbp`; of equal sets, the one with fewer levels.
+    """
+    every = -(-len(lengths) // TRIED)
+    tried = np.sort(lengths)[::-1][::every]  # the longest document is among them
+    return min(
+        level_sets(lengths, cost, tokens_per_step),
+        key=lambda levels: int(_packed(tried, cost, levels, 0, 0).step_ns.sum()),
+    )
 
 
 def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_per_step: int) -> Packing:
@@ -63,7 +75,7 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
     The same arguments, the same way to choose how packs are run and the same value as `hbp`: to compare with.
     """
     array = _checked_lengths(lengths, tokens_per_step)
-    top = choose_levels(array, cost, tokens_per_step)[-1]
+    (top,) = next(level_sets(array, cost, tokens_per_step))
     pack = np.empty(len(array), dtype=np.int64)
     count = first_fit(cost.tokens(array) // cost.granule, top.tokens // cost.granule, pack)
     starts = np.append(np.arange(0, count, top.packs), count)
@@ -71,7 +83,17 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
     return _packing("first-fit", array, cost, (top,), pack, steps)
 
 
-def _packed(sizes: np.ndarray, granule: int, levels: Sequence[Level]) -> tuple[np.ndarray, np.ndarray]:
+def _packed(lengths: np.ndarray, cost: CostModel, levels: tuple[Level, ...], short_first: int, seed: int) -> Packing:
+    """Pack under given levels."""
+    pack, pack_levels = _packs(cost.tokens(lengths) // cost.granule, cost.granule, levels)
+    order = np.argsort(pack, kind="stable")
+    work = np.add.reduceat(np.square(lengths[order]), np.searchsorted(pack[order], np.arange(len(pack_levels))))
+    steps = cut(work, pack_levels, levels)
+    running = running_order(steps.levels, short_first=short_first, seed=seed)
+    return _packing("hbp", lengths, cost, levels, pack, steps.reordered(running))
+
+
+def _packs(sizes: np.ndarray, granule: int, levels: Sequence[Level]) -> tuple[np.ndarray, np.ndarray]:
     """(int64[n] the pack of every document, int64[P] the level of every pack), from the longest packs down.
 
     Args:
@@ -126,12 +148,6 @@ def _packing(
     documents = np.argsort(place[pack], kind="stable")
     starts = np.searchsorted(place[pack][documents], np.arange(len(place) + 1))
     return Packing(name, lengths, cost, levels, documents, starts, steps.starts, steps.levels)
-
-
-def _sums(values: np.ndarray, pack: np.ndarray, count: int) -> np.ndarray:
-    """int64[count]: sum of a value over the documents of every pack."""
-    order = np.argsort(pack, kind="stable")
-    return np.add.reduceat(values[order], np.searchsorted(pack[order], np.arange(count)))
 
 
 def _checked_lengths(lengths: Sequence[int] | np.ndarray, tokens_per_step: int) -> np.ndarray:
