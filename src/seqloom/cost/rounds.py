@@ -195,9 +195,10 @@ def _card_ns(cost: CostModel, work: Work, variant: Variant, network: np.ndarray)
     for k in np.flatnonzero(network):
         group = work.groups[k]
         shape, reach = cost.place(group)
-        heads, keys = (flow.network for flow in cost.engine.flows(shape, variant, reach))
-        load = card_load(group.ranks, shape, cluster.nic_of_gpu, group.route if shape.routed else None)
-        share = (heads * load.ulysses + keys * load.sharing) / (heads + keys)
+        heads, keys, team = (flow.network for flow in cost.engine.flows(shape, variant, reach))
+        route = group.route if shape.routed else None
+        load = card_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
+        share = (heads * load.ulysses + keys * load.sharing + team * load.team) / (heads + keys + team)
         taken[load.node, load.card] += (int(network[k]) * share).astype(np.int64)
     return taken
 

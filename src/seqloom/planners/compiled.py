@@ -41,5 +41,5 @@ def kernel(function: Function) -> Function:
 @cache
 def sources() -> str:
     """Hash of every file that kernels stand in."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
