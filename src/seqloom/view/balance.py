@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
-from seqloom.planners.hbp import Balance
 from seqloom.view.numbers import milliseconds, percent
+
+if TYPE_CHECKING:
+    from seqloom.planners.hbp import Balance
 
 
 def balance_table(rows: Mapping[str, Balance]) -> Table:
