@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.pieces import span_sums
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.reach import Reach, reach_of
-from seqloom.cost.refusal import require_tensor, too_small
+from seqloom.cost.refusal import require_sizes, require_teams, require_tensor, too_small
 from seqloom.cost.shapes import PROBED, ordered, useful_shapes
 from seqloom.cost.tabling import cost_tables, document_parts
 from seqloom.cost.values import CostTables, Parts, Shape, Variant
@@ -60,10 +59,7 @@ class CostModel:
         whole: CostModel | None = None,
     ) -> None:
         """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
-        if budget_gib is not None and not 0 < budget_gib < math.inf:
-            raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
-        if max_length is not None and max_length < 1:
-            raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
+        require_sizes(budget_gib, max_length)
         self.cluster, self.model, self.max_length = cluster, model, max_length
         if sharding not in list(Sharding):
             raise unknown("sharding", str(sharding), list(Sharding))
@@ -71,8 +67,8 @@ class CostModel:
         self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
         self.family = GroupFamily(self.ranks, self.node_size)
-        require_tensor(self)
         self.whole = self if whole is None else whole
+        require_tensor(self)
         self._asked = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._kin: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
@@ -109,18 +105,22 @@ class CostModel:
         return f"CostModel({', '.join(names)}{f', tensor {self.tensor}' if self.tensor > 1 else ''})"
 
     def with_tensor(self, tensor: int) -> CostModel:
-        """The same cluster with weights split over teams of so many ranks. Made once."""
-        return self.on_ranks(self.ranks, tensor)
+        """The same ranks with weights split over teams of so many: prices of such a stage. Made once."""
+        return self._relative(self.ranks, tensor)
 
     def on_ranks(self, ranks: int, tensor: int = 1) -> CostModel:
         """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
 
         Made once. A plan for them may be moved to any multiple of their number.
         """
+        require_teams(self.whole, ranks, tensor)
+        return self._relative(ranks, tensor)
+
+    def _relative(self, ranks: int, tensor: int) -> CostModel:
         known = self.whole._kin
         if (ranks, tensor) not in known:
             part = self.whole.cluster.part(ranks)
-            known[ranks, tensor] = CostModel(part, self.model, *self._asked, tensor, self.whole)
+            known[ranks, tensor] = CostModel(part, self.model, *self._asked, tensor=tensor, whole=self.whole)
         return known[ranks, tensor]
 
     # -- memory -----------------------------------------------------------------

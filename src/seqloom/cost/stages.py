@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from seqloom.plan import Part
 
 
-def stage_parameters(cost: CostModel, share: Part) -> int:
+def stage_parameters(cost: CostModel, share: Part, tensor: int | None = None) -> int:
     """Parameters of a rank of a stage: its layers, the embedding on the first stage, norm and head on the last.
 
     A tied table is on both. All stages together have the model's parameters, a tied table counted twice. Tensor ranks
-    have their part of the layers' matrices.
+    have their part of the layers' matrices, by the cost model's tensor degree if none is given.
     """
+    degree = cost.tensor if tensor is None else tensor
     model = cost.model
     context = cost.max_length or DEFAULT_CONTEXT
     table = model.head_parameters
     outside = model.parameters(context) - sum(map(model.layer_parameters, range(model.layers)))
     beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions
     positions = context * model.hidden if model.learned_positions else 0
-    own = sum(model.layer_parameters(layer, cost.tensor) for layer in range(share.first, share.stop))
+    own = sum(model.layer_parameters(layer, degree) for layer in range(share.first, share.stop))
     own += table + positions if share.begins else 0
     if share.ends:
         own += beside - positions + (0 if share.begins and model.tied else table)

@@ -6,6 +6,8 @@ picks one of them, in two stages: documents to pipelines, then documents to micr
 
 from __future__ import annotations
 
+from seqloom.planners.strategies.check import check_strategies
+from seqloom.planners.strategies.planner import plan_strategies, propose_strategies
 from seqloom.planners.strategies.price import SchemeCost, SchemeCosts
 from seqloom.planners.strategies.values import Pipe, Scheme, Strategy, strategies_from_json, strategies_to_json
 
@@ -15,6 +17,9 @@ __all__ = [
     "SchemeCost",
     "SchemeCosts",
     "Strategy",
+    "check_strategies",
+    "plan_strategies",
+    "propose_strategies",
     "strategies_from_json",
     "strategies_to_json",
 ]

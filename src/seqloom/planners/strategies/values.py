@@ -145,7 +145,9 @@ def strategies_from_json(text: str) -> tuple[Strategy, ...]:
     content = _parsed(text)
     listed = content.get("strategies") if isinstance(content, Mapping) else None
     if not isinstance(listed, Sequence) or not listed:
-        raise SeqloomError('a list of strategies is {"strategies": [...]} with at least one; see seqloom propose --json')
+        raise SeqloomError(
+            'a list of strategies is {"strategies": [...]} with at least one; see seqloom propose --json'
+        )
     return tuple(map(Strategy.from_dict, listed))
 
 
