@@ -210,6 +210,15 @@ def test_it_is_faster_than_plain_packing_where_nodes_are_far_apart():
     assert packed.balance.communication < plain.balance.communication == 1
 
 
+@pytest.mark.parametrize("cluster", ["1x4xH100", "2x2xH100"])
+def test_free_sharding_adds_what_is_not_hidden_of_its_moves(cluster):
+    cost = roomy_cost_model(cluster, "qwen3-0.6b", None, "free", 0)
+    packing = hbp(sample("commoncrawl", 60, seed=1, max_length=8000), cost, 30_000)
+    assert packing.steps > 2
+    for step in range(packing.steps):
+        assert packing.step_ns[step] == predicted_ns(packing.plan(step), cost)
+
+
 def test_a_step_that_is_not_there():
     with pytest.raises(SeqloomError, match=r"choose 0 .. 0"):
         hbp([5], COST, 1000).plan(1)

@@ -9,8 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.cost.relaying import relay_ns
 from seqloom.errors import SeqloomError
-from seqloom.plan import Pipeline, Plan, Round, Span, Work, in_order
+from seqloom.plan import Pipeline, Plan, Round, Sharding, Span, Work, in_order
 from seqloom.planners.hbp.balance import Balance
 from seqloom.planners.hbp.levels import Level
 
@@ -111,10 +112,26 @@ class Packing:
             degree, island = level.shape.degree, self.cost.island_size
             starts = np.array([block.start for block in self.cost.family.blocks(degree)])
             together = np.unique(starts // max(degree, island), return_index=True)[1]
-            waits = np.maximum.reduceat(self._grid(self.pack_ns, index), together, axis=2)
-            overhead = self.cost.step_overhead_ns(level.variant)
+            grid = self._grid(self.pack_ns, index)
+            waits = np.maximum.reduceat(grid, together, axis=2)
+            overhead = self.cost.step_overhead_ns(level.variant) + self._moved_ns(grid, level)
             times[self.step_levels == index] = waits.sum(axis=1).max(axis=1, initial=0) + overhead
         return times
+
+    def _moved_ns(self, grid: np.ndarray, level: Level) -> np.ndarray:
+        """int64[steps of the level]: what they do not hide of moving parameters and gradients under free sharding.
+
+        Args:
+            grid: int64[steps, rounds, blocks] time of every pack; 0 where there is none.
+            level: of the steps.
+        """
+        if self.cost.sharding != Sharding.FREE:
+            return np.zeros(len(grid), dtype=np.int64)
+        line = (Pipeline.single(range(self.cost.ranks), self.cost.model.layers, (), level.variant.reduce),)
+        shortest = np.where(grid > 0, grid, np.iinfo(np.int64).max).min(axis=2)
+        last = (grid.max(axis=2) > 0).sum(axis=1) - 1
+        shades = zip(shortest[:, 0].tolist(), shortest[np.arange(len(grid)), last].tolist(), strict=True)
+        return np.array([relay_ns(self.cost, line, [shade]) for shade in shades], dtype=np.int64)
 
     @cached_property
     def balance(self) -> Balance:
