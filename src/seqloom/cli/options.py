@@ -24,7 +24,10 @@ ProfileName = Annotated[
 ]
 ShardingName = Annotated[
     str,
-    typer.Option("--sharding", help="Parameters are sharded over all GPUs (full), a node (hybrid) or none."),
+    typer.Option(
+        "--sharding",
+        help="Parameters are sharded over all GPUs (full), a node (hybrid) or none; free: they move at every step.",
+    ),
 ]
 BudgetGib = Annotated[
     float | None,

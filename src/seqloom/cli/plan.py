@@ -43,8 +43,9 @@ Planner = Annotated[
     str,
     typer.Option(
         "--planner",
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), exact, auto; "
-        "published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; hbp: all sequences are made into steps.",
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), strategies "
+        "(sharding free), exact, auto; published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; "
+        "hbp: all sequences are made into steps.",
     ),
 ]
 Size = Annotated[int | None, typer.Option("--batch-size", help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]

@@ -22,8 +22,8 @@ def check_strategies(strategies: Sequence[Strategy], cost: CostModel) -> None:
         for scheme in dict.fromkeys(pipe.scheme for pipe in strategy.pipelines):
             if scheme.stages > model.layers:
                 raise SeqloomError(
-                    f"pipeline {scheme} of strategy {strategy} has {scheme.stages} stages for the {model.layers} layers "
-                    f"of {model.name}: every stage needs a layer; use at most {model.layers} stages"
+                    f"pipeline {scheme} of strategy {strategy} has {scheme.stages} stages for the {model.layers} "
+                    f"layers of {model.name}: every stage needs a layer; use at most {model.layers} stages"
                 )
             model.check_tensor(scheme.tensor)
             if scheme.tensor * scheme.ulysses > model.heads:
@@ -40,8 +40,8 @@ def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[Scheme, Sc
         priced = fit(cost, scheme)
         if priced is None:
             raise SeqloomError(
-                f"pipeline {scheme} has no room for a token of {cost.model.name} beside its parameters and gradients in "
-                f"{cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget, or propose strategies anew"
+                f"pipeline {scheme} has no room for a token of {cost.model.name} beside its parameters and gradients "
+                f"in {cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget, or propose strategies anew"
             )
         costs[scheme] = priced
     return costs

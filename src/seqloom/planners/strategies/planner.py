@@ -8,6 +8,7 @@ really take corrects the three numbers, and the documents are dealt once more. T
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from seqloom.planners.strategies.assign import Assignment, assign, problem_of, r
 from seqloom.planners.strategies.check import check_strategies, costs_of
 from seqloom.planners.strategies.merge import Part, merge
 from seqloom.planners.strategies.place import fits_nodes
+from seqloom.planners.strategies.price import SchemeCosts
 from seqloom.planners.strategies.propose import MOST, propose
 from seqloom.planners.strategies.schemes import scheme_costs
 from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
@@ -79,19 +81,21 @@ def plan_strategies(
         known = tuple(map(Strategy.from_dict, strategies))
         check_strategies(known, cost)
     costs = costs_of(known, cost)
-    made: list[tuple[int, Plan, Assignment]] = []
-    refused: SeqloomError | None = None
+    built: list[Built] = []
+    refused: list[SeqloomError] = []
     for assignment in rank_strategies(array, known, costs, most=TRIED):
         try:
-            plan, _ = build(array, known[assignment.strategy], assignment, cost, seed)
-            made.append((predicted_ns(plan, cost), plan, assignment))
+            built.append(build(array, known[assignment.strategy], assignment, cost, seed))
         except SeqloomError as error:  # its memory is tighter than three numbers can say
-            refused = error
-    if not made:
-        assert refused is not None
-        raise refused
-    best_ns, best, assignment = min(made, key=lambda entry: entry[0])
-    return best
+            refused.append(error)
+    if not built:
+        raise refused[0]
+    best = min(built, key=lambda made: made.ns)
+    for _ in range(CORRECTIONS):
+        with suppress(SeqloomError):
+            again = corrected(array, known[best.assignment.strategy], costs, best)
+            best = min(best, build(array, known[again.strategy], again, cost, seed), key=lambda made: made.ns)
+    return best.plan
 
 
 def require_free(cost: CostModel) -> None:
@@ -139,10 +143,18 @@ def _alike(one: Pipe, other: Pipe) -> bool:
     return one.scheme.stages == other.scheme.stages == 1 and one.scheme.tensor == other.scheme.tensor
 
 
-def build(
-    lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int
-) -> tuple[Plan, dict[int, int]]:
-    """The plan of an assignment, and how long every pipeline that has documents takes by it, ns."""
+class Built(NamedTuple):
+    """A plan, the assignment it was made from, and what it takes."""
+
+    plan: Plan
+    ns: int
+    assignment: Assignment
+    pipelines_ns: dict[int, int]
+    """ns of every pipeline that has documents, by its index in the strategy."""
+
+
+def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
+    """The full plan of an assignment."""
     parts, taken = [], {}
     for block in blocks(strategy, cost.ranks, cost.node_size):
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
@@ -154,4 +166,21 @@ def build(
                 plan = plan_flex(lengths[documents], inside, seed=seed)
             parts.append(Part(plan, block.start, documents))
             taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
-    return merge(parts, lengths, cost, "strategies"), taken
+    merged = merge(parts, lengths, cost, "strategies")
+    return Built(merged, predicted_ns(merged, cost), assignment, taken)
+
+
+def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built: Built) -> Assignment:
+    """The documents dealt once more, with every pipeline's prices scaled to what its plan takes."""
+    order = np.argsort(-lengths, kind="stable")
+    problem = problem_of(lengths[order], strategy, costs)
+    expected = built.assignment.pipelines_ns
+    scale = np.array([built.pipelines_ns.get(j, ns) / max(ns, 1) for j, ns in enumerate(expected)])
+    return assign(
+        problem._replace(
+            cost=np.rint(problem.cost * scale[:, None]).astype(np.int64),
+            fixed=np.rint(problem.fixed * scale).astype(np.int64),
+        ),
+        order,
+        built.assignment.strategy,
+    )
