@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 NAME = "hbp"
 
 
-def is_packing(planner: str, tokens_per_step: int | None, drawn: bool) -> bool:
-    """Whether a data set is to be packed; refuses options that do not go together.
+def step_tokens(planner: str, tokens_per_step: int | None, drawn: bool) -> int | None:
+    """Tokens of a step where a data set is to be packed, None where a batch is to be planned.
+
+    Refuses options that do not go together.
 
     Args:
         planner: its name.
@@ -35,7 +37,7 @@ def is_packing(planner: str, tokens_per_step: int | None, drawn: bool) -> bool:
                 f"--tokens-per-step {tokens_per_step} with planner {planner!r}, which plans one batch; "
                 "use --tokens-per-batch, or planner hbp"
             )
-        return False
+        return None
     if tokens_per_step is None:
         raise SeqloomError("planner 'hbp' makes steps of a data set; say how large one is with --tokens-per-step N")
     if drawn:
@@ -43,7 +45,7 @@ def is_packing(planner: str, tokens_per_step: int | None, drawn: bool) -> bool:
             "--view, --explain and --picture show one plan, hbp makes one per step; write them with --out and look at "
             "one with seqloom simulate"
         )
-    return True
+    return tokens_per_step
 
 
 def pack_steps(

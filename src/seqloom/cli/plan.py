@@ -87,7 +87,7 @@ def plan(
     """
     from seqloom.api import cost_model
     from seqloom.cli.outcome import outcomes, setting
-    from seqloom.cli.packing import is_packing, pack_steps
+    from seqloom.cli.packing import pack_steps, step_tokens
     from seqloom.cli.progress import planning
     from seqloom.cli.workload import Source
     from seqloom.planners import stages_asked
@@ -95,12 +95,12 @@ def plan(
     require_writable(out)
     require_picture(picture)
     asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    packing = is_packing(planner, tokens_per_step, view or explain or picture is not None)
-    cost = cost_model(cluster, model, **asked, stages=1 if packing else stages_asked([planner]))
+    per_step = step_tokens(planner, tokens_per_step, view or explain or picture is not None)
+    cost = cost_model(cluster, model, **asked, stages=stages_asked([planner]) if per_step is None else 1)
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = one_batch(source, batch_size, tokens_per_batch, skip)
-    if packing and tokens_per_step is not None:
-        pack_steps(cost, workload, tokens_per_step, seed=seed, out=out, json=json)
+    if per_step is not None:
+        pack_steps(cost, workload, per_step, seed=seed, out=out, json=json)
         return
     with planning(1) as progress:
         [row] = outcomes([planner], workload.batches, cost, seed=seed, progress=progress)

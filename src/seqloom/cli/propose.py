@@ -16,18 +16,17 @@ from seqloom.cli.options import (
     Lengths,
     MaxLength,
     ModelName,
+    OutStrategies,
     ProfileName,
     Seed,
     Tokenizer,
     print_json,
     require_writable,
 )
-from seqloom.cli.options import OutStrategies as Out
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     import numpy as np
-    from rich.console import Console
     from rich.table import Table
 
     from seqloom.cli.workload import Source
@@ -53,7 +52,7 @@ def propose(
     most: Most = 8,
     column: Column = None,
     tokenizer: Tokenizer = None,
-    out: Out = None,
+    out: OutStrategies = None,
     seed: Seed = 0,
     json: AsJson = False,
 ) -> None:
@@ -66,7 +65,7 @@ def propose(
     """
     from seqloom.api import cost_model
     from seqloom.cli.workload import Source
-    from seqloom.planners.strategies import propose_strategies
+    from seqloom.planners.strategies import propose_strategies, strategies_to_json
 
     require_writable(out, "strategies", (".json",))
     for name, value in {
@@ -84,8 +83,6 @@ def propose(
     found = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
     trial = tried(data, found, cost, tokens_per_step, steps)
     if out is not None:
-        from seqloom.planners.strategies import strategies_to_json
-
         out.write_text(strategies_to_json(found) + "\n", encoding="utf-8")
     if json:
         print_json(
@@ -196,7 +193,7 @@ def _print(
     from seqloom.view import rank_chart
     from seqloom.view.numbers import duration
 
-    console: Console = Console(highlight=False)
+    console = Console(highlight=False)
     console.print(heading(cost), markup=False)
     console.print(f"{len(data):,} sequences, {int(data.sum()):,} tokens, longest {int(data.max()):,}")
     for note in source.notes(dropped):
