@@ -4,19 +4,13 @@ import numpy as np
 import pytest
 
 from seqloom.cost import Shape
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
 from seqloom.planners import make_plan
 from seqloom.planners.hbp import hbp, plans_balance, profiled
-from seqloom.planners.hbp.balance import imbalance
 from seqloom.simulate import predicted_ns
 from seqloom.testing.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x4xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
-
-
-def test_imbalance_is_what_ranks_lack_beside_the_fullest():
-    assert imbalance([np.array([4.0, 2.0, 2.0, 0.0])]) == 0.5
-    assert imbalance([np.array([4.0, 2.0]), np.array([1.0, 1.0])]) == pytest.approx(1 - 4 / 5)
-    assert imbalance([np.zeros(2)]) == 0
 
 
 def test_one_document_per_rank():
@@ -42,9 +36,39 @@ def test_groups_of_several_ranks_share_evenly_and_communicate():
     assert both.as_dict()["mean_step_ms"] == pytest.approx((predicted_ns(wide, COST) + predicted_ns(alone, COST)) / 2e6)
 
 
-def test_stages_are_compared_inside():
-    """Every stage has all tokens of a round: stages of two ranks that share them evenly are even."""
+def test_rounds_that_follow_each_other_add_up_what_ranks_wait_for():
+    level = profiled(256, np.array([256]), COST, 2048)._replace(shape=Shape(1, 1), packs=8)
+    packing = hbp([256, 256, 256, 128, 128, 128, 128, 128], COST, 2048, levels=[level])
+    first, second = (
+        sorted(group.tokens for group in current.groups) for current in packing.plan(0).pipelines[0].rounds
+    )
+    assert (first, second) == ([128, 256, 256, 256], [128] * 4)
+    for found in (packing.balance, plans_balance([packing.plan(0)], COST)):
+        assert found.tokens == pytest.approx(1 - (896 + 512) / 4 / (256 + 128))
+
+
+def test_stages_count_by_their_layers():
+    """Every stage has all tokens of a round, and works on them in proportion to its layers."""
     cost = roomy_cost_model("1x4xH100", "qwen3-0.6b", None, "full", 1)
     plan = make_plan("pipeline:4", np.array([4000, 3000, 2000]), cost)
+    layers = [stage.layers[1] - stage.layers[0] for stage in plan.pipelines[0].stages]
     found = plans_balance([plan], cost)
-    assert found.tokens == found.attention == found.communication == 0
+    assert found.tokens == pytest.approx(1 - sum(layers) / 4 / max(layers))
+    assert found.attention == pytest.approx(found.tokens) and found.communication == 0
+
+
+def test_of_pipelines_side_by_side_the_slowest_counts():
+    """One pipeline on two ranks has 900 tokens, another on one rank 300, a fourth rank nothing."""
+    cost = roomy_cost_model("1x4xH100", "qwen3-0.6b", None, "free", 1)
+    wide, alone = Group((0, 1), 2, 1, (Span(0, 0, 900),)), Group((2,), 1, 1, (Span(1, 0, 300),))
+    reduce = cost.variants[0].reduce
+    pipelines = tuple(
+        Pipeline.single(group.ranks, cost.model.layers, [Round((Work((group,), Checkpoint.NONE),))], reduce)
+        for group in (wide, alone)
+    )
+    plan = Plan(cost.limits(reduce), cost.sharding, reduce, (900, 300), pipelines)
+    plan.validate()
+    found = plans_balance([plan], cost)
+    assert found.tokens == pytest.approx(1 - 1200 / 4 / 450)
+    assert found.attention == pytest.approx(1 - (900**2 + 300**2) / 4 / (900**2 / 2))
+    assert found.communication == 0.75

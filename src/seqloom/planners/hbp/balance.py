@@ -5,20 +5,21 @@
     attention imbalance   ABR   as DBR, of attention work: squares of lengths
     communication         CR    tokens of documents that are spread over several ranks
 
-An imbalance is 1 - mean / max over ranks, of rounds that follow each other 1 - sum of means / sum of maxima: ranks
-wait in every round for the one that has most. Of several steps, the mean over steps. Padding and communication are
-shares of all tokens of all steps.
+An imbalance is 1 - mean / max over all ranks. Of rounds that follow each other the maxima add up, since ranks wait in
+every round for the one that has most; of pipelines side by side the largest sum counts, and in it that of the slowest
+stage, whose work is in proportion to its layers. Of several steps, the mean. Padding and communication are shares of
+all tokens of all steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.plan import Plan, Stage, Work
+from seqloom.plan import Plan, Work
 from seqloom.simulate import predicted_ns
 
 
@@ -48,32 +49,39 @@ class Balance:
 def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int] | None = None) -> Balance:
     """The figures of several steps.
 
-    Ranks are compared inside a stage, round by round: stages of a pipeline have other layers, not fewer tokens.
-
     Args:
         plans: of the steps, at least one.
         cost: prices them, and knows the granule to which documents are padded.
         step_ns: their predicted times, if they are known.
     """
     times = [predicted_ns(plan, cost) for plan in plans] if step_ns is None else step_ns
-    loads = [[_on_ranks(*each, cost) for each in _works(plan)] for plan in plans]
     tokens = sum(plan.tokens for plan in plans)
     occupied = sum(int(cost.tokens(np.array(plan.documents)).sum()) for plan in plans)
+    held, squares = np.mean([imbalances(plan, cost) for plan in plans], axis=0).tolist()
     return Balance(
-        tokens=sum(imbalance(held for held, _ in rounds) for rounds in loads) / len(plans),
+        tokens=held,
         padding=1 - tokens / occupied,
-        attention=sum(imbalance(squares for _, squares in rounds) for rounds in loads) / len(plans),
+        attention=squares,
         communication=sum(map(_communicating, plans)) / tokens,
         steps=len(plans),
         step_ns=sum(times) / len(plans),
     )
 
 
-def _works(plan: Plan) -> Iterator[tuple[Stage, Work]]:
-    """Every stage's share of every round."""
+def imbalances(plan: Plan, cost: CostModel) -> np.ndarray:
+    """float64[2]: imbalance of tokens and of attention work in one step."""
+    total, most = np.zeros((2, cost.ranks)), np.zeros(2)
     for pipeline in plan.pipelines:
+        paced = np.zeros((len(pipeline.hosts), 2))
+        hosts = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
+        shares = [(part.stop - part.first) / part.of for part in pipeline.parts]
         for current in pipeline.rounds:
-            yield from zip(pipeline.stages, current.work, strict=True)
+            for host, share, work in zip(hosts, shares, current.work, strict=True):
+                loads = share * _on_ranks(work, cost)
+                total += loads
+                paced[host] += loads.max(axis=1)
+        most = np.maximum(most, paced.max(axis=0))
+    return 1 - total.mean(axis=1) / most
 
 
 def _communicating(plan: Plan) -> int:
@@ -82,27 +90,16 @@ def _communicating(plan: Plan) -> int:
     return sum(group.tokens for current in rounds for group in current.work[0].groups if group.degree > 1)
 
 
-def imbalance(rounds: Iterable[np.ndarray]) -> float:
-    """1 - sum of means / sum of maxima, over what ranks have in every round, float64[ranks] each; 0 if all is empty."""
-    means, most = 0.0, 0.0
-    for loads in rounds:
-        means += float(loads.mean())
-        most += float(loads.max())
-    return 1 - means / most if most else 0.0
-
-
-def _on_ranks(stage: Stage, work: Work, cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """(float64[k] tokens in linear layers, float64[k] attention work) on the k ranks of a stage in a round.
+def _on_ranks(work: Work, cost: CostModel) -> np.ndarray:
+    """float64[2, ranks]: tokens in linear layers and attention work of one stage's share of a round.
 
     A group's ranks share both evenly: Ulysses by heads, rings in zigzag.
     """
-    tokens, squares = np.zeros(cost.ranks), np.zeros(cost.ranks)
+    loads = np.zeros((2, cost.ranks))
     for group in work.groups:
-        ranks = list(group.ranks)
         occupied = sum(-(-stop // cost.granule) - -(-start // cost.granule) for _, start, stop in group.spans)
-        tokens[ranks] += occupied * cost.granule / group.degree
-        squares[ranks] += sum(stop**2 - start**2 for _, start, stop in group.spans) / group.degree
+        squares = sum(stop**2 - start**2 for _, start, stop in group.spans)
+        loads[:, list(group.ranks)] += np.array([[occupied * cost.granule], [squares]]) / group.degree
     if work.linear is not None:
-        tokens = np.bincount(work.linear.rank, work.linear.sizes, cost.ranks).astype(np.float64)
-    own = list(stage.ranks)
-    return tokens[own], squares[own]
+        loads[0] = np.bincount(work.linear.rank, work.linear.sizes, cost.ranks)
+    return loads
