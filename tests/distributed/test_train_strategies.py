@@ -94,7 +94,7 @@ class InTurn:
         count = len(strategy.pipelines)
         order = np.argsort(-lengths, kind="stable").tolist()
         dealt = tuple(tuple((document,) for document in order[k::count]) for k in range(count))
-        plan, _ = build(lengths, strategy, Assignment(0, dealt, (0,) * count), cost, seed=0)
+        plan = build(lengths, strategy, Assignment(0, dealt, (0,) * count), cost, seed=0).plan
         plan.validate()
         return StepPlan(step, plan, 0, 0)
 

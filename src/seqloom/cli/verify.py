@@ -81,16 +81,17 @@ def _verified(
     loaded = Config.load(path, overrides)
     setup = Setup.of(loaded, ranks or loaded.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
-    planners: list[str | Choice] = [*names]
+    given = setup.sampler.peek(batches)
+    asked: list[list[str | Choice]] = [[*names] for _ in given]
     if own and setup.planners.cut:
-        planners += setup.planners.alternatives
-    sampler, rows = setup.sampler, []
+        asked = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in given]
+    rows = []
     precision = getattr(torch, dtype)
     build = partial(kind_of(config).build, config, torch.device("cpu"), precision)
     options = {"dtype": precision, "seed": config.model.seed, "build": build}
-    with steps("one process", batches * len(planners)) as step:
-        for number in range(batches):
-            for row in compare(spec, source, sampler.next_batch(), cost, planners, **options):
+    with steps("one process", sum(map(len, asked))) as step:
+        for number, (batch, planners) in enumerate(zip(given, asked, strict=True)):
+            for row in compare(spec, source, batch, cost, planners, **options):
                 rows.append(row)
                 if step is not None:
                     step(f"batch {number}: {row.planner}")

@@ -9,6 +9,7 @@ from seqloom.cost import CostModel
 from seqloom.data import Batch, Limited, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
+from seqloom.plan import Sharding
 from seqloom.train.config import Config
 from seqloom.train.sections import Pipelining
 from seqloom.train.stages import SAMPLE, Planners, number_of_stages
@@ -118,6 +119,7 @@ def make_cost(config: Config, spec: ModelSpec, ranks: int, longest: int) -> Cost
     options = config.plan
     limit = config.data.max_length or longest
     asked = config.pipeline.stages
-    stages = asked if isinstance(asked, int) else 2  # auto: perhaps only a pipeline holds the model
+    anything = asked == "auto" or options.sharding == Sharding.FREE  # perhaps only a pipeline holds the model
+    stages = 2 if anything else int(asked)
     memory = (options.budget_gib, limit, options.capacity)
     return CostModel(cluster, spec, options.profile, options.sharding, *memory, stages=stages)

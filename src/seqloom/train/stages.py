@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,10 +42,10 @@ class Planners:
         """Whether plans may cut the model into stages."""
         return len(self.stages) != 1
 
-    @property
-    def alternatives(self) -> list[Choice]:
-        """The planner of the run, or one for every strategy that it chooses from."""
-        return [Choice("strategies", {"strategies": (each,)}) for each in self.strategies] or [self.planner]
+    def alternatives(self, lengths: np.ndarray) -> list[Choice]:
+        """Return the planner of the run, or one for every strategy that holds documents of these lengths, tokens."""
+        able = [each for each in self.strategies if each.longest >= lengths.max()]
+        return [replace(self.planner, options={"strategies": (each,)}) for each in able] or [self.planner]
 
     @classmethod
     def of(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> Planners:

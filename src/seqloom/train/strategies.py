@@ -99,7 +99,7 @@ def small_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]:
         lengths = [min(FEW * len(pipe.ranks), pipe.longest) for pipe in strategy.pipelines for _ in range(2)]
         batches = tuple(((2 * number,), (2 * number + 1,)) for number in range(len(strategy.pipelines)))
         given = Assignment(0, batches, (0,) * len(batches))
-        plans.append(build(np.array(lengths), strategy, given, cost, seed=0)[0])
+        plans.append(build(np.array(lengths), strategy, given, cost, seed=0).plan)
     return plans
 
 
