@@ -102,7 +102,9 @@ def _print_rows(rows: list[Verified], dtype: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("planner", "plan", "rounds", "groups", "loss", "grad norm", "difference", "", box=None)
+    table = Table("planner", box=None)
+    for name in ("plan", "rounds", "groups", "loss", "grad norm", "difference", ""):
+        table.add_column(name, no_wrap=True)
     for row in rows:
         numbers = (f"{row.loss:.9f}", f"{row.grad_norm:.9f}", f"{row.max_relative_gradient_difference:.1e}")
         verdict = "same" if row.passed else "DIFFERS"
