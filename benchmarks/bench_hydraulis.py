@@ -5,8 +5,8 @@ dealt in turn), two-stage assignment on the same strategy, the best of the publi
 step, and the best of a list proposed from other documents of the same source. Documents longer than the context are cut
 to it, the last of a step to the token budget.
 
-Prices: c + sum(a s^2 + b s) per micro-batch and stage. `published clock`: every micro-batch counts like the largest of
-its pipeline, as in the published planner and in the replay that the targets come from (7.98, 6.25, 5.11 s and 6.45, 5.74,
+Prices: c + sum(a s^2 + b s) per micro-batch and stage. `published clock`: every micro-batch counts like its pipeline's
+largest, as in the published planner and in the replay that the targets come from (7.98, 6.25, 5.11 s and 6.45, 5.74,
 4.63 s, longest-first greedy, no switch cost). The other rungs have the 1F1B recurrence for micro-batches as they are.
 
 Switching: 300 ms for every strategy but the first (a constant stored beside the tables), or from bytes: every GPU takes
@@ -33,8 +33,7 @@ from seqloom.planners.strategies.propose import propose
 from seqloom.planners.strategies.published import published_model
 from seqloom.planners.strategies.values import Scheme, Strategy
 
-GPUS, NODE, TOKENS = 64, 8, 200_000
-TARGETS = {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
+GPUS, NODE, TOKENS, TARGETS = 64, 8, 200_000, {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
 COSTS = published_model("32b").costs()
 PARAMETERS, CARD_BYTES_NS, BUNDLES = 32.1e9, 25.0, 62
 PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4x1x10", "8x1x1 4x1x14", "4x2x8")
@@ -136,14 +135,13 @@ def main(argv: list[str] | None = None) -> None:
     for context in TARGETS:
         progress(f"context {context // K}K")
         found.append(ladder(lengths, context, count))
-        own = found[-1]["rungs"]
         keys = ("s", "hidden_s", "choose_ms", "choose_ms_most")
-        rows = [(name, *(f"{r[key]:.2f}" if key in r else "" for key in keys)) for name, r in own.items()]
+        rows = [
+            (name, *(f"{r[key]:.2f}" if key in r else "" for key in keys)) for name, r in found[-1]["rungs"].items()
+        ]
         show(f"{context // K}K", ("rung", "s", "bytes, hidden", "choose ms", "at most"), rows)
     times = {each["context"]: each["rungs"]["published list, published clock"]["s"] for each in found}
-    checks = [
-        Check(f"{context // K}K, published list and clock, s", s, TARGETS[context]) for context, s in times.items()
-    ]
+    checks = [Check(f"{c // K}K, published list and clock, s", s, TARGETS[c]) for c, s in times.items()]
     most = max(r.get("choose_ms_most", 0.0) for f in found for r in f["rungs"].values())
     checks.append(Check("choosing and assigning a step, processor ms at most", most, 50))
     show_checks(checks)
