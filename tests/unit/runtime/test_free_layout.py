@@ -197,7 +197,7 @@ def test_plans_that_do_not_suit_are_refused(threads):
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
     assert "tensor degree 2 for parameters that every rank" in message(threads, free, Replicated)
-    assert "4" in message(threads, planned(Shape(1, 4)))
+    assert "tensor degree 4: Transformer has kv heads 2" in message(threads, planned(Shape(1, 4)))
 
 
 def test_layers_that_are_not_called_as_modules_are_refused():
