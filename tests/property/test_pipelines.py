@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.comm import Ranks
 from seqloom.cost import CostModel
 from seqloom.cost.stage_limits import host_bytes
 from seqloom.plan import Plan
@@ -23,21 +22,6 @@ from seqloom.testing.side_by_side import side_by_side_plans
 from seqloom.testing.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def threads():
-    """Threads by number of ranks, kept for all examples."""
-    made = {}
-
-    def of(world):
-        if world not in made:
-            made[world] = Ranks(world)
-        return made[world]
-
-    yield of
-    for each in made.values():
-        each.close()
 
 
 def differences(threads, step, plan, wanted, **options):

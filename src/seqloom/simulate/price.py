@@ -31,7 +31,7 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
         for (place, work), members in zip(first, own.values(), strict=True):
             priced = list(islice(parts, len(work.groups)))
             times = cost.round_times(work, variant, shares[place.stage], priced)
-            window = window_of(work, times, islands, _copied(cost, work, shares[place.stage]))
+            window = window_of(work, times, islands, cost.engine.products, _copied(cost, work, shares[place.stage]))
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows

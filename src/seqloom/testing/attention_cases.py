@@ -17,7 +17,7 @@ from seqloom.attention import attention_with_lse
 from seqloom.attention.kernels import Kernel
 from seqloom.comm import Context, attention_context, bind, gathered, summed
 from seqloom.comm.transport import Transport
-from seqloom.plan import Checkpoint, Group, Method, Span, Work
+from seqloom.plan import Checkpoint, Group, GroupFamily, Method, Span, Work
 from seqloom.testing.attention_oracle import Truth, attention_truth, difference
 
 AXES = (0, 1, 0, 0, 0)
@@ -144,7 +144,9 @@ def attend(
     """Run one rank's share, forward and backward, on the inputs' device or another."""
     if device is not None:
         inputs = Inputs(*(x.to(device) for x in inputs))
-    context = bind(case.work, transport, device=inputs.q.device, node_size=case.node_size, tensor=case.tensor)
+    family = GroupFamily.cached(case.world, case.world)
+    places = {"node_size": case.node_size, "tensor": case.tensor}
+    context = bind(case.work, transport, device=inputs.q.device, family=family, **places)
     first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
     rows = first[context.documents] + context.positions
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])

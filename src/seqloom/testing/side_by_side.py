@@ -16,22 +16,31 @@ from seqloom.testing.tables import rows_in_order
 
 
 @st.composite
-def side_by_side_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 8) -> Plan:
+def side_by_side_plans(
+    draw: st.DrawFn, step: Step, *, max_ranks: int = 8, teams: bool = False, sharding: Sharding | None = None
+) -> Plan:
     """Draw two or three pipelines for a step: documents dealt to them, pieces, groups and order of each by itself.
 
     One may be without documents, and ranks between them or behind them without a pipeline.
+
+    Args:
+        draw: given by hypothesis.
+        step: its model and documents.
+        max_ranks: with a third pipeline.
+        teams: stages may have a tensor degree of 2, where the model's kv heads allow it.
+        sharding: of the plan; None: any.
     """
     lines, first = [], 0
     for number in range(3):
-        stages = draw(_stages(step.spec.layers))
+        stages = draw(_stages(step.spec.layers, 2 if teams and step.spec.kv_heads % 2 == 0 else 1))
         width = max(max(stage.ranks) for stage in stages) + 1
         if number == 2 and (first + width > max_ranks or draw(st.booleans())):
             break
         lines.append(moved(stages, first))
         first += width + draw(st.integers(0, 1))
-        first += first % 2  # blocks of two are aligned
-    own = ample(first, step.spec.heads, draw(st.sampled_from((first, 2))))
-    sharding = draw(st.sampled_from(Sharding))
+        first += -first % 4  # blocks of two and four are aligned
+    own = ample(first, step.spec.heads, draw(st.sampled_from((first, 4))))
+    sharding = draw(st.sampled_from(Sharding)) if sharding is None else sharding
     home = [draw(st.integers(0, len(lines) - 1)) for _ in step.lengths]
     pipelines = []
     for number, stages in enumerate(lines):
@@ -63,11 +72,17 @@ def renamed(rounds: Sequence[Round], names: Sequence[int]) -> tuple[Round, ...]:
 
 
 @st.composite
-def _stages(draw: st.DrawFn, layers: int) -> tuple[Stage, ...]:
-    """Draw up to four stages on one or two hosts of one or two ranks, from rank 0."""
+def _stages(draw: st.DrawFn, layers: int, degree: int) -> tuple[Stage, ...]:
+    """Draw up to four stages on one or two hosts of one or two ranks, from rank 0.
+
+    With a tensor degree above 1 some stages have it, and a single host may have four ranks.
+    """
     fits = [(h, name) for h in (1, 2) for name, place in PLACEMENTS.items() if len(place(h)) <= layers]
     hosts, name = draw(st.sampled_from(fits))
-    return stages_on(PLACEMENTS[name](hosts), draw(st.integers(1, 2)), layers)
+    widths = (1, 2, 4) if degree > 1 and hosts == 1 else (1, 2)
+    stages = stages_on(PLACEMENTS[name](hosts), draw(st.sampled_from(widths)), layers)
+    degrees = [size for size in {1, degree} if len(stages[0].ranks) % size == 0]
+    return tuple(replace(stage, tensor=draw(st.sampled_from(degrees))) for stage in stages)
 
 
 @st.composite
