@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -81,11 +81,11 @@ def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], call
             if path and (style := plan.get(_pattern(f"{names[layer]}.{path}"))) in AXES and _checked(path, module)
         }
         regions.append(tuple(_regions(axes)))
+        _check_rest(layer, regions[-1], plan, names[layer], {call.dim for call in calls})
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
-                if name == "bias" and axis == COLUMNS:
-                    raise Uncuttable(f"{path} has a bias, which every member of a team would add to the sum")
-                cuts[own[parameter]] = axis
+                if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
+                    cuts[own[parameter]] = axis
     return TensorPlan(tuple(regions), cuts, _divided(layers, regions, calls))
 
 
@@ -117,6 +117,16 @@ def _regions(axes: dict[str, int]) -> Iterator[Region]:
         yield Region(name, ways_in, ways_out)
 
 
+def _check_rest(layer: nn.Module, regions: Sequence[Region], plan: dict[str, str], name: str, dims: set[int]) -> None:
+    """Refuse a region's parameter of which the plan is silent, if it may be of all heads or of the whole width."""
+    for region in regions:
+        for path, parameter in layer.get_submodule(region.name).named_parameters(region.name):
+            listed = any(_pattern(f"{name}.{each}") in plan for each in (path, path.rpartition(".")[0]))
+            if not listed and parameter.numel() > 1 and tuple(parameter.shape) not in {(dim,) for dim in dims}:
+                shape = list(parameter.shape)
+                raise Uncuttable(f"its tensor-parallel plan is silent of {path} {shape}, which is in {region.name}")
+
+
 def _divided(
     layers: Sequence[nn.Module], regions: Sequence[Sequence[Region]], calls: Sequence[ModelCall]
 ) -> dict[str, int]:
@@ -127,12 +137,12 @@ def _divided(
     of_heads = {call.heads * call.dim for call in calls}
     for layer, own in zip(layers, regions, strict=True):
         for region in own:
-            widths = [layer.get_submodule(path).in_features for path in region.ways_out]
+            widths = [cast("nn.Linear", layer.get_submodule(path)).in_features for path in region.ways_out]
             attends = any(hasattr(part, "scaling") for part in layer.get_submodule(region.name).modules())
             if attends and not of_heads.issuperset(widths):
                 raise Uncuttable(
                     f"{region.ways_out[0]} takes {widths[0]} columns, which are not {calls[0].heads} heads"
                 )
             if not attends:
-                found.setdefault(f"{region.name} width", []).extend(map(int, widths))
+                found.setdefault(f"{region.name} width", []).extend(widths)
     return {what: math.gcd(*counts) for what, counts in found.items()}

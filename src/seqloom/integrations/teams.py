@@ -5,16 +5,16 @@ takes them away after:
 
     x -> [gathered -> attention or MLP -> last projection -> summed] -> x
 
-What comes into a part is gathered, what its last projection returns is summed, and attention gets the context of its
-column. Tables of positions are of the team's tokens from the beginning: a decoder is called with the positions of
-these, which nothing but those tables may depend on, see `check_positions`.
+What comes into a part is gathered, what its last projection returns is summed (a bias, if it has one, is added after),
+and attention gets the context of its column. Tables of positions are of the team's tokens from the beginning: a decoder
+is called with the positions of these, which nothing but those tables may depend on, see `parts.check_positions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from seqloom.comm import Context, attention_context, gathered, summed
 from seqloom.errors import SeqloomError
 from seqloom.integrations.interface import only_rows
 from seqloom.integrations.plans import Region
+from seqloom.models.slices import check_slice
 
 
 def team_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]) -> None:
@@ -58,7 +59,8 @@ class _Teamed:
                 standing.callback(part.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
                 for path in region.ways_out:
                     last: nn.Module = self.get_submodule(path)  # pyrefly: ignore[missing-attribute]
-                    standing.callback(last.register_forward_hook(hooks.after).remove)
+                    bias = standing.enter_context(_without_bias(last))
+                    standing.callback(last.register_forward_hook(partial(hooks.after, bias=bias)).remove)
             return own(*args, **options)
 
 
@@ -76,7 +78,9 @@ class _Hooks:
 
     def before(self, part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Gather the hidden states among the arguments; hand on the context of the column."""
-        given = [each for each in (*args, *options.values()) if self._is_hidden(part, each)]
+        first: Any = part.get_submodule(self._region.ways_in[0].removeprefix(self._region.name + "."))
+        check_slice(first.weight, first.out_features, self._context)
+        given = [each for each in (*args, *options.values()) if _is_hidden(each, first.in_features)]
         if len(given) != 1:
             raise SeqloomError(
                 f"{type(part).__name__} is called with {len(given)} tensors of hidden states in a team: it is not "
@@ -91,15 +95,27 @@ class _Hooks:
 
         return tuple(map(replaced, args)), {name: replaced(each) for name, each in options.items()}
 
-    def after(self, last: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
-        """Add up what the members' last projections returned."""
+    def after(self, _: nn.Module, __: Any, output: torch.Tensor, *, bias: nn.Parameter | None) -> torch.Tensor:
+        """Add up what the members' last projections returned, and the bias of these, once."""
         own = _padded(summed(_rows(output, self._inside), self._context))
+        own = own if bias is None else own + bias
         return own[None] if output.ndim == 3 else own
 
-    def _is_hidden(self, part: nn.Module, given: Any) -> bool:
-        first: Any = part.get_submodule(self._region.ways_in[0].removeprefix(self._region.name + "."))
-        is_float = isinstance(given, torch.Tensor) and given.is_floating_point()
-        return is_float and given.shape[-1] == first.in_features
+
+@contextmanager
+def _without_bias(last: nn.Module) -> Generator[nn.Parameter | None]:
+    """Let a linear layer run without its bias, which is yielded."""
+    bias = last._parameters["bias"]
+    last._parameters["bias"] = None
+    try:
+        yield bias
+    finally:
+        last._parameters["bias"] = bias
+
+
+def _is_hidden(given: Any, width: int) -> bool:
+    """Whether an argument of a part of a layer is hidden states [.., width]."""
+    return isinstance(given, torch.Tensor) and given.is_floating_point() and given.shape[-1] == width
 
 
 def _rows(x: torch.Tensor, context: Context) -> torch.Tensor:

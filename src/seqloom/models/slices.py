@@ -25,6 +25,6 @@ def check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor
     members = 1 if team is None else len(team.ranks)
     if weight.shape[0] * members != rows and (team is None or members > 1):
         raise SeqloomError(
-            f"{weight.shape[0]} of {rows} rows of a weight in a team of {members}: every member computes with 1/{members} "
-            "of them; keep parameters where each plan wants them (sharding 'free'), or plan with tensor = 1"
+            f"{weight.shape[0]} of {rows} rows of a weight in a team of {members}: every member computes with an equal "
+            "share; keep parameters where each plan wants them (sharding 'free'), or plan with tensor = 1"
         )

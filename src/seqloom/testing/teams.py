@@ -35,6 +35,6 @@ def whole_gradients(
     """
     found = {}
     for name in shares[0]:
-        slices = [sum(share[name] for share in shares[index::degree]) for index in range(degree)]
-        found[name] = torch.cat(slices, cuts[name]) if name in cuts else sum(slices)
+        slices = [torch.stack([share[name] for share in shares[index::degree]]).sum(0) for index in range(degree)]
+        found[name] = torch.cat(slices, cuts[name]) if name in cuts else torch.stack(slices).sum(0)
     return found
