@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from seqloom.comm.parcels import exchange_filled
-from seqloom.comm.relay_index import Box, Index, Strip, boxes_of, index_bundles
+from seqloom.comm.relay_index import boxes_of, index_bundles
+from seqloom.comm.relay_parts import Box, Index, Strip
 from seqloom.comm.transport import Handle, Parcel, Transport
 from seqloom.errors import SeqloomError
 from seqloom.plan.layout import Layout
@@ -108,96 +109,98 @@ class Relay:
     def start(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
         """Start to bring a bundle's values to the target's boxes.
 
-        What is given may be changed after this call (on a GPU: in this stream); what is returned as it was given may
-        not.
+        What is given must stay as it is until `wait` has returned.
 
         Args:
             bundle: number.
             tensors: {weight: contiguous tensor of this rank's source box, [rows, columns] or any shape of as many
-                elements}; other weights are ignored.
+                elements}; weights of other bundles are ignored.
             dtype: of the values on their way and after it, the same on all ranks; the sender casts.
-            into: {weight: contiguous tensor of the target box, in `dtype`}: filled until `wait` returns. For weights
-                that are not there a tensor is made; or the given one is returned itself, where the source's box is
-                the target's and the dtype is right.
+            into: {weight: contiguous tensor of the target box, in `dtype`}, filled by `wait`. For weights that are not
+                there `wait` makes a tensor; or it returns the given one itself, where the source's box is the target's
+                and the dtype is right.
         """
-        index, into = self._indices[bundle], into or {}
-        self._refuse_missing(bundle, tensors)
+        index = self._indices[bundle]
         held = self._views(bundle, self.source, tensors)
-        sent = self._new(sum(form.size for form in index.forms), dtype)
+        self._refuse_missing(bundle, held)
+        leaving = [form for form in index.forms if form.peers != (index.rank,)]
+        sent = self._new(sum(form.size for form in leaving), dtype)
+        outgoing = []
+        for form, message in zip(leaving, sent.split([form.size for form in leaving]), strict=True):
+            _pack(message, held, form.strips)
+            outgoing += [Parcel(peer, message) for peer in form.peers if peer != index.rank]
         received = self._new(index.incoming, dtype)
-        outgoing, base = [], 0
-        for form in index.forms:
-            _fill(sent, held, form.strips, base)
-            outgoing += [Parcel(peer, sent[base : base + form.size]) for peer in form.peers]
-            base += form.size
         handle = exchange_filled(self._transport, outgoing, _messages(index, received))
-
-        result = {}
-        for weight, box in self._boxes(bundle, self.target):
-            if weight in into:
-                result[weight] = box.view(self._checked(weight, into[weight], dtype), self._names[weight])
-            elif self.source.get(weight) == box and held[weight].dtype == dtype:
-                result[weight] = held[weight]
-            else:
-                result[weight] = self._new(box.rows * box.columns, dtype).view(box.rows, box.columns)
-        for source, target in index.local:
-            if result[target.weight] is not held[source.weight]:
-                target.in_box(result[target.weight]).copy_(source.in_box(held[source.weight]))
-
-        def finish() -> dict[int, torch.Tensor]:
-            for strip in index.strips:
-                strip.in_box(result[strip.weight]).copy_(strip.in_buffer(received))
-            return result
-
-        return Pending(handle, sent, finish)
+        return Pending(handle, sent, lambda: self._unpacked(bundle, held, received, into or {}))
 
     @torch.no_grad()
     def start_sum(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
         """Start to bring a bundle's gradients to the source's boxes, where those of all holders are added.
 
-        Sums are in float32 or wider, in rank order. Each holder's part goes where `start` brings its value from: to
-        the only rank that has it in the source, or to one of several, which then have parts of the sum. What is given
-        may be changed after this call (on a GPU: in this stream).
+        Each holder's part goes where `start` brings its value from: to the only rank that has it in the source, or to
+        one of several, which then have parts of the sum. Sums are in float32 or wider, in one order: parts of ranks
+        with the same boxes in rank order, then the sums of these in the order of their first ranks. What is given may
+        be changed after this call (on a GPU: in this stream).
 
         Args:
             bundle: number.
             tensors: {weight: contiguous tensor of this rank's target box}; a weight that is not there counts as zero.
             dtype: of the gradients on their way, the same on all ranks; the sender casts.
-            into: {weight: contiguous tensor of the source box, in float32 or wider}: added to in `wait`. For weights
-                that are not there a tensor is made.
+            into: {weight: contiguous tensor of the source box, in `dtype` or float32, whichever is wider}: `wait` adds
+                the sums to it. For weights that are not there it makes a tensor.
         """
-        index, into = self._indices[bundle], into or {}
+        index = self._indices[bundle]
         held = self._views(bundle, self.target, tensors)
         sent = self._new(index.incoming, dtype)
-        received = self._new(index.outgoing, dtype)
         own = self._new(sum(source.size for source, _ in index.local), dtype)
-        _fill(sent, held, index.strips)
-        _fill(own, held, [target for _, target in index.local])
-        parts: list[tuple[int, Sequence[Strip], torch.Tensor]] = [
-            (self._transport.rank, [source for source, _ in index.local], own)
-        ]
-        base = 0
-        for form in index.forms:
-            for peer in form.peers:
-                parts.append((peer, form.strips, received[base : base + form.size]))
-                base += form.size
-        incoming = [Parcel(peer, part) for peer, _, part in parts[1:]]
+        _pack(sent, held, index.strips)
+        _pack(own, held, [target for _, target in index.local])
+        ends = [(peer, form.size) for form in index.forms for peer in form.peers if peer != index.rank]
+        received = self._new(index.outgoing, dtype).split([size for _, size in ends])
+        incoming = [Parcel(peer, part) for (peer, _), part in zip(ends, received, strict=True)]
         handle = exchange_filled(self._transport, _messages(index, sent), incoming)
+        parts = dict(incoming) | {index.rank: own}
+        return Pending(handle, sent, lambda: self._added(bundle, parts, dtype, into or {}))
+
+    def _unpacked(self, bundle: int, held: Tensors, received: torch.Tensor, into: Tensors) -> dict[int, torch.Tensor]:
+        """Return the target's boxes, filled with what has come and what was here."""
+        index, result = self._indices[bundle], {}
+        for weight, box in self._boxes(bundle, self.target):
+            same = self.source.get(weight) == box and held[weight].dtype == received.dtype
+            result[weight] = (
+                held[weight] if same and weight not in into else self._room(weight, box, received.dtype, into)
+            )
+        for source, target in index.local:
+            if result[target.weight] is not held[source.weight]:
+                target.in_box(result[target.weight]).copy_(source.in_box(held[source.weight]))
+        for strip in index.strips:
+            strip.in_box(result[strip.weight]).copy_(strip.in_buffer(received))
+        return result
+
+    def _added(
+        self, bundle: int, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, into: Tensors
+    ) -> dict[int, torch.Tensor]:
+        """Return the source's boxes with the sums of all parts, {rank: message}."""
         wide = torch.promote_types(dtype, torch.float32)
+        result = {weight: self._room(weight, box, wide, into) for weight, box in self._boxes(bundle, self.source)}
+        for weight in result.keys() - into.keys():
+            result[weight].zero_()
+        for form in self._indices[bundle].forms:
+            total = parts[form.peers[0]].to(wide, copy=len(form.peers) > 1)
+            for peer in form.peers[1:]:
+                total += parts[peer]
+            for strip in form.strips:
+                strip.in_box(result[strip.weight]).add_(strip.in_buffer(total))
+        return result
 
-        def finish() -> dict[int, torch.Tensor]:
-            result = {}
-            for weight, box in self._boxes(bundle, self.source):
-                if weight in into:
-                    result[weight] = box.view(self._checked(weight, into[weight], wide), self._names[weight])
-                else:
-                    result[weight] = torch.zeros((box.rows, box.columns), dtype=wide, device=self._device)
-            for _, strips, part in sorted(parts, key=lambda each: each[0]):
-                for strip in strips:
-                    strip.in_box(result[strip.weight]).add_(strip.in_buffer(part))
-            return result
-
-        return Pending(handle, sent, finish)
+    def _room(self, weight: int, box: Box, dtype: torch.dtype, into: Tensors) -> torch.Tensor:
+        """Return the tensor [rows, columns] to fill for a box: a given one, or a new one."""
+        if weight not in into:
+            return self._new(box.rows * box.columns, dtype).view(box.rows, box.columns)
+        name, found = self._names[weight], into[weight]
+        if found.dtype != dtype:
+            raise SeqloomError(f"{name}: a tensor of {found.dtype} to be filled with {dtype}; make it {dtype}")
+        return box.view(found, name)
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
@@ -210,22 +213,19 @@ class Relay:
         given = ((weight, box) for weight, box in self._boxes(bundle, boxes) if weight in tensors)
         return {weight: box.view(tensors[weight], self._names[weight]) for weight, box in given}
 
-    def _refuse_missing(self, bundle: int, tensors: Tensors) -> None:
-        missing = next((weight for weight, _ in self._boxes(bundle, self.source) if weight not in tensors), None)
-        if missing is not None:
-            raise SeqloomError(f"{self._names[missing]}: this rank holds a part of it and gives none; give its tensor")
-
-    def _checked(self, weight: int, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if tensor.dtype != dtype:
-            name = self._names[weight]
-            raise SeqloomError(f"{name}: a tensor of {tensor.dtype} to be filled with {dtype}; make it {dtype}")
-        return tensor
+    def _refuse_missing(self, bundle: int, held: Tensors) -> None:
+        for weight, box in self._boxes(bundle, self.source):
+            if weight not in held:
+                raise SeqloomError(
+                    f"{self._names[weight]}: no tensor from a rank that holds {box.rows} rows x {box.columns} columns "
+                    "of it; give what the source layout says it holds"
+                )
 
 
-def _fill(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip], base: int = 0) -> None:
+def _pack(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip]) -> None:
     """Copy pieces of tensors to their places in a buffer; what is not held is zero."""
     for strip in strips:
-        place = strip.in_buffer(buffer, base)
+        place = strip.in_buffer(buffer)
         if strip.weight in held:
             place.copy_(strip.in_box(held[strip.weight]))
         else:

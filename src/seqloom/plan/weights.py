@@ -62,6 +62,8 @@ def bundles(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
     layers = 1 + max((home for weight in weights for home in weight.home if isinstance(home, int)), default=-1)
     found: list[list[int]] = [[] for _ in range(layers + 2)]
     for index, weight in enumerate(weights):
+        if not weight.home:
+            raise PlanError(f"{weight.name} has no home; name the layers that need it, {EMBEDDING!r} or {HEAD!r}")
         found[min(_bundle(home, layers) for home in weight.home)].append(index)
     return tuple(map(tuple, found))
 
