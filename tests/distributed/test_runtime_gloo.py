@@ -12,6 +12,7 @@ from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding, Span
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.checkpoint import recompute_layers
 from seqloom.runtime.executor import evaluate, run_step
+from seqloom.runtime.free_layout import FreeLayout
 from seqloom.runtime.fsdp import Sharded
 from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import Replicated, scale_gradients
@@ -33,6 +34,8 @@ def spread(transport, step, plan):
     """The step under the plan's own sharding."""
 
     def make(network, transport):
+        if plan.sharding == Sharding.FREE:
+            return FreeLayout(network, transport)
         return Sharded(network, transport, plan.sharding, node_size=NODE)
 
     return step.spread(plan, transport, make)
@@ -91,7 +94,10 @@ def trained_with(transport, step, plan, compute, kind):
     network = Network.of(step.model())
     recompute_layers(network.layers)
     names = [name for name, _ in network.module.named_parameters()]
-    parameters = Sharded(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
+    if kind == Sharding.FREE:
+        parameters = FreeLayout(network, transport, compute=compute)
+    else:
+        parameters = Sharded(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
     assert list(parameters.masters()) == names
     optimiser = torch.optim.AdamW(parameters.masters().values(), lr=0.02)
     bound, losses = bind_plan(plan, transport), []
@@ -132,10 +138,10 @@ def test_training_is_the_same_under_every_sharding(gloo_pool):
         found = gloo_pool.run(trained_with, STEP, planned(sharding=kind, checkpoint=KINDS), None, kind, ranks=8)
         curves[kind] = found[0][0]
         whole = sum(parameter.numel() for parameter in STEP.model().parameters())
-        copies = {Sharding.FULL: 1, Sharding.HYBRID: 2, Sharding.NONE: 8}[kind]
+        copies = {Sharding.FULL: 1, Sharding.HYBRID: 2, Sharding.NONE: 8, Sharding.FREE: 1}[kind]
         assert sum(each[2] for each in found) == copies * whole
-    assert curves[Sharding.FULL] == pytest.approx(curves[Sharding.NONE], rel=1e-9)
-    assert curves[Sharding.HYBRID] == pytest.approx(curves[Sharding.NONE], rel=1e-9)
+    for kind in Sharding:
+        assert curves[kind] == pytest.approx(curves[Sharding.NONE], rel=1e-9)
     assert curves[Sharding.NONE][4] < curves[Sharding.NONE][0]
 
 

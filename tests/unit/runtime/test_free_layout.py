@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import Alone, Ranks
+from seqloom.comm import Alone
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Sharding, Span
 from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
@@ -18,12 +18,6 @@ SPEC = tiny_spec(layers=3, tied=True)
 STEP = Step((14, 6, 9, 4, 3), SPEC)
 TEAMS = (Shape(1, 2), Shape(2, 1, 1, 1, 3))
 """A team of two ranks beside a pipeline of two stages, with a document in pieces."""
-
-
-@pytest.fixture(scope="module")
-def threads():
-    with Ranks(4) as ranks:
-        yield ranks
 
 
 def planned(*shapes, ranks=4, step=STEP):
@@ -54,7 +48,7 @@ def test_one_model_runs_plans_of_any_shape(threads):
     wanted, table = STEP.alone(), 23 * 16
     matrices, norms = 16 * 16 * 2 + 8 * 16 * 2 + 24 * 16 * 3, 2 * 16
     layer, sliced = matrices + norms, matrices // 2 + norms
-    for rank, (found, shares) in enumerate(threads.run(body, strict=True)):
+    for rank, (found, shares) in enumerate(threads(4).run(body, strict=True)):
         assert max(each.worst(wanted) for each in found) < 1e-9
         team, everything = table + 3 * sliced + 16, table + 3 * layer + 16
         lines = (team, team, table + layer, table + 2 * layer + 16)
@@ -71,7 +65,7 @@ def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
         losses.append(evaluate(bind_plan(planned(Shape(3)), transport), parameters, STEP.rows(), STEP.valid))
         return losses, norm == float(parameters.gradient_norm())
 
-    for losses, kept in threads.run(body, strict=True):
+    for losses, kept in threads(4).run(body, strict=True):
         assert losses == pytest.approx([STEP.alone().loss] * 3, rel=1e-12) and kept
 
 
@@ -92,7 +86,7 @@ def test_what_does_not_learn_has_no_gradient(threads):
         return found
 
     wanted = STEP.alone().gradients
-    for found in threads.run(body, strict=True):
+    for found in threads(4).run(body, strict=True):
         for gradients in found:
             assert len(gradients) == 4
             for name, each in gradients.items():
@@ -109,7 +103,7 @@ def test_half_precision_adds_up_in_float32(threads):
         assert {each.dtype for each in parameters.computing()} == {torch.bfloat16}
         return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
 
-    found = threads.run(body, strict=True)[0]
+    found = threads(4).run(body, strict=True)[0]
     single = replace(STEP, dtype=torch.bfloat16).alone().worst(STEP.alone())
     assert 1e-4 < found.worst(STEP.alone()) < 2 * single
 
@@ -159,7 +153,7 @@ def test_parameters_and_gradients_travel_while_layers_compute(threads):
         run(plan, transport, parameters, step)
         return log
 
-    for log in threads.run(body, strict=True):
+    for log in threads(4).run(body, strict=True):
         assert log[:5] == [f"start {k}" for k in range(5)]
         first = ["wait 0", "wait 1", "forward 0", "wait 2", "forward 1", "wait 3", "forward 2", "wait 4"]
         assert log[5:13] == first
@@ -185,7 +179,7 @@ def message(threads, plan, make=FreeLayout, step=STEP):
         return run(plan, transport, make(made_ready(step.network()), transport), step)
 
     with pytest.raises(SeqloomError) as refused:
-        threads.run(body)
+        threads(4).run(body)
     return str(refused.value)
 
 
@@ -197,7 +191,7 @@ def test_plans_that_do_not_suit_are_refused(threads):
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
     assert "tensor degree 2 for parameters that every rank" in message(threads, free, Replicated)
-    assert "4" in message(threads, planned(Shape(1, 4)))
+    assert "tensor degree 4: Transformer has kv heads 2" in message(threads, planned(Shape(1, 4)))
 
 
 def test_layers_that_are_not_called_as_modules_are_refused():

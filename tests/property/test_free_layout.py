@@ -1,0 +1,35 @@
+"""Other stages in every step: whatever came before, loss, norm and every gradient are those of one process."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqloom.plan import Sharding
+from seqloom.runtime import FreeLayout, bind_plan, run_step
+from seqloom.testing.pipelines import pipeline_steps
+from seqloom.testing.side_by_side import side_by_side_plans
+from seqloom.testing.steps import Found
+from seqloom.train.model import made_ready
+
+torch.set_num_threads(1)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_one_model_under_random_pipelines(threads, data):
+    step = data.draw(pipeline_steps())
+    draw = side_by_side_plans(step, teams=True, sharding=Sharding.FREE)
+    drawn = [data.draw(draw) for _ in range(3)]
+    plans = [plan for plan in drawn if plan.limits.ranks == drawn[0].limits.ranks]
+
+    def body(transport):
+        parameters, found = FreeLayout(made_ready(step.network()), transport), []
+        for plan in (*plans, plans[0]):
+            result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
+            gradients = {name: each.clone() for name, each in parameters.gradients()}
+            found.append(Found(result.loss, result.gradient_norm, gradients))
+        return found
+
+    ranks, wanted = threads(drawn[0].limits.ranks), step.alone()
+    for found in ranks.run(body, strict=True, family=drawn[0].limits.family):
+        assert max(each.worst(wanted) for each in found) < 1e-9
