@@ -38,6 +38,7 @@ def require_tensor(cost: CostModel) -> None:
 
 def require_teams(cost: CostModel, ranks: int, tensor: int) -> None:
     """Refuse to plan for ranks that are not whole teams."""
+    cost.model.check_tensor(tensor)
     if ranks % tensor:
         sizes = [size for size in cost.family.sizes if ranks % size == 0]
         raise _no_team(cost, ranks, tensor, sizes, "teams divide the ranks")

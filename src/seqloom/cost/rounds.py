@@ -95,7 +95,7 @@ def round_times(
         by_rank, remap = _by_rank(cost, work, variant)
         cards, links = cards + remap.card, links + remap.link
         idle = np.setdiff1d(np.flatnonzero(by_rank.any(axis=1)), rank)
-        alone = cost.group_parts(Group((0,), 1, 1, ()), variant)
+        alone = cost.group_parts(Group(tuple(range(cost.tensor)), cost.tensor, 1, ()), variant)
         lone = np.array([getattr(alone, name) for name in NAMES], dtype=np.int64)
         table = np.concatenate([table, lone[None, :]])  # the last row: a group of nothing
         table[:, _columns(BY_RANK)] = 0

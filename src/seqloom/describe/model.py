@@ -115,9 +115,10 @@ class ModelSpec:
 
     def check_tensor(self, degree: int) -> None:
         """Refuse a tensor degree that heads, widths or experts do not allow."""
-        legal = self.tensor_degrees
-        if degree in legal:
+        divides = degree >= 1 and self.kv_heads % degree == 0 and self.ffn % degree == 0
+        if degree == 1 or (divides and not self.experts):
             return
+        legal = self.tensor_degrees
         nearest = min(legal, key=lambda t: (abs(t - degree), t))
         rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
         why = "experts are not cut" if self.experts else rule

@@ -65,12 +65,12 @@ def end_ns(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> tuple[i
         ends = [windows[Place(p, 0, r)] for r in (0, len(pipeline.rounds) - 1)] if pipeline.rounds else []
         shades.append((int(ends[0].length.min()), int(ends[1].length.min())) if ends else (0, 0))
     moved = relay_ns(cost, plan.pipelines, shades)
-    total, communication = _slowest_end(plan, cost)
+    total, communication = slowest_end(plan, cost)
     return total + moved, communication + moved
 
 
-def _slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
-    """The end of the step on the slowest host, and how much of that is communication."""
+def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
+    """ns of the end of the step on the slowest host, and how much of that is communication. The same for all rounds."""
     costs = [(0, 0)]
     for pipeline in plan.pipelines:
         if len(pipeline.stages) > 1:
