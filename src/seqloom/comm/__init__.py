@@ -11,6 +11,7 @@ from seqloom.comm.in_process import Ranks, run_ranks
 from seqloom.comm.lanes import Lane, Message, Way
 from seqloom.comm.pieces import pieces_of_plan
 from seqloom.comm.remap import remapped
+from seqloom.comm.team import Team, attention_context, gathered, summed
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 __all__ = [
@@ -26,12 +27,16 @@ __all__ = [
     "Message",
     "Parcel",
     "Ranks",
+    "Team",
     "Traffic",
     "Transport",
     "Way",
+    "attention_context",
     "bind",
     "bind_alone",
+    "gathered",
     "pieces_of_plan",
     "remapped",
     "run_ranks",
+    "summed",
 ]
