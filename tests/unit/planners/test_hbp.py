@@ -155,7 +155,7 @@ def test_what_no_level_holds_is_refused():
             hbp([3000], COST, BUDGET, levels=[short._replace(tokens=10**6, shape=shape)])
     with pytest.raises(SeqloomError, match="9 packs of 1024 tokens in a step of 8000"):
         hbp([900], COST, 8000, levels=[short._replace(packs=9)])
-    with pytest.raises(SeqloomError, match="raise the tokens per step to 128$"):
+    with pytest.raises(SeqloomError, match=r"raise the tokens per step to 128$"):
         hbp([5], COST, 100)
 
 
