@@ -64,31 +64,29 @@ def propose(
             --max-length 65536 --tokens-per-step 1048576 --out strategies.json
     """
     from seqloom.api import cost_model
+    from seqloom.cli.progress import steps as progress
     from seqloom.cli.workload import Source
     from seqloom.planners.strategies import propose_strategies, strategies_to_json
 
     require_writable(out, "strategies", (".json",))
-    for name, value in {
-        "tokens-per-step": tokens_per_step,
-        "sequences": sequences,
-        "steps": steps,
-        "most": most,
-    }.items():
+    counts = {"tokens-per-step": tokens_per_step, "sequences": sequences, "steps": steps, "most": most}
+    for name, value in counts.items():
         if value < 1:
             raise SeqloomError(f"--{name} {value}; give 1 or more")
     asked = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length}
     cost = cost_model(cluster, model, sharding="free", **asked, stages=2)
     source = Source(lengths, seed, max_length, column, tokenizer)
     data, dropped = source.read(sequences)
-    found = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
-    trial = tried(data, found, cost, tokens_per_step, steps)
+    with progress("proposing strategies", 2) as begin:
+        found = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
+        if begin is not None:
+            begin(f"trying {len(found)} strategies")
+        trial = tried(data, found, cost, tokens_per_step, steps)
     if out is not None:
         out.write_text(strategies_to_json(found) + "\n", encoding="utf-8")
     if json:
-        print_json(
-            _report(cost, source, data, dropped, found, trial)
-            | {"tokens_per_step": tokens_per_step, "out": out and str(out)}
-        )
+        asked = {"tokens_per_step": tokens_per_step, "out": None if out is None else str(out)}
+        print_json(_report(cost, source, data, dropped, found, trial) | asked)
     else:
         _print(cost, source, data, dropped, found, trial)
         if out is not None:

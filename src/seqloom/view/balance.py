@@ -20,7 +20,7 @@ def balance_table(rows: Mapping[str, Balance]) -> Table:
     Where planners make other steps of the same documents, the last column compares them.
     """
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in ("planner", "DBR %", "PR %", "ABR %", "CR %", "steps", "mean step ms", "all ms"):
+    for name in ("planner", "DBR %", "PR %", "ABR %", "CR %", "steps", "step ms", "all ms"):
         table.add_column(name, justify="left" if name == "planner" else "right", no_wrap=True)
     for name, row in rows.items():
         shares = (row.tokens, row.padding, row.attention, row.communication)

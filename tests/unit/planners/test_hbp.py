@@ -150,8 +150,13 @@ def test_what_no_level_holds_is_refused():
     for levels in ([], [short], [short, short]):
         with pytest.raises(SeqloomError, match="the last of at least 3072"):
             hbp([3000], COST, BUDGET, levels=levels)
-    with pytest.raises(SeqloomError, match="on groups of shape 1x1, which hold"):
-        hbp([3000], COST, BUDGET, levels=[short._replace(tokens=10**6, shape=Shape(1, 1))])
+    for shape in (Shape(1, 1), Shape(7, 1)):
+        with pytest.raises(SeqloomError, match=f"on groups of shape {shape}, which hold"):
+            hbp([3000], COST, BUDGET, levels=[short._replace(tokens=10**6, shape=shape)])
+    with pytest.raises(SeqloomError, match="9 packs of 1024 tokens in a step of 8000"):
+        hbp([900], COST, 8000, levels=[short._replace(packs=9)])
+    with pytest.raises(SeqloomError, match=r"raise the tokens per step to 128$"):
+        hbp([5], COST, 100)
 
 
 # -- steps --------------------------------------------------------------------------------------------------------

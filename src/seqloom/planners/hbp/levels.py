@@ -177,7 +177,9 @@ def _require_room(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
             f"sequences (--max-length {most}), raise the memory budget or use more GPUs"
         )
     if size > budget:
+        fits = budget // cost.granule * cost.granule
+        drop = f" or drop longer sequences (--max-length {fits})" if fits else ""
         raise SeqloomError(
             f"sequence {document} has {lengths[document]} tokens, more than the {budget} of a step; raise the tokens "
-            f"per step to {size} or drop longer sequences (--max-length {budget // cost.granule * cost.granule})"
+            f"per step to {size}{drop}"
         )

@@ -52,7 +52,10 @@ def hbp(
     if short_first < 0:
         raise SeqloomError(f"{short_first} short steps first; give 0 or more")
     array = _checked_lengths(lengths, tokens_per_step)
-    chosen = choose_levels(array, cost, tokens_per_step) if levels is None else _checked_levels(levels, array, cost)
+    if levels is None:
+        chosen = choose_levels(array, cost, tokens_per_step)
+    else:
+        chosen = _checked_levels(levels, array, cost, tokens_per_step)
     return _packed(array, cost, chosen, short_first, seed)
 
 
@@ -156,8 +159,10 @@ def _checked_lengths(lengths: Sequence[int] | np.ndarray, tokens_per_step: int) 
     return Batch.of(lengths).lengths
 
 
-def _checked_levels(levels: Sequence[Level], lengths: np.ndarray, cost: CostModel) -> tuple[Level, ...]:
-    """The levels asked for, if they rise, fit in memory and hold the longest document."""
+def _checked_levels(
+    levels: Sequence[Level], lengths: np.ndarray, cost: CostModel, tokens_per_step: int
+) -> tuple[Level, ...]:
+    """The levels asked for, if they rise, hold the longest document, and fit in memory and in a step."""
     longest = int(cost.tokens(lengths).max())
     rising = all(a.tokens < b.tokens for a, b in pairwise(levels))
     if not levels or not rising or levels[-1].tokens < longest:
@@ -166,9 +171,15 @@ def _checked_levels(levels: Sequence[Level], lengths: np.ndarray, cost: CostMode
             f"levels of {given} tokens: give rising ones, the last of at least {longest}, as the longest document has"
         )
     for level in levels:
-        most = level.shape.degree * cost.capacity(level.variant)
+        most = level.shape.degree * cost.capacity(level.variant) if level.shape in cost.shapes else 0
         if level.tokens > most:
             raise SeqloomError(
-                f"a level of {level.tokens} tokens on groups of shape {level.shape}, which hold {most}; lower it"
+                f"a level of {level.tokens} tokens on groups of shape {level.shape}, which hold {most} here; "
+                "choose it with `profiled`"
+            )
+        if level.packs * level.tokens > tokens_per_step:
+            raise SeqloomError(
+                f"a level with {level.packs} packs of {level.tokens} tokens in a step of {tokens_per_step}; "
+                "lower its packs, or raise the tokens per step"
             )
     return tuple(levels)
