@@ -78,7 +78,7 @@ def place(tmp_path_factory):
 
 
 class InTurn:
-    """Plans at once, in this process, and under another strategy in every step, all of whose pipelines get documents."""
+    """Plans at once, in this process; every step has another strategy, all of whose pipelines get documents."""
 
     def __init__(self, setup):
         self._setup = setup

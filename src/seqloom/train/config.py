@@ -97,9 +97,10 @@ class Config:
                 f"plan.strategies = {self.plan.strategies!r} beside plan.planner = {planner!r}, which chooses from no "
                 "list; leave it out, or set plan.planner to 'strategies'"
             )
-        if isinstance(stages, int) and stages > 1 and planner != Planning().planner:
+        fixed = isinstance(stages, int) and stages > 1 and planner != Planning().planner
+        if fixed or (makes_stages(planner) and stages != 1):
             raise SeqloomError(
-                f"plan.planner = {planner!r} beside pipeline.stages = {stages}: it plans without a pipeline; leave "
+                f"plan.planner = {planner!r} beside pipeline.stages = {stages!r}: it plans without it; leave "
                 "plan.planner out, or set stages to 1"
             )
 

@@ -66,7 +66,7 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
     config = kept(setup.config, setup.planners.strategies)
     built = kind.build(config, torch.device("meta"), dtypes(config)[0])
     if setup.planners.cut:
-        require_parts(built)
+        require_parts(built, setup.planners.tensor_degrees)
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         arguments = (ranks, config, kind, folder, show)
         with for_new_processes():

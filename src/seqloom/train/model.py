@@ -38,9 +38,11 @@ def made_ready(network: Network, *, compiled: bool = False, split: bool = True) 
     return replace(network, weights=split_weights(network.layers)) if split else network
 
 
-def require_parts(network: Network) -> None:
-    """Refuse a model that cannot be cut into stages, and parameters that no stage would hold."""
+def require_parts(network: Network, tensor_degrees: Sequence[int] = ()) -> None:
+    """Refuse a model that cannot be cut into stages or by these degrees, and parameters that no stage would hold."""
     parameters_of(network, Part(0, len(network.layers), len(network.layers)))
+    for degree in tensor_degrees:
+        network.check_tensor(degree)
 
 
 def parts_of(stages: Sequence[Stage], cost: CostModel, rank: int) -> tuple[Part, ...] | None:

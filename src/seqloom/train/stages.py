@@ -42,6 +42,11 @@ class Planners:
         """Whether plans may cut the model into stages."""
         return len(self.stages) != 1
 
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Tensor degrees of the strategies."""
+        return tuple(sorted({pipe.scheme.tensor for each in self.strategies for pipe in each.pipelines}))
+
     def alternatives(self, lengths: np.ndarray) -> list[Choice]:
         """Return the planner of the run, or one for every strategy that holds documents of these lengths, tokens."""
         able = [each for each in self.strategies if each.longest >= lengths.max()]

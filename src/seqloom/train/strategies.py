@@ -51,7 +51,15 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
     if config.plan.strategies == "auto":
         tokens = tokens_of_step(config, lengths)
         return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
-    return _read(Path(config.plan.strategies), cost)
+    strategies = _read(Path(config.plan.strategies), cost)
+    room, longest = max(each.longest for each in strategies), int(lengths.max())
+    if room < longest:
+        raise SeqloomError(
+            f"document {int(lengths.argmax())} has {longest:,} tokens, but no pipeline of plan.strategies = "
+            f"{config.plan.strategies!r} holds more than {room:,}; set data.max_length to {room} with data.too_long "
+            "'truncate' or 'drop', or propose strategies for longer documents"
+        )
+    return strategies
 
 
 def tokens_of_step(config: Config, lengths: np.ndarray) -> int:
