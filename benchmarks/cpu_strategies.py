@@ -1,13 +1,14 @@
 """Real steps on CPU processes of one core each, another strategy in each: against the best fixed one; the switch.
 
 Fixed before measuring: the model below, two documents a rank and step, Wikipedia lengths cut in turn at 512, 2K and 8K
-tokens, the first of a step that long: so the mix changes from step to step. The machine is measured first
-(`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes over the batches take
-turns, several times, and a batch's median counts:
+tokens, the first of a step that long: so the mix changes from step to step. Plans may use so much memory that a process
+with all parameters holds 512 tokens: what strategies are for is that a copy of the parameters has its price. The
+machine is measured first (`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes
+over the batches take turns, several times, and a batch's median counts:
 
     switching   every step under the strategy that is predicted to be fastest for it
     fixed       every step under the strategy that is predicted to be fastest for all of them together
-    own         the steps of `switching`, each after the batch before it under the same strategy as its own
+    own         the steps of `switching`, each after another batch of the same cut under the same strategy
 
 The exposed switch is a step of `switching` that follows another strategy minus the same step of `own`. A step is bind,
 moving parameters, forward, backward, moving gradients, clipping and AdamW; its time is that of the slowest rank.
@@ -26,22 +27,24 @@ import record
 import torch
 import torch.distributed as dist
 from cpu_ranks import Say, rank_options, start
-from strategies_report import Plans, judged, row, shown
+from strategies_report import Passes, Plans, judged, row, shown
 
 from seqloom.comm import Distributed
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan
+from seqloom.plan import Checkpoint, Plan, Reduce
 from seqloom.plan.outline import outline
 from seqloom.planners.strategies import Strategy, plan_strategies, propose_strategies
 from seqloom.simulate import predicted_ns
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-CUTS, PER_RANK, STEPS, REPEATS = (512, 2_048, 8_192), 2, 9, 5
+CUTS, PER_RANK, ROOM, STEPS, REPEATS = (512, 2_048, 8_192), 2, 512, 9, 4
+LOAD = 1_024
+"""Tokens of a rank in a round of the calibration, at most."""
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
-QUICK = {"cuts": (64, 256, 512), "steps": 3, "repeats": 1}
+QUICK = {"cuts": (32, 128, 256), "steps": 3, "repeats": 1, "room": 64, "load": 128}
 
 
 def drawn(arguments: argparse.Namespace, cuts: tuple[int, ...], steps: int) -> list[np.ndarray]:
@@ -51,6 +54,13 @@ def drawn(arguments: argparse.Namespace, cuts: tuple[int, ...], steps: int) -> l
     batches = lengths[: steps * size].reshape(steps, size)
     cut = [np.minimum(batch, cuts[number % len(cuts)]) for number, batch in enumerate(batches)]
     return [np.append(cuts[number % len(cuts)], batch[1:]) for number, batch in enumerate(cut)]
+
+
+def budget(cost: CostModel, tokens: int) -> float:
+    """GiB with which a rank that has all parameters, and recomputes all it can, holds so many tokens."""
+    least = Variant(Checkpoint.FULL, Reduce.STEP)
+    memory = cost.engine.memory
+    return (memory.fixed_bytes(least) + tokens * memory.token_bytes(least)) / 2**30
 
 
 def planned(batches: list[np.ndarray], strategies: list[Strategy], cost: CostModel) -> Plans:
@@ -73,33 +83,32 @@ def best_fixed(plans: Plans, cost: CostModel) -> Strategy:
     return min(able, key=lambda strategy: sum(predicted_ns(each[strategy], cost) for each in plans))
 
 
-def passes(timer: StepTimer, plans: Plans, taken: list[Strategy], fixed: Strategy) -> dict[str, list[float]]:
-    """Seconds of every batch in every pass; nan where a batch's predecessor has no plan under its strategy."""
-    found: dict[str, list[float]] = {
-        "switching": [timer.seconds(each[strategy]) for each, strategy in zip(plans, taken, strict=True)],
+def passes(timer: StepTimer, plans: Plans, taken: list[Strategy], fixed: Strategy) -> Passes:
+    """Seconds of every batch in every pass."""
+    chosen = list(zip(plans, taken, strict=True))
+    alike = [plans[number - len(CUTS)] for number in range(len(plans))]
+    return {
+        "switching": [timer.seconds(each[strategy]) for each, strategy in chosen],
         "fixed": [timer.seconds(each[fixed]) for each in plans],
-        "own": [],
+        "own": [
+            (timer.seconds(before[strategy]), timer.seconds(each[strategy]))[1]
+            for before, (each, strategy) in zip(alike, chosen, strict=True)
+        ],
     }
-    for number, strategy in enumerate(taken):
-        before = plans[number - 1].get(strategy)
-        if before is not None:
-            timer.seconds(before)
-        found["own"].append(float("nan") if before is None else timer.seconds(plans[number][strategy]))
-    return found
 
 
 def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, propose, plan, and time all passes."""
     quick, ranks = arguments.quick, transport.ranks
-    cuts, steps = (QUICK["cuts"], QUICK["steps"]) if quick else (CUTS, arguments.steps)
+    cuts, steps, room, load = (CUTS, arguments.steps, ROOM, LOAD)
+    if quick:
+        cuts, steps, room, load = (QUICK[name] for name in ("cuts", "steps", "room", "load"))
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
     limits: dict[str, Any] = {"sharding": "free", "max_length": max(cuts)}
-    capacity = max(cuts) // 4
-    machine = Machine(
-        CostModel(*where, "cpu", **limits, capacity=capacity), transport, torch.device("cpu"), torch.float32
-    )
-    found = machine.calibrate(max(cuts), say, widest=max(1, ranks // 2))
-    cost = CostModel(*where, found.profile, **limits, capacity=capacity)
+    given = CostModel(*where, "cpu", **limits, capacity=load)
+    machine = Machine(given, transport, torch.device("cpu"), torch.float32)
+    found = machine.calibrate(max(cuts), say, widest=max(1, ranks // 2), stages=min(ranks, 4))
+    cost = CostModel(*where, found.profile, **limits, budget_gib=budget(given, room), stages=2)
     batches = drawn(arguments, cuts, steps)
     everything = np.concatenate(batches)
     strategies = list(propose_strategies(everything, cost, tokens_per_step=int(everything.sum()) // steps))
@@ -114,7 +123,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
         if turn:  # the first one warms up
             timed.append(seconds)
     if transport.rank == 0:
-        settings = {"ranks": ranks, "model": SIZES, "cuts": cuts, "sequences": PER_RANK * ranks}
+        settings = {"ranks": ranks, "model": SIZES, "cuts": cuts, "sequences": PER_RANK * ranks, "room": room}
         settings |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
         settings |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
         rows = [row(number, plans, taken, fixed, timed, cost) for number in range(len(plans))]

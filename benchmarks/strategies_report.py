@@ -39,7 +39,7 @@ def row(
 def judged(rows: list[dict[str, Any]]) -> list[Check]:
     """The targets: the share of a switch in the steps that had one, and the gain over the fixed strategy."""
     total = {name: sum(each[name] for each in rows) for name in ("switching", "fixed")}
-    switched = [each for each in rows if each["switched"] and each["own"] == each["own"]]
+    switched = [each for each in rows if each["switched"]]
     own = sum(each["own"] for each in switched)
     share = sum(each["switching"] for each in switched) / own - 1 if own else 0.0
     return [
