@@ -212,4 +212,4 @@ def test_stages_have_whole_teams():
     with pytest.raises(SeqloomError, match="planner zones keeps short sequences on single ranks"):
         plan_zones(np.array([3000]), cost)
     with pytest.raises(SeqloomError, match="splits weights over ranks cannot be explained"):
-        explain(make_plan("flex", np.array([3000]), cost), cost)
+        explain(make_plan("static:2", np.array([3000]), cost), cost)
