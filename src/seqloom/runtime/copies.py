@@ -113,7 +113,7 @@ class Copies:
         """Give a copy memory, and return that: a tensor of its own, so that autograd does not see it written."""
         copy, storage = self.all[number], self.all[number].untyped_storage()
         storage.resize_(copy.numel() * copy.element_size())
-        return copy.new_empty(0).set_(storage, 0, copy.shape)  # pyrefly: ignore[no-matching-overload]
+        return copy.new_empty(0).set_(storage, 0, copy.shape, copy.stride())
 
     def free(self, number: int) -> None:
         """Take a copy's memory; shape and graph stay."""
