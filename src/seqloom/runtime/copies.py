@@ -14,6 +14,7 @@ from torch import nn
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm.relay_index import Box
+from seqloom.errors import SeqloomError
 from seqloom.plan.weights import EMBEDDING, HEAD, Weight
 from seqloom.runtime.network import Network
 from seqloom.runtime.placement import exchange
@@ -32,6 +33,9 @@ def weights_of(network: Network) -> tuple[Weight, ...]:
             found = homes.setdefault(id(parameter), [])
             if home not in found:
                 found.append(home)
+    scalar = next((name for name, each in network.module.named_parameters() if not each.ndim), None)
+    if scalar is not None:
+        raise SeqloomError(f"parameter {scalar} has no axis, and rows are what ranks share; make it a vector of one")
     everywhere = [EMBEDDING, *range(len(network.layers)), HEAD]
     cuttable = network.embedding is not None and network.norm is not None
     return tuple(

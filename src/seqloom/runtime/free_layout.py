@@ -12,7 +12,7 @@ table of tokens that is also the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -60,7 +60,7 @@ class FreeLayout:
         """
         parameters = list(network.module.parameters())
         self._device = device_of(parameters)
-        reduce_dtype(parameters)
+        _check_dtypes(parameters, compute)
         self._network, self._transport = network, transport
         self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
         self._weights = weights_of(network)
@@ -96,7 +96,7 @@ class FreeLayout:
         """See `Parameters.arrange`. Returns at once; layers wait for what they need."""
         self._check(plan)
         self.settle()
-        rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows()
+        rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
         dtype, held, shared = self._copies.dtype, moves.values.target, moves.shared
         same = moves.values.source.items() & held.items()
         borrowed = {number: rows[number] for number, _ in same if rows[number].dtype == dtype and number not in shared}
@@ -249,3 +249,13 @@ class FreeLayout:
         for tensor in sorted({stage.tensor for line in plan.pipelines for stage in line.stages}):
             if tensor > 1:
                 self._network.check_tensor(tensor)
+
+
+def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
+    """Refuse gradients that would be added up in several dtypes, and layers that would compute in several."""
+    reduce_dtype(parameters)
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+    if compute is None and len(dtypes) > 1:
+        raise SeqloomError(
+            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as compute="
+        )

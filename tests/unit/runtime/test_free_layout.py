@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import Alone
+from seqloom.comm import Alone, bind_alone
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Reduce, Sharding, Span
 from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
+from seqloom.runtime.network import LossOf
 from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
+from seqloom.testing.tiny_models import tiny_model
 from seqloom.train.model import made_ready
 
 torch.set_num_threads(1)
@@ -248,3 +250,36 @@ def test_layers_that_are_not_called_as_modules_are_refused():
 def test_gradients_without_a_plan_are_refused():
     with pytest.raises(SeqloomError, match=r"call arrange\(plan\) first"):
         FreeLayout(STEP.network(), Alone()).finish()
+
+
+def test_models_without_a_free_layout_are_refused():
+    mixed, scalar = STEP.network(), STEP.network()
+    mixed.module.model.norm.to(torch.float32)
+    with pytest.raises(SeqloomError, match="added up in one dtype"):
+        FreeLayout(mixed, Alone())
+    mixed.module.to(torch.float32).model.norm.to(torch.bfloat16)
+    with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as compute="):
+        FreeLayout(mixed, Alone())
+    scalar.module.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    with pytest.raises(SeqloomError, match="parameter scale has no axis"):
+        FreeLayout(scalar, Alone())
+
+
+@pytest.mark.parametrize("shapes", [TEAMS, (Shape(1, 2, 2),)])
+def test_models_of_transformers(threads, shapes):
+    from seqloom.integrations import attach
+    from seqloom.integrations import network as described
+
+    made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
+    context = bind_alone(STEP.lengths)
+    loss = LossOf(made[4])(*STEP.rows()(context), context) / STEP.valid
+    loss.backward()
+    gradients = {name: each.grad for name, each in made[4].module.named_parameters()}
+    wanted = Found(loss.item(), torch.stack([each.norm() for each in gradients.values()]).norm().item(), gradients)
+
+    def body(transport):
+        parameters = FreeLayout(made_ready(made[transport.rank]), transport)
+        result = run(planned(*shapes), transport, parameters)
+        return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+
+    assert max(each.worst(wanted) for each in threads(4).run(body, strict=True)) < 1e-9
