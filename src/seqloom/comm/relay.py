@@ -88,7 +88,7 @@ class Relay:
             weights: items of the layouts are their indices.
             source: who has what before; holds all that the target asks for.
             target: who shall have what after. Neither gives a rank two boxes of one weight.
-            transport: this rank's.
+            transport: this rank's; one whose exchanges nothing else uses, where bundles move beside the computation.
             device: of all tensors.
             node_size: ranks per node; where several ranks hold something, one of the receiver's node sends it.
             bundles: what moves together; None: `plan.weights.bundles`.
@@ -120,7 +120,7 @@ class Relay:
                 there `wait` makes a tensor; or it returns the given one itself, where the source's box is the target's
                 and the dtype is right.
         """
-        index = self._indices[bundle]
+        index, rooms = self._indices[bundle], self._rooms(bundle, self.target, into or {}, dtype)
         held = self._views(bundle, self.source, tensors)
         self._refuse_missing(bundle, held)
         leaving = [form for form in index.forms if form.peers != (index.rank,)]
@@ -131,7 +131,7 @@ class Relay:
             outgoing += [Parcel(peer, message) for peer in form.peers if peer != index.rank]
         received = self._new(index.incoming, dtype)
         handle = exchange_filled(self._transport, outgoing, _messages(index, received))
-        return Pending(handle, sent, lambda: self._unpacked(bundle, held, received, into or {}))
+        return Pending(handle, sent, lambda: self._unpacked(bundle, held, received, rooms))
 
     @torch.no_grad()
     def start_sum(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
@@ -149,7 +149,8 @@ class Relay:
             into: {weight: contiguous tensor of the source box, in `dtype` or float32, whichever is wider}: `wait` adds
                 the sums to it. For weights that are not there it makes a tensor.
         """
-        index = self._indices[bundle]
+        wide = torch.promote_types(dtype, torch.float32)
+        index, rooms = self._indices[bundle], self._rooms(bundle, self.source, into or {}, wide)
         held = self._views(bundle, self.target, tensors)
         sent = self._new(index.incoming, dtype)
         own = self._new(sum(source.size for source, _ in index.local), dtype)
@@ -160,16 +161,15 @@ class Relay:
         incoming = [Parcel(peer, part) for (peer, _), part in zip(ends, received, strict=True)]
         handle = exchange_filled(self._transport, _messages(index, sent), incoming)
         parts = dict(incoming) | {index.rank: own}
-        return Pending(handle, sent, lambda: self._added(bundle, parts, dtype, into or {}))
+        return Pending(handle, sent, lambda: self._added(bundle, parts, wide, rooms))
 
-    def _unpacked(self, bundle: int, held: Tensors, received: torch.Tensor, into: Tensors) -> dict[int, torch.Tensor]:
+    def _unpacked(self, bundle: int, held: Tensors, received: torch.Tensor, rooms: Tensors) -> dict[int, torch.Tensor]:
         """Return the target's boxes, filled with what has come and what was here."""
-        index, result = self._indices[bundle], {}
+        index, result = self._indices[bundle], dict(rooms)
         for weight, box in self._boxes(bundle, self.target):
-            same = self.source.get(weight) == box and held[weight].dtype == received.dtype
-            result[weight] = (
-                held[weight] if same and weight not in into else self._room(weight, box, received.dtype, into)
-            )
+            if weight not in rooms:
+                shared = self.source.get(weight) == box and held[weight].dtype == received.dtype
+                result[weight] = held[weight] if shared else received.new_empty((box.rows, box.columns))
         for source, target in index.local:
             if result[target.weight] is not held[source.weight]:
                 target.in_box(result[target.weight]).copy_(source.in_box(held[source.weight]))
@@ -178,13 +178,13 @@ class Relay:
         return result
 
     def _added(
-        self, bundle: int, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, into: Tensors
+        self, bundle: int, parts: Mapping[int, torch.Tensor], wide: torch.dtype, rooms: Tensors
     ) -> dict[int, torch.Tensor]:
         """Return the source's boxes with the sums of all parts, {rank: message}."""
-        wide = torch.promote_types(dtype, torch.float32)
-        result = {weight: self._room(weight, box, wide, into) for weight, box in self._boxes(bundle, self.source)}
-        for weight in result.keys() - into.keys():
-            result[weight].zero_()
+        result = dict(rooms)
+        for weight, box in self._boxes(bundle, self.source):
+            if weight not in rooms:
+                result[weight] = torch.zeros((box.rows, box.columns), dtype=wide, device=self._device)
         for form in self._indices[bundle].forms:
             total = parts[form.peers[0]].to(wide, copy=len(form.peers) > 1)
             for peer in form.peers[1:]:
@@ -193,14 +193,17 @@ class Relay:
                 strip.in_box(result[strip.weight]).add_(strip.in_buffer(total))
         return result
 
-    def _room(self, weight: int, box: Box, dtype: torch.dtype, into: Tensors) -> torch.Tensor:
-        """Return the tensor [rows, columns] to fill for a box: a given one, or a new one."""
-        if weight not in into:
-            return self._new(box.rows * box.columns, dtype).view(box.rows, box.columns)
-        name, found = self._names[weight], into[weight]
-        if found.dtype != dtype:
-            raise SeqloomError(f"{name}: a tensor of {found.dtype} to be filled with {dtype}; make it {dtype}")
-        return box.view(found, name)
+    def _rooms(
+        self, bundle: int, boxes: Mapping[int, Box], into: Tensors, dtype: torch.dtype
+    ) -> dict[int, torch.Tensor]:
+        """Return the tensors to fill as [rows, columns]; refuse one of another dtype."""
+        found = self._views(bundle, boxes, into)
+        for weight, room in found.items():
+            if room.dtype != dtype:
+                raise SeqloomError(
+                    f"{self._names[weight]}: a tensor of {room.dtype} to be filled with {dtype}; make it {dtype}"
+                )
+        return found
 
     def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)

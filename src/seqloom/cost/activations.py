@@ -15,9 +15,9 @@ class LayerValues(NamedTuple):
     touched: int  # values that elementwise work reads or writes in a forward
 
 
-def layer_values(model: ModelSpec) -> tuple[LayerValues, ...]:
-    """One entry per layer."""
-    return tuple(_layer(model, feed_forward) for feed_forward in feed_forward_values(model))
+def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
+    """One entry per layer, of a token of a rank whose weights are split over ``tensor`` ranks."""
+    return tuple(_layer(model, feed_forward, tensor) for feed_forward in feed_forward_values(model))
 
 
 def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
@@ -37,16 +37,19 @@ def kv_width(model: ModelSpec) -> int:
     return model.kv_heads * model.head_dim
 
 
-def _layer(model: ModelSpec, feed_forward: LayerValues) -> LayerValues:
+def _layer(model: ModelSpec, feed_forward: LayerValues, tensor: int) -> LayerValues:
     """Attention and feed-forward with their norms and residuals.
 
     Kept: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
     attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
     writes, a residual reads two and writes one, rotary reads and writes q and k.
+
+    Tensor ranks keep the norms as they gathered them, of all tokens of the team; of their own heads and their own
+    part of the feed-forward they keep all these tokens, which is as much as all of it for their own tokens.
     """
     query, kv = query_width(model), kv_width(model)
     return LayerValues(
-        kept=4 * model.hidden + 3 * query + 2 * kv + feed_forward.kept,
+        kept=(2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv + feed_forward.kept,
         touched=10 * model.hidden + 2 * (query + kv) + feed_forward.touched,
     )
 

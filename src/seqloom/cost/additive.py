@@ -114,9 +114,9 @@ class AdditiveEngine:
         """ns per token in front of a piece: nothing, since the published groups have no ring."""
         return {}
 
-    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow]:
+    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow, Flow]:
         """Occupancy of cards and links: the published model has none."""
-        return Flow(), Flow()
+        return Flow(), Flow(), Flow()
 
     def layout_rates(self, variant: Variant, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""

@@ -15,6 +15,7 @@ from seqloom.cost.reach import proxies_of, reach_of
 from seqloom.cost.remapping import Remapping
 from seqloom.cost.routing import Flow
 from seqloom.cost.shapes import candidate_shapes, with_methods
+from seqloom.cost.teams import adding_ns, column_model, column_shape, team_flow, team_latency
 from seqloom.cost.values import Shape, Variant
 from seqloom.plan import Checkpoint, Method, Reduce, Remap, Route
 
@@ -43,6 +44,7 @@ class AnalyticEngine:
     shard_ranks: int
     budget_bytes: int
     shapes: tuple[Shape, ...]
+    tensor: int = 1
     granule: int = 1
 
     @classmethod
@@ -55,23 +57,41 @@ class AnalyticEngine:
         family: GroupFamily,
         budget_gib: float | None,
         max_length: int | None,
+        tensor: int = 1,
+        owners: int = 0,
+        within: GroupFamily | None = None,
     ) -> AnalyticEngine:
-        """Compose the pieces and list all candidate shapes."""
+        """Compose the pieces and list all candidate shapes.
+
+        Args:
+            profile: kernels and links.
+            cluster: the ranks.
+            model: the model.
+            shard_ranks: ranks that share parameter shards.
+            family: of these ranks.
+            budget_gib: memory per device.
+            max_length: longest sequence.
+            tensor: ranks of a team.
+            owners: ranks over which free sharding spreads masters; 0: sharding is not free.
+            within: family of the cluster that these ranks are a part of, if they are one.
+        """
+        shards = max(1, shard_ranks // tensor)
         parameters = model.parameters(max_length or DEFAULT_CONTEXT)
         budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
         return cls(
             profile,
             model,
             Compute.build(profile, cluster, model),
-            Communication(profile, cluster, model),
-            Memory(profile, model, parameters, shard_ranks),
-            shard_ranks,
+            Communication(profile, cluster, column_model(model, tensor)),
+            Memory(profile, model, parameters, shards, tensor, owners),
+            shards,
             budget_bytes=math.floor(budget * GIB),
             shapes=with_methods(
-                candidate_shapes(family, model.heads, model.kv_heads),
+                candidate_shapes(family, model.heads, model.kv_heads, tensor, within),
                 cluster.gpus_per_node,
-                len(set(cluster.nic_of_gpu)),
+                len(set(cluster.nic_of_gpu)) if tensor == 1 else 1,  # a stage that splits weights has no routes
             ),
+            tensor=tensor,
         )
 
     @property
@@ -92,22 +112,24 @@ class AnalyticEngine:
     def rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
         """ns per token of the group, part by part, attention apart."""
         checkpoint = variant.checkpoint
-        ulysses, sharing = self.flows(shape, variant, reach)
+        ulysses, sharing, team = self.flows(shape, variant, reach)
         ring = sharing.time if shape.hides else 0.0
+        adding = adding_ns(self.model, self.tensor, checkpoint, self.compute.memory_gb_s)
         return {
-            "linear": self.compute.linear(checkpoint) / shape.degree,
+            "linear": (self.compute.linear(checkpoint) + adding) / shape.degree,
             "head": self.compute.head() / shape.degree,
             "steps": self._exposed * ring,
             "ulysses": ulysses.time,
             "ring": ring,
-            "network": ulysses.network + sharing.network,
-            "kv_gather": 0.0 if shape.hides else sharing.time + self.links.gathered(shape),
-            "link": ulysses.link + sharing.link,
+            "network": ulysses.network + sharing.network + team.network,
+            "kv_gather": 0.0 if shape.hides else sharing.time + self.links.gathered(column_shape(shape, self.tensor)),
+            "link": ulysses.link + sharing.link + team.link,
+            "tensor": team.time,
         }
 
     def prefix_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
         """ns per token in front of a piece: its keys and values are shared again, and its gradients sent back."""
-        _, sharing = self.flows(shape, variant, reach)
+        _, sharing, _ = self.flows(shape, variant, reach)
         ring = sharing.time if shape.hides else 0.0
         return {
             "steps": self._exposed * ring,
@@ -117,10 +139,16 @@ class AnalyticEngine:
             "link": sharing.link,
         }
 
-    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow]:
-        """Traffic per token of the group: the head exchange, and keys and values by the shape's method."""
+    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow, Flow]:
+        """Traffic per token of the group: the head exchange, keys and values by the shape's method, the teams'.
+
+        A column's rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
+        tokens of all heads.
+        """
+        kept, column = variant.checkpoint, column_shape(shape, self.tensor)
         share = self.links.kv_gather if shape.method == Method.GATHER else self.links.ring
-        return self.links.ulysses(shape, reach, variant.checkpoint), share(shape, reach, variant.checkpoint)
+        heads, keys = self.links.ulysses(column, reach, kept), share(column, reach, kept)
+        return heads, keys, team_flow(self.links, shape, reach, kept)
 
     def layout_rates(self, variant: Variant, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
@@ -162,20 +190,22 @@ class AnalyticEngine:
         """
         profile, checkpoint, layers = self.profile, variant.checkpoint, self.model.layers
         passes = 3 if checkpoint == Checkpoint.FULL else 2
+        column = column_shape(shape, self.tensor)
         steps = passes * (shape.ring - 1) * profile.ring_step_us if shape.hides else 0.0
-        ring = self.links.ring_latency(shape, reach, checkpoint) if shape.hides else 0.0
-        gathered = 0.0 if shape.hides else self.links.kv_gather_latency(shape, reach, checkpoint)
+        ring = self.links.ring_latency(column, reach, checkpoint) if shape.hides else 0.0
+        gathered = 0.0 if shape.hides else self.links.kv_gather_latency(column, reach, checkpoint)
         gather = 0.0 if variant.resident else 2 * self._collective(PARAMETER_BYTES)
         waits = variant.resident or variant.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
             "steps": layers * steps * 1e3 + self._exposed * ring,
-            "ulysses": self.links.ulysses_latency(shape, reach, checkpoint),
+            "ulysses": self.links.ulysses_latency(column, reach, checkpoint),
             "ring": ring,
             "gather": gather,
             "reduce": reduce,
             "kv_gather": gathered,
+            "tensor": team_latency(self.links, self.tensor, reach, checkpoint),
         }
 
     def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
@@ -190,17 +220,24 @@ class AnalyticEngine:
 
     def attention_share(self, shape: Shape) -> float:
         """Share of the heads on the fullest Ulysses rank."""
-        return -(-self.model.heads // shape.ulysses) / self.model.heads
+        return -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
 
     def step_communication(self, variant: Variant) -> float:
-        """ns once per step on the links: reduction that waited, sum over replicas."""
+        """ns once per step on the links: reduction that waited, sum over replicas.
+
+        Under free sharding what moves depends on the plan, see `relaying`.
+        """
+        if self.memory.owners:
+            return 0.0
         waited = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.STEP else 0.0
-        gradients = GRADIENT_BYTES * self.memory.parameters
-        return waited + self.links.replica_sum(gradients, self.shard_ranks, self.model.layers)
+        gradients, teams = GRADIENT_BYTES * self.memory.held, self.links.cluster.ranks // self.tensor
+        return waited + self.links.replica_sum(gradients, self.shard_ranks, self.model.layers, teams)
 
     def step_overhead(self, variant: Variant) -> float:
         """ns once per step: its communication, the optimiser on this rank's shard, the host."""
-        optimiser = self.compute.optimiser(self.memory.parameters / self.shard_ranks)
+        memory = self.memory
+        owned = memory.parameters / memory.owners if memory.owners else memory.held / self.shard_ranks
+        optimiser = self.compute.optimiser(owned)
         return self.step_communication(variant) + optimiser + self.profile.step_us * 1e3
 
     @property
@@ -209,5 +246,5 @@ class AnalyticEngine:
         return 1.0 - self.profile.overlap
 
     def _collective(self, bytes_per_parameter: int) -> float:
-        size = bytes_per_parameter * self.memory.parameters
+        size = bytes_per_parameter * self.memory.held
         return self.links.collective(size, self.shard_ranks, self.model.layers)

@@ -3,6 +3,8 @@
 Rounds are totally ordered and there is no barrier between them. A round joins the islands that its groups
 connect; it starts when all ranks of those islands are free and holds them until its slowest rank is done
 (they meet in every parameter gather). Ranks of other islands are not touched.
+
+Under free sharding the step also has what it does not hide of moving parameters and gradients, see `relaying`.
 """
 
 from __future__ import annotations
@@ -12,53 +14,87 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.memory import free_bytes
+from seqloom.cost.relaying import relay_ns
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.values import Variant
 from seqloom.errors import SeqloomError
+from seqloom.plan import Sharding
 
 if TYPE_CHECKING:
     from seqloom.cost.model import CostModel
-    from seqloom.plan import Plan, Work
+    from seqloom.plan import Pipeline, Plan, Work
 
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:
     """Latest finish over all islands, plus what a step costs once."""
-    works, islands = _works(plan), plan.islands
+    _require_one_stage(plan)
+    islands = plan.islands
     ready = [0] * len(islands)
     island_of = {rank: i for i, island in enumerate(islands) for rank in island}
-    overhead = 0
-    for work in works:
-        variant = Variant(work.checkpoint, plan.reduce)
-        overhead = max(overhead, cost.step_overhead_ns(variant))
-        times = cost.round_times(work, variant)
-        for joined, ranks in _connected(work, island_of):
-            finish = max(ready[i] for i in joined) + times.joined_ns(ranks)
-            for i in joined:
-                ready[i] = finish
-    return max(ready, default=0) + overhead
+    overhead, shades = 0, []
+    for pipeline in plan.pipelines:
+        own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
+        for work in _works(pipeline):
+            variant = Variant(work.checkpoint, plan.reduce)
+            overhead = max(overhead, own.step_overhead_ns(variant))
+            times = own.round_times(work, variant)
+            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, island_of)]
+            shortest.append(min(time for _, time in parts))
+            for joined, time in parts:
+                finish = max(ready[i] for i in joined) + time
+                for i in joined:
+                    ready[i] = finish
+        shades.append((shortest[0], shortest[-1]) if shortest else (0, 0))
+    return max(ready, default=0) + overhead + relay_ns(cost, plan.pipelines, shades)
 
 
 def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
     """int64[ranks]: peak bytes of every rank over the rounds."""
-    peak = np.zeros(cost.ranks, dtype=np.int64)
-    for work in _works(plan):
-        variant = Variant(work.checkpoint, plan.reduce)
-        tokens = tokens_on_ranks(cost, work)
-        used = cost.fixed_bytes(variant) + np.ceil(tokens * cost.token_bytes(variant)).astype(np.int64)
-        peak = np.maximum(peak, used)
+    _require_one_stage(plan)
+    peak = idle_memory(cost, plan)
+    for pipeline in plan.pipelines:
+        peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
     return peak
 
 
-def _works(plan: Plan) -> list[Work]:
-    """The work of every round, pipeline after pipeline (on disjoint islands, so their order is free)."""
-    works: list[Work] = []
+def idle_memory(cost: CostModel, plan: Plan) -> np.ndarray:
+    """int64[ranks]: bytes of ranks in no stage: under free sharding, their part of the optimiser's state."""
+    own = 0
+    if plan.sharding == Sharding.FREE and isinstance(cost.engine, AnalyticEngine):
+        memory = cost.engine.memory
+        own = free_bytes(0, memory.parameters, memory.owners)
+    return np.full(cost.ranks, own, dtype=np.int64)
+
+
+def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarray:
+    """int64[ranks]: peak bytes of the ranks of a pipeline of one stage over its rounds, 0 of all others.
+
+    Where parameters are sharded over all ranks, a single pipeline is all there is.
+    """
+    own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
+    for work in _works(pipeline):
+        variant = Variant(work.checkpoint, plan.reduce)
+        tokens = tokens_on_ranks(own, work)
+        used = own.fixed_bytes(variant) + np.ceil(tokens * own.token_bytes(variant)).astype(np.int64)
+        peak = np.maximum(peak, used)
+    if len(plan.pipelines) > 1 or plan.sharding == Sharding.FREE:
+        peak[np.setdiff1d(np.arange(cost.ranks), pipeline.ranks)] = 0
+    return peak
+
+
+def _require_one_stage(plan: Plan) -> None:
     for pipeline in plan.pipelines:
         if len(pipeline.stages) != 1:
             raise SeqloomError(
                 f"a pipeline of {len(pipeline.stages)} stages has no closed form; simulate the plan instead"
             )
-        works += [current.work[0] for current in pipeline.rounds]
-    return works
+
+
+def _works(pipeline: Pipeline) -> list[Work]:
+    """The work of every round. Pipelines are on disjoint islands, so their order is free."""
+    return [current.work[0] for current in pipeline.rounds]
 
 
 def _connected(work: Work, island_of: dict[int, int]) -> list[tuple[list[int], list[int]]]:

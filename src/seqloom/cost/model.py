@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +14,9 @@ from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.pieces import span_sums
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.reach import Reach, reach_of
-from seqloom.cost.refusal import too_small
+from seqloom.cost.refusal import require_sizes, require_teams, require_tensor, too_small
 from seqloom.cost.shapes import PROBED, ordered, useful_shapes
-from seqloom.cost.tabling import cost_tables
+from seqloom.cost.tabling import cost_tables, document_parts
 from seqloom.cost.values import CostTables, Parts, Shape, Variant
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Part, Reduce, Route, Sharding
@@ -41,7 +40,9 @@ class CostModel:
         budget_gib: memory per device; None takes the profile's own, or 0.9 of the device's.
         max_length: longest sequence the run may see; sizes learned position embeddings.
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
-        stages: with more than one, a model that only pipelines can hold is not refused here.
+        stages: with more than one (or free sharding), a model that only pipelines can hold is not refused here.
+        tensor: ranks of a team that splits the weights of every stage; shapes have multiples of it as Ulysses.
+        whole: the model of the whole cluster, if ``cluster`` is a part of it; see `on_ranks`.
     """
 
     def __init__(
@@ -54,30 +55,32 @@ class CostModel:
         max_length: int | None = None,
         capacity: int | None = None,
         stages: int = 1,
+        tensor: int = 1,
+        whole: CostModel | None = None,
     ) -> None:
         """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
-        if budget_gib is not None and not 0 < budget_gib < math.inf:
-            raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
-        if max_length is not None and max_length < 1:
-            raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
+        require_sizes(budget_gib, max_length)
         self.cluster, self.model, self.max_length = cluster, model, max_length
         if sharding not in list(Sharding):
             raise unknown("sharding", str(sharding), list(Sharding))
         self.sharding = Sharding(sharding)
         self.profile = Profile.resolve(profile, cluster.device.name)
-        self.ranks, self.node_size = cluster.ranks, cluster.gpus_per_node
-        self.island_size = {
-            Sharding.FULL: self.ranks,
-            Sharding.HYBRID: self.node_size,
-            Sharding.NONE: 1,
-        }[self.sharding]
+        self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
         self.family = GroupFamily(self.ranks, self.node_size)
-        sizes = (cluster, model, self.island_size, self.family, budget_gib, max_length)
+        self.whole = self if whole is None else whole
+        require_tensor(self)
+        self._asked = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
+        self._kin: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
+        sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
+        self.island_size = max(sharded, tensor)  # ranks in the same rounds: they share shards, or are a team
+        sizes = (cluster, model, sharded, self.family, budget_gib, max_length)
         self.engine: AdditiveEngine | AnalyticEngine
         if isinstance(self.profile, AdditiveProfile):
             self.engine = AdditiveEngine.build(self.profile, *sizes)
         else:
-            self.engine = AnalyticEngine.build(self.profile, *sizes)
+            owners = self.whole.ranks if self.sharding == Sharding.FREE else 0
+            within = None if self.ranks == self.whole.ranks else self.whole.family
+            self.engine = AnalyticEngine.build(self.profile, *sizes, tensor, owners, within)
         self.granule: int = self.engine.granule
         if capacity is not None and capacity < self.granule:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.granule} or more, or leave it out")
@@ -85,7 +88,7 @@ class CostModel:
         fits = {v: self._tokens_that_fit(v) for v in self.engine.variants}
         self._capacity = {v: tokens if self.most is None else min(tokens, self.most) for v, tokens in fits.items()}
         self._fitting = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
-        if not self._fitting and stages == 1:
+        if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
             raise too_small(self)
         self._routes: dict[tuple[Shape, tuple[int, ...]], Route | None] = {}
         self._rates: dict[tuple[Shape, Variant, Reach], dict[str, float]] = {}
@@ -99,16 +102,35 @@ class CostModel:
 
     def __repr__(self) -> str:
         names = (self.cluster.name, self.model.name, self.profile.name, self.sharding.value)
-        return f"CostModel({', '.join(names)})"
+        return f"CostModel({', '.join(names)}{f', tensor {self.tensor}' if self.tensor > 1 else ''})"
+
+    def with_tensor(self, tensor: int) -> CostModel:
+        """The same ranks with weights split over teams of so many: prices of such a stage. Made once."""
+        return self._relative(self.ranks, tensor)
+
+    def on_ranks(self, ranks: int, tensor: int = 1) -> CostModel:
+        """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
+
+        Made once. A plan for them may be moved to any multiple of their number.
+        """
+        require_teams(self.whole, ranks, tensor)
+        return self._relative(ranks, tensor)
+
+    def _relative(self, ranks: int, tensor: int) -> CostModel:
+        known = self.whole._kin
+        if (ranks, tensor) not in known:
+            part = self.whole.cluster.part(ranks)
+            known[ranks, tensor] = CostModel(part, self.model, *self._asked, tensor=tensor, whole=self.whole)
+        return known[ranks, tensor]
 
     # -- memory -----------------------------------------------------------------
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants that hold at least a token, of plans with one stage; SeqloomError if there is none."""
-        if not self._fitting:
-            raise too_small(self)
-        return self._fitting
+        if self._fitting:
+            return self._fitting
+        raise too_small(self)
 
     def capacity(self, variant: Variant) -> int:
         """Tokens a rank can hold in one round."""
@@ -188,7 +210,7 @@ class CostModel:
     def place(self, group: Group) -> tuple[Shape, Reach]:
         """The row of the tables that a group is priced by, and where its messages go."""
         shape = Shape(group.ulysses, group.ring, group.method)
-        reach = reach_of(group.ranks, shape, self.cluster.nic_of_gpu, group.route)
+        reach = reach_of(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
         return shape._replace(routed=reach.proxies > 0), reach
 
     def route(self, shape: Shape, ranks: Sequence[int]) -> Route | None:
@@ -244,31 +266,16 @@ class CostModel:
     def document_parts(
         self, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
     ) -> dict[str, np.ndarray]:
-        """int64[S, n] per part: ns that each document adds to a group of each shape.
-
-        Plain elementwise float64 operations only, each rounded on its own, so that the integers are the
-        same on every machine and whether documents are priced together or one by one.
-        """
-        lengths = tokens.astype(np.float64)
-        rates = [self._token_rates(shape, variant, reach) for shape, reach in places]
-        parts = {}
-        for name in rates[0]:
-            column = np.array([rate[name] for rate in rates])[:, None]
-            parts[name] = np.rint(column * lengths).astype(np.int64)
-        rings = {shape.ring for shape, _ in places}
-        whole = {ring: self.engine.attention(lengths, ring, variant) for ring in rings}
-        calls = {shape: self.engine.document_calls(lengths, shape.kernels, variant) for shape, _ in places}
-        shares = [whole[shape.ring] * self.engine.attention_share(shape) + calls[shape] for shape, _ in places]
-        attention = np.stack(shares)
-        parts["attention"] = np.rint(attention).astype(np.int64)
-        return parts
+        """int64[S, n] per part: ns that each document adds to a group of each shape."""
+        return document_parts(self, tokens, places, variant)
 
     def aligned(self, shape: Shape) -> Reach:
         """Reach of the shape on any aligned block."""
         ranks = tuple(range(shape.degree))
-        return reach_of(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks))
+        return reach_of(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
 
-    def _token_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def token_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+        """ns that each token adds to a group, part by part, attention apart."""
         key = (shape, variant, reach)
         if key not in self._rates:
             self._rates[key] = self.engine.rates(shape, variant, reach)

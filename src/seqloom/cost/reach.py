@@ -35,6 +35,7 @@ class Reach(NamedTuple):
     once: Traffic = Traffic()
     proxies: int = 0  # per node, of the route that the ring or gather takes; 0: every rank uses its own card
     slices: int = 1  # of that route
+    team: Traffic = Traffic()  # to the other tensor ranks of a team, one message each
 
 
 class CardLoad(NamedTuple):
@@ -44,10 +45,13 @@ class CardLoad(NamedTuple):
     card: np.ndarray  # int64[n] in its node
     ulysses: np.ndarray  # float64[n] 0 to 1
     sharing: np.ndarray  # float64[n] the same of keys and values
+    team: np.ndarray  # float64[n] the same of tensor ranks
 
 
 @lru_cache(maxsize=8192)
-def reach_of(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None) -> Reach:
+def reach_of(
+    ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
+) -> Reach:
     """Reach of the group on these ranks, wherever they lie.
 
     Args:
@@ -56,6 +60,7 @@ def reach_of(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route
         shape: of the group.
         card_of: the network card near each rank of a node.
         route: how the ring's or gather's messages cross; None: each through its own card.
+        tensor: ranks of a team, the innermost axis: heads are exchanged among the teams' ranks of one index.
     """
     if len(ranks) == 1:
         return Reach()
@@ -67,16 +72,16 @@ def reach_of(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route
         left, through = (int(np.bincount(place, weights=far).max()) for place in (node, card))
         return Traffic(int(near.max()), int(far.max()), left, through)
 
-    counts = _messages(node.reshape(shape.ring, shape.ulysses))
-    ulysses, ring, gather, once = (traffic(*pair) for pair in counts)
+    counts = _messages(node.reshape(shape.ring, -1, tensor))
+    ulysses, ring, gather, once, team = (traffic(*pair) for pair in counts)
     if route is None or not gather.left:
-        return Reach(ulysses, ring, gather, once)
-    return Reach(ulysses, ring, gather, once, len(route.proxies) // len(np.unique(node)), route.slices)
+        return Reach(ulysses, ring, gather, once, team=team)
+    return Reach(ulysses, ring, gather, once, len(route.proxies) // len(np.unique(node)), route.slices, team)
 
 
-def aligned_reach(shape: Shape, card_of: tuple[int, ...]) -> Reach:
+def aligned_reach(shape: Shape, card_of: tuple[int, ...], tensor: int = 1) -> Reach:
     """Reach of a group on an aligned block of the group family, not routed: the same for every block of one size."""
-    return reach_of(range(shape.degree), shape, card_of)
+    return reach_of(range(shape.degree), shape, card_of, None, tensor)
 
 
 def proxies_of(ranks: Sequence[int], card_of: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,36 +100,40 @@ def proxies_of(ranks: Sequence[int], card_of: tuple[int, ...]) -> tuple[int, ...
 
 
 def _messages(node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(near, far) int64[ranks] messages that every rank sends: of Ulysses, ring, gather, gather crossing once.
+    """(near, far) int64[ranks] messages that every rank sends: of Ulysses, ring, gather, gather crossing once, team.
 
     Args:
-        node: int64[ring, ulysses] of every rank.
+        node: int64[ring, ulysses beyond tensor, tensor] of every rank.
     """
-    ring, inner = node.shape
+    ring, inner, tensor = node.shape
     far_heads = (node[:, :, None] != node[:, None, :]).sum(axis=2)
     far_next = (node != np.roll(node, -1, axis=0)).astype(np.int64)
-    far_keys = (node[:, None, :] != node[None, :, :]).sum(axis=1)
-    nodes = np.array([len(np.unique(column)) for column in node.T])
+    far_keys = (node[:, None] != node[None, :]).sum(axis=1)
+    nodes = np.array([len(np.unique(column)) for column in node.reshape(ring, -1).T]).reshape(inner, tensor)
+    far_team = (node[:, :, :, None] != node[:, :, None, :]).sum(axis=3)
     near_keys = ring - 1 - far_keys
     pairs = [
         (inner - 1 - far_heads, far_heads),
         ((ring > 1) - far_next, far_next),
         (near_keys, far_keys),
         (near_keys, np.broadcast_to(nodes - 1, node.shape)),
+        (tensor - 1 - far_team, far_team),
     ]
     return [(near.ravel(), far.ravel()) for near, far in pairs]
 
 
 @lru_cache(maxsize=8192)
-def card_load(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None) -> CardLoad:
+def card_load(
+    ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
+) -> CardLoad:
     """Which network cards a group uses, and how much of what its busiest one carries. Arguments as `reach_of`."""
     size, cards = len(card_of), max(card_of) + 1
     where = np.asarray(ranks, dtype=np.int64)
     node = where // size
     card = node * cards + np.asarray(card_of)[where % size]
-    heads, ring, gather, _ = _messages(node.reshape(shape.ring, shape.ulysses))
+    heads, ring, gather, _, mates = _messages(node.reshape(shape.ring, -1, tensor))
     last = int(node.max()) + 1
-    ulysses = np.bincount(card, weights=heads[1], minlength=last * cards)
+    ulysses, team = (np.bincount(card, weights=far, minlength=last * cards) for _, far in (heads, mates))
     keys = (gather if shape.method == Method.GATHER else ring)[1]
     if route is None:
         sharing = np.bincount(card, weights=keys, minlength=last * cards)
@@ -132,9 +141,9 @@ def card_load(ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], rout
         proxy = np.asarray(route.proxies, dtype=np.int64)
         through = proxy // size * cards + np.asarray(card_of)[proxy % size]
         sharing = np.zeros(max(last, int(proxy.max()) // size + 1) * cards)
-        ulysses = np.concatenate([ulysses, np.zeros(len(sharing) - len(ulysses))])
+        ulysses, team = (np.concatenate([own, np.zeros(len(sharing) - len(own))]) for own in (ulysses, team))
         left = np.bincount(node, weights=keys, minlength=len(sharing) // cards)
         np.add.at(sharing, through, left[proxy // size])
-    used = np.flatnonzero(ulysses + sharing)
-    parts = [values[used] / max(values.max(), 1.0) for values in (ulysses, sharing)]
+    used = np.flatnonzero(ulysses + sharing + team)
+    parts = [values[used] / max(values.max(), 1.0) for values in (ulysses, sharing, team)]
     return CardLoad(used // cards, used % cards, *parts)

@@ -95,7 +95,7 @@ def round_times(
         by_rank, remap = _by_rank(cost, work, variant)
         cards, links = cards + remap.card, links + remap.link
         idle = np.setdiff1d(np.flatnonzero(by_rank.any(axis=1)), rank)
-        alone = cost.group_parts(Group((0,), 1, 1, ()), variant)
+        alone = cost.group_parts(Group(tuple(range(cost.tensor)), cost.tensor, 1, ()), variant)
         lone = np.array([getattr(alone, name) for name in NAMES], dtype=np.int64)
         table = np.concatenate([table, lone[None, :]])  # the last row: a group of nothing
         table[:, _columns(BY_RANK)] = 0
@@ -195,9 +195,10 @@ def _card_ns(cost: CostModel, work: Work, variant: Variant, network: np.ndarray)
     for k in np.flatnonzero(network):
         group = work.groups[k]
         shape, reach = cost.place(group)
-        heads, keys = (flow.network for flow in cost.engine.flows(shape, variant, reach))
-        load = card_load(group.ranks, shape, cluster.nic_of_gpu, group.route if shape.routed else None)
-        share = (heads * load.ulysses + keys * load.sharing) / (heads + keys)
+        heads, keys, team = (flow.network for flow in cost.engine.flows(shape, variant, reach))
+        route = group.route if shape.routed else None
+        load = card_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
+        share = (heads * load.ulysses + keys * load.sharing + team * load.team) / (heads + keys + team)
         taken[load.node, load.card] += (int(network[k]) * share).astype(np.int64)
     return taken
 

@@ -18,16 +18,31 @@ PROBED = 8192  # tokens of a rank where no variant says how many it holds
 NEAR_PERCENT = 103
 
 
-def candidate_shapes(family: GroupFamily, heads: int, kv_heads: int) -> tuple[Shape, ...]:
+def candidate_shapes(
+    family: GroupFamily, heads: int, kv_heads: int, tensor: int = 1, within: GroupFamily | None = None
+) -> tuple[Shape, ...]:
     """Shapes by degree ascending, then Ulysses descending.
 
     Per degree: the widest Ulysses that the heads allow, a whole node of Ulysses, one kv head per Ulysses
     rank (the widest that needs no replication), and a pure ring.
+
+    Args:
+        family: of the ranks.
+        heads: query heads of the model.
+        kv_heads: its key/value heads.
+        tensor: ranks of a team; Ulysses is a multiple of it.
+        within: family of the cluster that these ranks are a part of, if they are one: then groups have sizes that
+            divide the part and that the cluster knows, so that the part may lie at any multiple of its own size.
     """
     shapes = []
-    for degree in family.sizes:
-        legal = [size for size in family.sizes if size <= heads and _fits(size, degree, family.node_size)]
-        wanted = {max(legal), 1}
+    sizes = [size for size in family.sizes if size % tensor == 0]
+    if within is not None:
+        sizes = [size for size in sizes if family.ranks % size == 0 and size in within.sizes]
+    for degree in sizes:
+        legal = [size for size in sizes if size <= heads and _fits(size, degree, family.node_size)]
+        if tensor not in legal:
+            continue
+        wanted = {max(legal), tensor}
         wanted.update(size for size in (family.node_size,) if size in legal)
         unreplicated = [size for size in legal if kv_heads % size == 0]
         wanted.add(max(unreplicated))

@@ -1,7 +1,8 @@
 """Memory of a rank of a stage: its state, and what a unit's tokens hold from forward to backward.
 
 State: parameters whole in bf16 and gradients whole in float32 from the first unit to the last; master and moments, and
-the scattered gradient, over the ranks of the island. What a unit holds per token:
+the scattered gradient, over the ranks of the island (free sharding: of the whole model, over all ranks). What a unit
+holds per token:
 
     none        every value that backward reads, until the backward is done
     selective, full
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from seqloom.cost.activations import kv_width, layer_values, query_width
 from seqloom.cost.additive import AdditiveEngine
-from seqloom.cost.memory import CHUNK_LOGIT_BYTES, GIB, GRADIENT_BYTES, OPTIMISER_BYTES, PARAMETER_BYTES
+from seqloom.cost.memory import (
+    CHUNK_LOGIT_BYTES,
+    GIB,
+    GRADIENT_BYTES,
+    OPTIMISER_BYTES,
+    PARAMETER_BYTES,
+    free_bytes,
+    partial_bytes,
+)
 from seqloom.cost.stages import stage_parameters
 from seqloom.plan import Checkpoint, Part
 from seqloom.plan.group import even_ranges
@@ -59,16 +68,28 @@ class StageMemory:
             whole = engine.state_bytes * self.cost.island_size
             return -(-whole * (self.share.stop - self.share.first) // (self.share.of * island))
         parameters = stage_parameters(self.cost, self.share)
+        if engine.memory.owners:
+            return (PARAMETER_BYTES + GRADIENT_BYTES) * parameters
+        island = max(1, island // self.cost.tensor)
         sharded = OPTIMISER_BYTES + (GRADIENT_BYTES if island > 1 else 0)
         return (PARAMETER_BYTES + GRADIENT_BYTES) * parameters + -(-sharded * parameters // island)
 
     def working_bytes(self) -> int:
-        """A chunk of logits on the last stage, and what the device takes: once per rank, whatever stages it has."""
+        """A chunk of logits on the last stage, and what the device takes: once per rank, whatever stages it has.
+
+        Under free sharding also the rank's part of the optimiser's state, and two layers' gradients to be sent.
+        """
         engine = self.cost.engine
         if isinstance(engine, AdditiveEngine):
             return 0
         logits = engine.profile.head_chunk * self.cost.model.vocabulary * CHUNK_LOGIT_BYTES if self.share.ends else 0
-        return logits + int(engine.profile.workspace_gib * GIB)
+        own = 0
+        if engine.memory.owners:
+            own = free_bytes(0, engine.memory.parameters, engine.memory.owners)
+            layers = range(self.share.first, self.share.stop)
+            packed = 2 * max(self.cost.model.layer_parameters(layer, self.cost.tensor) for layer in layers)
+            own += GRADIENT_BYTES * packed if engine.memory.owners > 1 else 0
+        return own + logits + int(engine.profile.workspace_gib * GIB)
 
     def holding(self, checkpoint: Checkpoint, offload: bool) -> Holding:
         """What a unit of this choice takes per token."""
@@ -77,11 +98,14 @@ class StageMemory:
             each = engine.constants.mib_per_token * 1024**2 * (self.share.stop - self.share.first) / self.share.of
             return Holding(0.0, 2 * each, 2 * each, each, 0.0) if offload else Holding(each, 0.0, 0.0, each, 0.0)
         query, kv, hidden = query_width(model), kv_width(model), model.hidden
-        layers = layer_values(model)[self.share.first : self.share.stop]
+        tensor = self.cost.tensor
+        layers = layer_values(model, tensor)[self.share.first : self.share.stop]
         statistics = 4 * model.heads  # log-sum-exp, float32
         whole = [2 * layer.kept + statistics for layer in layers]
-        deferred = float(sum(2 * (layer.kept - query) for layer in layers))
+        outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the team
+        deferred = float(sum(2 * (layer.kept - query + outputs) for layer in layers))
         busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if self.share.ends else 0)
+        busy += partial_bytes(model, tensor)
         kept = {
             Checkpoint.NONE: sum(whole),
             Checkpoint.SELECTIVE: len(layers) * (2 * hidden + 2 * 2 * query + statistics),
@@ -101,7 +125,7 @@ class StageMemory:
         """
         model = self.cost.model
         shared = model.heads // model.kv_heads
-        ranges = even_ranges(model.heads, group.ulysses)
+        ranges = even_ranges(model.heads // self.cost.tensor, group.ulysses // self.cost.tensor)
         heads = max(-(-high // shared) - low // shared for low, high in ranges)
         values = 2 * heads * model.head_dim * -(-tokens // group.ring) * (self.share.stop - self.share.first)
         return KEY_BYTES * values, KEY_GRADIENT_BYTES * values

@@ -63,8 +63,8 @@ class Variant(NamedTuple):
 # Which part counts in which lane. A group takes as long as its longest lane, so parts that run side by side
 # (a ring's messages behind its attention, parameter gathers behind everything) stand in different lanes.
 LANES: tuple[tuple[str, ...], ...] = (
-    ("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed"),
-    ("linear", "head", "ring", "ulysses", "remap", "fixed"),
+    ("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed", "tensor"),
+    ("linear", "head", "ring", "ulysses", "remap", "fixed", "tensor"),
     ("gather", "reduce", "network"),
 )
 
@@ -90,6 +90,7 @@ class Parts:
     kv_gather: int = 0  # keys and values sent to all ring indices at once, exposed
     remap: int = 0  # tokens to the layout of the linear layers and back, exposed; of a round, not of a group
     link: int = 0
+    tensor: int = 0  # hidden states gathered from the team and partial sums sent back to it, exposed
 
     @property
     def lanes(self) -> tuple[int, int, int]:

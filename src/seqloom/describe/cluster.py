@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,29 @@ class Cluster:
         """The NIC near ``rank``, numbered within its node."""
         self._check_rank(rank)
         return self.nic_of_gpu[rank % self.gpus_per_node]
+
+    def part(self, ranks: int) -> Cluster:
+        """So many neighbouring ranks: inside a node, or some whole nodes. SeqloomError for any other number."""
+        size = self.gpus_per_node
+        if ranks == self.ranks:
+            return self
+        if not 1 <= ranks < self.ranks or (ranks > size and ranks % size):
+            legal = [*range(1, size), *range(size, self.ranks + 1, size)]
+            nearest = min(legal, key=lambda n: (abs(n - ranks), n))
+            raise SeqloomError(
+                f"{ranks} ranks of cluster {self.name}: a part lies inside a node of {size} or is some of "
+                f"{self.nodes} whole nodes; use {nearest} ranks"
+            )
+        gpus = min(ranks, size)
+        cards = {nic: number for number, nic in enumerate(dict.fromkeys(self.nic_of_gpu[:gpus]))}
+        return replace(
+            self,
+            name=f"{ranks} of {self.name}",
+            nodes=max(1, ranks // size),
+            gpus_per_node=gpus,
+            nics_per_node=len(cards),
+            nic_of_gpu=tuple(cards[nic] for nic in self.nic_of_gpu[:gpus]),
+        )
 
     @property
     def node_gb_s(self) -> float:

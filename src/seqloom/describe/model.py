@@ -103,9 +103,34 @@ class ModelSpec:
         """Weights of one layer's four attention projections."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
-    def layer_parameters(self, layer: int) -> int:
-        """Parameters of layer ``layer``, all experts included."""
-        return self._layer(layer in self.moe_layers, self.experts)
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Legal tensor-parallel degrees, ascending: they divide query heads, key/value heads and the feed-forward.
+
+        Experts are not cut: a model that has some knows degree 1 only.
+        """
+        if self.experts:
+            return (1,)
+        return tuple(t for t in range(1, self.kv_heads + 1) if self.kv_heads % t == 0 and self.ffn % t == 0)
+
+    def check_tensor(self, degree: int) -> None:
+        """Refuse a tensor degree that heads, widths or experts do not allow."""
+        divides = degree >= 1 and self.kv_heads % degree == 0 and self.ffn % degree == 0
+        if degree == 1 or (divides and not self.experts):
+            return
+        legal = self.tensor_degrees
+        nearest = min(legal, key=lambda t: (abs(t - degree), t))
+        rule = f"it must divide {self.heads} heads, {self.kv_heads} kv heads and a feed-forward of {self.ffn}"
+        why = "experts are not cut" if self.experts else rule
+        raise SeqloomError(f"model {self.name}: tensor degree {degree}; {why}; use {nearest}")
+
+    def layer_parameters(self, layer: int, tensor: int = 1) -> int:
+        """Parameters of layer ``layer``, all experts included; of each rank where ``tensor`` ranks share it.
+
+        Matrices are cut, norms and biases are whole on every rank.
+        """
+        matrices = self._layer(layer in self.moe_layers, self.experts) - self._vectors
+        return matrices // tensor + self._vectors
 
     def layer_active_parameters(self, layer: int) -> int:
         """Parameters of layer ``layer`` that one token meets."""

@@ -103,8 +103,10 @@ def _check_styles(plan: dict[str, str]) -> None:
 
 
 def _checked(path: str, module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear):
-        raise Uncuttable(f"{path} is a {type(module).__name__}, and only linear layers without adapters are cut")
+    if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():  # adapters, quantised weights
+        raise Uncuttable(
+            f"{path} is a {type(module).__module__}.{type(module).__name__}, and only plain linear layers are cut"
+        )
     return True
 
 

@@ -56,7 +56,12 @@ class Pipeline:
 
     @classmethod
     def single(
-        cls, ranks: Sequence[int], layers: int | tuple[int, int], rounds: Sequence[Round], reduce: Reduce
+        cls,
+        ranks: Sequence[int],
+        layers: int | tuple[int, int],
+        rounds: Sequence[Round],
+        reduce: Reduce,
+        tensor: int = 1,
     ) -> Pipeline:
         """Build the pipeline of one stage with the trivial table.
 
@@ -65,9 +70,10 @@ class Pipeline:
             layers: the model's number of layers, or their range.
             rounds: rounds of one `Work` each.
             reduce: when gradients are reduced.
+            tensor: tensor-parallel degree of the stage.
         """
         extent = (0, layers) if isinstance(layers, int) else layers
-        stage = Stage(tuple(ranks), extent)
+        stage = Stage(tuple(ranks), extent, tensor)
         return cls((stage,), tuple(rounds), (tuple(_trivial_row(rounds, reduce)),))
 
 

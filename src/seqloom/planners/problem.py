@@ -140,7 +140,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
             for seat in sorted(seats, key=lambda seat: seat.start)
         )
         built.append(Round((Work(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce)
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce, cost.tensor)
     return Plan(
         limits=cost.limits(problem.variant.reduce),
         sharding=cost.sharding,

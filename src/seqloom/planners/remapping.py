@@ -29,7 +29,7 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
         plan: made for this cost model; one with several stages stays as it is.
     """
     staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
-    if staged or cost.island_size == 1 or isinstance(cost.profile, AdditiveProfile):
+    if staged or cost.island_size == 1 or cost.tensor > 1 or isinstance(cost.profile, AdditiveProfile):
         return plan  # nothing can move, or nothing says what that costs
     changed = False
     pipelines = []

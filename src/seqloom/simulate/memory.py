@@ -7,18 +7,19 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.cost.closed_form import idle_memory, pipeline_memory
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.plan import ActionKind, Pipeline, Plan, Work
-from seqloom.simulate.twins import stage_shares
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
-    """int64[ranks] bytes. Plans of one stage: the cost model's own figure. Stages: a walk along every host's row."""
-    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
-        return cost.plan_memory(plan)
-    peak = np.zeros(cost.ranks, dtype=np.int64)
+    """int64[ranks] bytes. Pipelines of one stage: the cost model's own figure. Stages: a walk along the hosts' rows."""
+    peak = idle_memory(cost, plan)
     for pipeline in plan.pipelines:
+        if len(pipeline.stages) == 1:
+            peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
+            continue
         for host, ranks in enumerate(pipeline.hosts):
             used = _state(plan, cost, pipeline, host) + _walk(plan, cost, pipeline, host)[list(ranks)]
             peak[list(ranks)] = np.ceil(used).astype(np.int64)
@@ -37,9 +38,8 @@ class _Load(NamedTuple):
 
 def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
     """float64[ranks of the host] bytes before any token."""
-    shares = stage_shares(pipeline)
-    stages = [StageMemory(cost, share) for s in pipeline.stages_of(host) if (share := shares[s]) is not None]
-    working = max((stage.working_bytes() for stage in stages), default=0)
+    stages = [_stage_memory(cost, pipeline, stage) for stage in pipeline.stages_of(host)]
+    working = max(stage.working_bytes() for stage in stages)
     state = {}
     for island in plan.limits.islands(plan.sharding, pipeline.hosts[host]):
         own = working + sum(stage.state_bytes(len(island)) for stage in stages)
@@ -47,15 +47,15 @@ def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.nda
     return np.array([state[rank] for rank in pipeline.hosts[host]], dtype=np.float64)
 
 
+def _stage_memory(cost: CostModel, pipeline: Pipeline, stage: int) -> StageMemory:
+    return StageMemory(cost.with_tensor(pipeline.stages[stage].tensor), pipeline.parts[stage])
+
+
 def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
     """float64[ranks] bytes: the most that units and their documents' keys and values hold at once on a host."""
     loads, carries = {}, {}
-    shares = stage_shares(pipeline)
     for stage in pipeline.stages_of(host):
-        share = shares[stage]
-        if share is None:
-            continue
-        memory = StageMemory(cost, share)
+        memory = _stage_memory(cost, pipeline, stage)
         for r, current in enumerate(pipeline.rounds):
             work = current.work[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)

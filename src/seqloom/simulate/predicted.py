@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from seqloom.cost import CostModel
 from seqloom.plan import Plan
-from seqloom.simulate.price import overhead_ns, price
+from seqloom.simulate.price import end_ns, price
 from seqloom.simulate.translate import translate
 
 
@@ -15,6 +15,7 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
     """
     if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
         return cost.plan_ns(plan)
-    program = translate(plan, cost, price(plan, cost))
+    windows = price(plan, cost)
+    program = translate(plan, cost, windows)
     _, stops = program.engine.run(program.name)
-    return int(stops.max(initial=0)) + overhead_ns(plan, cost)[0]
+    return int(stops.max(initial=0)) + end_ns(plan, cost, windows)[0]

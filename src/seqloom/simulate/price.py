@@ -8,6 +8,7 @@ from itertools import islice
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.offload import copy_ns
+from seqloom.cost.relaying import relay_ns
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.cost.stages import stage_end_ns
@@ -20,18 +21,19 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every `Work`, and turn it into its window."""
     islands = Islands.of(plan)
     windows = {}
-    for (variant, p), works in _alike(plan).items():
-        twins = Twins.of(plan, cost, p)
+    for (variant, p, tensor), works in _alike(plan).items():
+        twins, own_cost = Twins.of(plan, cost, p), cost.with_tensor(tensor)
         shares = stage_shares(plan.pipelines[p])
         own: dict[Hashable, list[tuple[Place, Work]]] = defaultdict(list)
         for place, work in works:
             own[twins.key(place, work)].append((place, work))
         first = [members[0] for members in own.values()]
-        parts = iter(cost.groups_parts([group for _, work in first for group in work.groups], variant))
+        parts = iter(own_cost.groups_parts([group for _, work in first for group in work.groups], variant))
         for (place, work), members in zip(first, own.values(), strict=True):
             priced = list(islice(parts, len(work.groups)))
-            times = cost.round_times(work, variant, shares[place.stage], priced)
-            window = window_of(work, times, islands, cost.engine.products, _copied(cost, work, shares[place.stage]))
+            times = own_cost.round_times(work, variant, shares[place.stage], priced)
+            copied = _copied(own_cost, work, shares[place.stage])
+            window = window_of(work, times, islands, own_cost.engine.products, copied)
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
@@ -45,34 +47,49 @@ def _copied(cost: CostModel, work: Work, share: Part | None) -> int:
     return copy_ns(kept * int(tokens_on_ranks(cost, work).max()))
 
 
-def _alike(plan: Plan) -> dict[tuple[Variant, int], list[tuple[Place, Work]]]:
-    """Return the works of every variant and pipeline: what is priced in one go."""
-    works: dict[tuple[Variant, int], list[tuple[Place, Work]]] = defaultdict(list)
+def _alike(plan: Plan) -> dict[tuple[Variant, int, int], list[tuple[Place, Work]]]:
+    """Return the works of every variant, pipeline and tensor degree: what is priced in one go."""
+    works: dict[tuple[Variant, int, int], list[tuple[Place, Work]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.pipelines):
         resident = len(pipeline.stages) > 1
         for r, current in enumerate(pipeline.rounds):
             for s, work in enumerate(current.work):
-                works[Variant(work.checkpoint, plan.reduce, resident), p].append((Place(p, s, r), work))
+                variant = Variant(work.checkpoint, plan.reduce, resident)
+                works[variant, p, pipeline.stages[s].tensor].append((Place(p, s, r), work))
     return works
 
 
-def overhead_ns(plan: Plan, cost: CostModel) -> tuple[int, int]:
-    """What the step costs once, after its last round, and how much of that is communication: the slowest host's."""
+def end_ns(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> tuple[int, int]:
+    """What the step costs once, beside its rounds, and how much of that is communication."""
+    shades = []
+    for p, pipeline in enumerate(plan.pipelines):
+        ends = [windows[Place(p, 0, r)] for r in (0, len(pipeline.rounds) - 1)] if pipeline.rounds else []
+        shades.append((int(ends[0].length.min()), int(ends[1].length.min())) if ends else (0, 0))
+    moved = relay_ns(cost, plan.pipelines, shades)
+    total, communication = slowest_end(plan, cost)
+    return total + moved, communication + moved
+
+
+def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
+    """ns of the end of the step on the slowest host, and how much of that is communication. The same for all rounds."""
     costs = [(0, 0)]
     for pipeline in plan.pipelines:
         if len(pipeline.stages) > 1:
             costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.hosts))]
             continue
+        own = cost.with_tensor(pipeline.stages[0].tensor)
         for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
             variant = Variant(checkpoint, plan.reduce)
-            costs.append((cost.step_overhead_ns(variant), cost.step_communication_ns(variant)))
+            costs.append((own.step_overhead_ns(variant), own.step_communication_ns(variant)))
     return max(costs)
 
 
 def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tuple[int, int]:
-    """The end of a step on one host: of all its stages, by the widest island that it has."""
-    shares = stage_shares(pipeline)
-    own = [shares[stage] for stage in pipeline.stages_of(host)]
-    ranks = pipeline.hosts[host]
+    """The end of a step on one host: of all its stages, by the widest island that it has.
+
+    Stages of a host have one tensor degree, or are priced by that of the first.
+    """
+    stages, ranks = pipeline.stages_of(host), pipeline.hosts[host]
+    own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
     islands = plan.limits.islands(plan.sharding, ranks)
-    return stage_end_ns(cost, [share for share in own if share is not None], len(ranks), min(map(len, islands)))
+    return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, islands)))

@@ -12,7 +12,7 @@ from seqloom.plan import Plan
 from seqloom.simulate.cards import CardTable, busy_ns, record_cards
 from seqloom.simulate.events import EventTable, record
 from seqloom.simulate.memory import peak_memory
-from seqloom.simulate.price import overhead_ns, price
+from seqloom.simulate.price import end_ns, price
 from seqloom.simulate.translate import translate
 from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Window
@@ -57,7 +57,8 @@ class Simulation:
 
     Attributes:
         step_ns: time of the step.
-        end_ns: how much of it is the end of the step (reduction once per step, optimiser), after all rounds.
+        end_ns: how much of it is the end of the step (reduction once per step, optimiser), after all rounds; with what
+            free sharding moves and the rounds do not hide, before the first of them too.
         node_size: ranks of a node.
         events: who does what when.
         rounds: pipeline by pipeline.
@@ -126,7 +127,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     windows = price(plan, cost)
     program = translate(plan, cost, windows)
     starts, stops = program.engine.run(program.name)
-    end, end_comm = overhead_ns(plan, cost)
+    end, end_comm = end_ns(plan, cost, windows)
     step = int(stops.max(initial=0)) + end
     events = record(program, windows, starts, cost.ranks, (end, end_comm))
     comm, idle = _accounts(events, cost.ranks, step)

@@ -9,7 +9,7 @@ checkpointing counting what is recomputed as backward:
     ulysses        two exchanges in forward, two in backward, and those that are repeated
     ring, gathered keys
                    K and V travel in both; dK and dV in backward, in float32
-    remap          like ulysses
+    remap, tensor  like ulysses; what tensor ranks repeat is a whole forward
     gather         once for forward and once for backward; gradients are reduced in backward
 """
 
@@ -21,7 +21,7 @@ from seqloom.cost.rounds import NAMES
 from seqloom.cost.values import LANES
 from seqloom.plan import Checkpoint
 
-COMPUTING = tuple(name for name in LANES[0] if name not in ("ulysses", "kv_gather", "remap"))
+COMPUTING = tuple(name for name in LANES[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
 """Parts in which the GPU computes; whatever else a rank's time holds is exposed communication."""
 
 _PARTS = 1 << 16
@@ -35,11 +35,17 @@ _PLAIN = {
     "ring": _WHOLE // 4,
     "kv_gather": _WHOLE // 4,
     "remap": _WHOLE // 2,
+    "tensor": _WHOLE // 2,
     "gather": _WHOLE // 2,
     "network": _WHOLE // 3,
     "fixed": _WHOLE // 3,
 }
-_SELECTIVE = {"linear": _WHOLE // 4, "ulysses": _WHOLE * 2 // 5, "remap": _WHOLE * 2 // 5}
+_SELECTIVE = {
+    "linear": _WHOLE // 4,
+    "ulysses": _WHOLE * 2 // 5,
+    "remap": _WHOLE * 2 // 5,
+    "tensor": _WHOLE // 3,
+}
 _FULL = {
     "linear": _WHOLE // 4,
     "attention": _WHOLE * 2 // 9,
@@ -48,6 +54,7 @@ _FULL = {
     "ring": _WHOLE // 5,
     "kv_gather": _WHOLE // 5,
     "remap": _WHOLE // 3,
+    "tensor": _WHOLE // 3,
 }
 FORWARD = {
     Checkpoint.NONE: _PLAIN,

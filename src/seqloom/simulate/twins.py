@@ -39,6 +39,8 @@ class Twins:
     """First rank of every stage's host."""
     islands: tuple[int, ...]
     """First island of every stage's host."""
+    tensors: tuple[int, ...]
+    """Tensor degree of every stage."""
     node_size: int
     alike: bool
     """Whether all hosts lie in their nodes in the same way."""
@@ -53,7 +55,14 @@ class Twins:
         alike = even and start % width == 0 and (size % width == 0 or width % size == 0)
         home = {rank: i for i, island in enumerate(plan.islands) for rank in island}
         own = [hosts[pipeline.host_of(stage)][0] for stage in range(len(pipeline.stages))]
-        return cls(tuple(stage_shares(pipeline)), tuple(own), tuple(home[rank] for rank in own), size, alike)
+        return cls(
+            shares=tuple(stage_shares(pipeline)),
+            first=tuple(own),
+            islands=tuple(home[rank] for rank in own),
+            tensors=tuple(stage.tensor for stage in pipeline.stages),
+            node_size=size,
+            alike=alike,
+        )
 
     def key(self, place: Place, work: Work) -> Hashable:
         """What two works of a round have in common if they take as long."""
@@ -66,7 +75,7 @@ class Twins:
             (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
             for group in work.groups
         )
-        return share.stop - share.first, share.ends, work.offload, groups
+        return share.stop - share.first, share.ends, self.tensors[place.stage], work.offload, groups
 
     def moved(self, window: Window, stage: int, other: int) -> Window:
         """The window of a stage on the ranks of another one that is alike."""

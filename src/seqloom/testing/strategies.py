@@ -86,7 +86,7 @@ def rounds(draw: st.DrawFn, **options: int) -> Round:
 def plans(draw: st.DrawFn, *, max_documents: int = 8, longest: int = 40, max_nodes: int = 3) -> Plan:
     """Draw a valid plan."""
     own = draw(limits(max_nodes=max_nodes))
-    sharding = draw(st.sampled_from((Sharding.HYBRID, Sharding.NONE, Sharding.FULL)))
+    sharding = draw(st.sampled_from((Sharding.HYBRID, Sharding.NONE, Sharding.FULL, Sharding.FREE)))
     reduce = draw(st.sampled_from(Reduce))
     documents = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=max_documents)))
     stages = draw(_stages(own))

@@ -1,11 +1,14 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from seqloom.api import cost_model
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
+from seqloom.planners.flex import plan_flex
+from seqloom.simulate import predicted_ns
 
 BOX = "--cluster 1x8xH200 --model llama3-8b"
 SIMULATE = f"simulate plan.json {BOX}"
@@ -56,10 +59,8 @@ def test_use_of_network_cards_is_shown_where_there_are_several_nodes(run):
 def test_the_bound_is_given_only_where_it_is_proven(planned, folder):
     plan, cost = Plan.load(folder / "plan.json"), cost_model("1x8xH200", "llama3-8b")
     assert plan_bound(plan, cost) == planned["bound_ms"] * 1e6
-    [pipeline] = plan.pipelines
-    [stage] = pipeline.stages
-    tensor = replace(plan, pipelines=(replace(pipeline, stages=(replace(stage, tensor=2),)),))
-    assert plan_bound(tensor, cost) is None
+    tensor = plan_flex(np.array(plan.documents), cost.with_tensor(2))
+    assert 0 < plan_bound(tensor, cost) <= predicted_ns(tensor, cost)
     assert plan_bound(replace(plan, documents=plan.documents[:-1]), cost) is None
 
 

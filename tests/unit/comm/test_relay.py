@@ -138,6 +138,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(SeqloomError, match="strides"):
         relay.start(1, {0: torch.zeros(3, 8).t()}, torch.float32)
     with pytest.raises(SeqloomError, match=r"a: a tensor of torch.float32 to be filled with torch.bfloat16"):
-        relay.start(1, {0: torch.zeros(8, 3)}, torch.bfloat16, into={0: torch.zeros(8, 3)}).wait()
+        relay.start(1, {0: torch.zeros(8, 3)}, torch.bfloat16, into={0: torch.zeros(8, 3)})
     with pytest.raises(SeqloomError, match="several boxes of one weight"):
         Relay(WEIGHTS, Layout.of([(0, 0, 0, 2, 0, 3), (0, 0, 4, 6, 0, 3)]), Layout.empty(2), Alone(), device="cpu")

@@ -1,6 +1,7 @@
 """Models of transformers in teams: gradients of plain transformers, by the plans they publish; and refusals."""
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -144,7 +145,8 @@ def test_a_decoder_whose_hidden_states_depend_on_positions():
 def test_adapters_are_not_cut():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
-    assert "self_attn.q_proj is a Linear, and only linear layers without adapters" in network(attach(model)).uncuttable
+    found = network(attach(model)).uncuttable
+    assert re.search(r"self_attn.q_proj is a peft\..*Linear, and only plain linear layers are cut", found)
 
 
 def test_degrees_that_shapes_do_not_allow():

@@ -14,7 +14,8 @@ round twice: two documents that each fill more than half of a rank cannot share 
 longest document, and holds only one round's worth of tokens; what it cannot hold takes further rounds. A long round is
 cheap for long documents and idle for the rest, and the bound is the best compromise.
 
-Plans with several stages have a bound of their own, see `stages`: work of every host, and a document's chain.
+Plans with several stages have a bound of their own, see `stages`: work of every host, and a document's chain. So have
+plans of several pipelines, see `side_by_side`.
 """
 
 from __future__ import annotations

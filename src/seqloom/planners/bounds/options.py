@@ -95,7 +95,8 @@ class Options:
         if every.pool.any():
             density = min(density, *(p.linear for p in prices))
         level = np.where(alone < float(NEVER), every.work, np.inf).min(axis=0).sum() / ranks
-        whole, settled = every.degree[:, 0] == 1, _settled(every, len(prices), longest, max(longest, float(level)))
+        whole = every.degree[:, 0] == every.degree.min()
+        settled = _settled(every, len(prices), longest, max(longest, float(level)))
         blocks = every.part(whole, settled), every.part(np.ones_like(whole), ~settled)
         return cls(
             blocks=tuple(block for block in blocks if len(block.tokens)),
@@ -121,13 +122,13 @@ class Options:
 
 
 def _settled(every: Block, variants: int, longest: float, step: float) -> np.ndarray:
-    """bool[n]: documents for which one rank is the best choice in every argument and under every variant.
+    """bool[n]: documents for which one rank (or team) is the best choice in every argument and under every variant.
 
     It is open in any step, does the least work, and is too small for any rounding to see in a step of this length.
     """
     settled = np.ones(len(every.tokens), bool)
     for rows in np.split(np.arange(len(every.degree)), variants):
-        first = rows[0]  # degree 1
+        first = rows[0]  # the least degree
         small = every.cost[first] + every.once[first] * every.share[first] < NEGLIGIBLE * step
         settled &= small & (every.share[first] < NEGLIGIBLE) & (every.alone[first] <= longest)
         settled &= every.work[first] <= every.work[rows].min(axis=0)

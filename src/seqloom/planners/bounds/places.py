@@ -30,12 +30,12 @@ def every_place(cost: CostModel) -> list[Place]:
     """Rings and gathers of any size, with any Ulysses inside.
 
     Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Published
-    constants know their own shapes only.
+    constants know their own shapes only. Where teams split weights, of whole teams.
     """
     card_of = cost.cluster.nic_of_gpu
     if isinstance(cost.profile, AdditiveProfile):
         return [Place(shape, (aligned_reach(shape, card_of),)) for shape in cost.shapes]
-    node, sizes = cost.node_size, cost.family.sizes
+    node, sizes = cost.node_size, [size for size in cost.family.sizes if size % cost.tensor == 0]
     every = cost.ranks if cost.ranks <= EVERY_SIZE else 2 * node
     degrees = set(range(1, every + 1)) | {node * k for k in _grid(cost.ranks // node)} | set(sizes)
     found = []
@@ -59,19 +59,19 @@ def _grid(most: int) -> list[int]:
 
 def _reaches(shape: Shape, cost: CostModel) -> tuple[Reach, ...]:
     """Inside a node; over nodes, each message through the card near its sender; over nodes, routed."""
-    node, card_of = cost.node_size, cost.cluster.nic_of_gpu
+    node, card_of, tensor = cost.node_size, cost.cluster.nic_of_gpu, cost.tensor
     if shape.ulysses > node:  # blocks of whole nodes: wherever they lie, all their messages leave
-        direct = aligned_reach(shape, card_of)
+        direct = aligned_reach(shape, card_of, tensor)
         return (direct, direct._replace(proxies=len(set(card_of)), slices=ENDLESS)) if shape.ring > 1 else (direct,)
     blocks = node // shape.ulysses
-    found = (aligned_reach(shape, card_of),) if shape.ring <= blocks else ()
+    found = (aligned_reach(shape, card_of, tensor),) if shape.ring <= blocks else ()
     if shape.ring > 1 and cost.ranks > node and shape.ring <= blocks * (cost.ranks // node):
-        direct = _spread(shape, blocks, cost.ranks // node, len(set(card_of)))
+        direct = _spread(shape, blocks, cost.ranks // node, len(set(card_of)), tensor)
         found += (direct, direct._replace(proxies=len(set(card_of)), slices=ENDLESS))
     return found
 
 
-def _spread(shape: Shape, blocks: int, nodes: int, cards: int) -> Reach:
+def _spread(shape: Shape, blocks: int, nodes: int, cards: int, tensor: int) -> Reach:
     """The fewest messages of a group over two or more nodes, each with 1 to ``blocks`` of its ``ring`` Ulysses blocks.
 
     With ``b`` blocks in its fullest node, ``b (ring - b)`` is least at one of the ends.
@@ -86,8 +86,9 @@ def _spread(shape: Shape, blocks: int, nodes: int, cards: int) -> Reach:
         return Traffic(near=0, sent=0, left=left, card=max(sent, -(-left // cards)))
 
     return Reach(
-        ulysses=Traffic(near=inner - 1),
+        ulysses=Traffic(near=inner // tensor - 1),
         ring=traffic(1, inner),
         gather=traffic(ring - fullest, left),
         once=traffic(1, once),
+        team=Traffic(near=tensor - 1),
     )

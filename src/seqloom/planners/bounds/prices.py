@@ -69,9 +69,10 @@ def price_all(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant])
 def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
     """Price documents of so many tokens in every place, and keep the best of every degree."""
     places = every_rate(cost, variant)
-    whole = cost.engine.rates(Shape(1, 1), variant, Reach())
-    linear = whole["linear"] + whole.get("head", 0.0)
-    once = np.array(_lanes(cost.engine.fixed(Shape(1, 1), variant, Reach()), hides=False)) - 1
+    least = Shape(cost.tensor, 1), variant, Reach()  # one team, its exchanges left out
+    whole = cost.engine.rates(*least)
+    linear = (whole["linear"] + whole.get("head", 0.0)) * cost.tensor
+    once = _once(cost, variant)
     attention = {ring: cost.engine.attention(tokens, ring, variant) for ring in {p.shape.ring for p in places}}
     capacity, movable = cost.capacity(variant), movable_ns(cost, variant)
     degrees, rows = sorted({place.shape.degree for place in places}), []
@@ -121,6 +122,13 @@ def every_rate(cost: CostModel, variant: Variant) -> tuple[Rates, ...]:
             fixed.append(_lanes(cost.engine.fixed(routed, variant, reach._replace(slices=1)), shape.hides))
         found.append(Rates(shape, np.min(token, axis=0), np.min(fixed, axis=0)))
     return tuple(found)
+
+
+def _once(cost: CostModel, variant: Variant) -> np.ndarray:
+    """float64[L]: what a round costs a rank whatever its groups."""
+    fixed = cost.engine.fixed(Shape(cost.tensor, 1), variant, Reach())
+    fixed.pop("tensor", None)
+    return np.array(_lanes(fixed, hides=False)) - 1
 
 
 def _lanes(parts: dict[str, float], hides: bool) -> list[float]:

@@ -14,7 +14,7 @@ def movable_ns(cost: CostModel, variant: Variant) -> float:
 
     0 where nothing can move: islands of one rank, and profiles that have no price for it.
     """
-    if cost.island_size == 1 or not isinstance(cost.engine, AnalyticEngine):
+    if cost.island_size == 1 or cost.tensor > 1 or not isinstance(cost.engine, AnalyticEngine):
         return 0.0
     most = 0.0
     for remap in Remap:

@@ -29,22 +29,24 @@ from seqloom.cost.values import LANES
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.lower import lower_bound
 from seqloom.planners.bounds.roundings import PRECISION
+from seqloom.planners.bounds.side_by_side import side_by_side_bound
 from seqloom.simulate.twins import stage_shares
 
 
 def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     """ns that no plan for the same documents on the same stages beats; None where nothing is proven.
 
-    Plans of one stage: `lower_bound`, over all plans of one stage. Nothing is proven for documents in pieces there,
-    for tensor parallelism, and for several pipelines of which one has stages.
+    Plans of one stage: `lower_bound`, over all plans of one stage with its tensor degree; nothing is proven for
+    documents in pieces there. Several pipelines, and stages that split weights: `side_by_side_bound`.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if any(stage.tensor > 1 for stage in stages):
-        return None
-    if len(stages) == len(plan.pipelines):
-        spans = sum(len(group.spans) for line in plan.pipelines for entry in line.rounds for group in entry.groups)
-        return None if spans > len(plan.documents) else lower_bound(np.array(plan.documents), cost)
-    return stages_bound(plan, plan.pipelines[0], cost) if len(plan.pipelines) == 1 else None
+    if len(stages) == 1:
+        spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
+        own = cost.with_tensor(stages[0].tensor)
+        return None if spans > len(plan.documents) else lower_bound(np.array(plan.documents), own)
+    if len(plan.pipelines) == 1 and all(stage.tensor == 1 for stage in stages):
+        return stages_bound(plan, plan.pipelines[0], cost)
+    return side_by_side_bound(plan, cost)
 
 
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:

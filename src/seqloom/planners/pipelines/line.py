@@ -25,6 +25,8 @@ class Line:
     """The host of every stage."""
     layers: tuple[int, ...]
     """Layers of every stage."""
+    tensor: int = 1
+    """Ranks of a team that splits a stage's weights."""
 
     @property
     def shares(self) -> tuple[Part, ...]:
@@ -36,7 +38,7 @@ class Line:
     def stages(self) -> tuple[Stage, ...]:
         """The stages as a plan lists them."""
         return tuple(
-            Stage(self.ranks(host), (share.first, share.stop))
+            Stage(self.ranks(host), (share.first, share.stop), self.tensor)
             for host, share in zip(self.places, self.shares, strict=True)
         )
 
@@ -75,12 +77,12 @@ def line_of(
             f"layers per stage {list(levelled)}: {hosts} hosts x {chunks} stages need {hosts * chunks} numbers of at "
             f"least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them out to level them"
         )
-    return Line(hosts, cost.ranks // hosts, places, levelled)
+    return Line(hosts, cost.ranks // hosts, places, levelled, cost.tensor)
 
 
 def island_of(cost: CostModel, line: Line) -> int:
     """Ranks that share parameter shards: of the host's smallest island."""
-    if cost.sharding == Sharding.NONE:
+    if cost.sharding in (Sharding.NONE, Sharding.FREE):
         return 1
     if cost.sharding == Sharding.FULL:
         return line.width
@@ -99,11 +101,13 @@ def check_stages(cost: CostModel, hosts: int, chunks: int) -> None:
             f"{name} for the {layers} layers of {cost.model.name}: every stage needs a layer; "
             f"use at most {max(1, layers // chunks)} stages" + (f" or {max(1, layers // hosts)} chunks" * (chunks > 1))
         )
-    if ranks % hosts:
-        legal = [count for count in range(1, ranks + 1) if ranks % count == 0 and count * chunks <= layers]
+    if ranks % (hosts * cost.tensor):
+        teams = ranks // cost.tensor
+        legal = [count for count in range(1, teams + 1) if teams % count == 0 and count * chunks <= layers]
         nearest = min(legal, key=lambda count: (abs(count - hosts), count))
+        whole = f", in whole teams of {cost.tensor}" if cost.tensor > 1 else ""
         raise SeqloomError(
-            f"{hosts} stages on {ranks} ranks: every stage has as many ranks as the others; use {nearest} stages"
+            f"{hosts} stages on {ranks} ranks: every stage has as many ranks as the others{whole}; use {nearest} stages"
         )
 
 
@@ -130,7 +134,8 @@ def stage_layers(
     places = tuple(range(hosts)) * chunks if places is None else tuple(places)
     typical = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH) if length is None else length
     variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
-    parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, typical),)), variant)
+    team = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
+    parts = cost.group_parts(team, variant)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     stages = hosts * chunks
     counts = [1] * stages

@@ -80,7 +80,7 @@ def _best_of(make: Callable[[int], Plan], options: Sequence[int], cost: CostMode
 
 def _usual(cost: CostModel, chunks: int) -> list[int]:
     """Numbers of stages to choose from."""
-    options = [n for n in USUAL_STAGES if cost.ranks % n == 0 and n * chunks <= cost.model.layers]
+    options = [n for n in USUAL_STAGES if cost.ranks % (n * cost.tensor) == 0 and n * chunks <= cost.model.layers]
     if not options:
         raise SeqloomError(
             f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "

@@ -117,7 +117,7 @@ def _plan(
         sharding=cost.sharding,
         reduce=reduce,
         documents=tuple(lengths.tolist()),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce),),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor),),
         planner=name,
     )
 

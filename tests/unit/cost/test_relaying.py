@@ -1,0 +1,183 @@
+"""What free sharding moves: against the moves themselves, box by box, and what of it a step hides."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from seqloom.cost import CostModel, Variant
+from seqloom.cost.relaying import held_parameters, relay_ns, relay_times
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.plan import (
+    Action,
+    ActionKind,
+    Checkpoint,
+    Group,
+    Layout,
+    Limits,
+    Pipeline,
+    Plan,
+    Reduce,
+    Round,
+    Sharding,
+    Span,
+    Stage,
+    Work,
+    move_between,
+)
+from seqloom.simulate import predicted_ns, simulate
+
+LAYERS = 4
+SPEC = ModelSpec("small", LAYERS, 64, 8, 8, 16, 256, True, 512, False)
+MATRICES = [(128, 64, 0), (128, 64, 0), (128, 64, 0), (64, 128, 1), (256, 64, 0), (256, 64, 0), (64, 256, 1)]
+"""Rows, columns and cut of a layer's q, k, v, o, gate, up, down; its two norms are whole."""
+WEIGHTS = (
+    [(512, 64, None, "embedding")]
+    + [(*shape, layer) for layer in range(LAYERS) for shape in [*MATRICES, (64, 1, None), (64, 1, None)]]
+    + [(64, 1, None, "head"), (512, 64, None, "head")]
+)
+
+
+def cost_of(cluster, **changes):
+    cost = CostModel(Cluster.parse(cluster), SPEC, sharding="free")
+    profile = replace(cost.profile, **changes)
+    return CostModel(cost.cluster, SPEC, profile, sharding="free")
+
+
+def owners(ranks):
+    """Every rank has an equal run of the rows of every weight."""
+    return Layout.of(
+        [
+            (rank, item, rank * rows // ranks, (rank + 1) * rows // ranks, 0, columns)
+            for item, (rows, columns, *_) in enumerate(WEIGHTS)
+            for rank in range(ranks)
+        ]
+    )
+
+
+def needed(lines):
+    """What ranks compute with: weights of their layers, each its slice."""
+    boxes = []
+    for line in lines:
+        for stage in line:
+            for item, (rows, columns, cut, home) in enumerate(WEIGHTS):
+                first, stop = stage.layers
+                here = {"embedding": first == 0, "head": stop == LAYERS}
+                if not (here[home] if isinstance(home, str) else first <= home < stop):
+                    continue
+                for place, rank in enumerate(stage.ranks):
+                    share = [(0, rows), (0, columns)]
+                    if cut is not None:
+                        part = (rows, columns)[cut] // stage.tensor
+                        index = place % stage.tensor
+                        share[cut] = (index * part, (index + 1) * part)
+                    boxes.append((rank, item, *share[0], *share[1]))
+    return Layout.of(boxes)
+
+
+def empty(stages):
+    """Pipelines of these stages, without rounds."""
+    return [Pipeline(tuple(line), (), ((),) * len({stage.ranks for stage in line})) for line in stages]
+
+
+WHOLE = [[Stage(tuple(range(8)), (0, 4))]]
+STAGED = [[Stage((0, 1), (0, 3)), Stage((2, 3), (3, 4))], [Stage((4, 5, 6, 7), (0, 4))]]
+SPLIT = [[Stage((0, 1, 2, 3), (0, 4), 2)], [Stage((4, 5), (0, 2), 2), Stage((6, 7), (2, 4), 1)]]
+IDLE = [[Stage((2, 3), (0, 4), 2)]]
+
+
+@pytest.mark.parametrize("lines", [WHOLE, STAGED, SPLIT, IDLE], ids=["whole", "staged", "split", "idle"])
+@pytest.mark.parametrize("cluster", ["8xH100", "2x4xH100"])
+def test_bytes_are_those_of_the_moves(cluster, lines):
+    """Ranks that have whole weights get just what the formula says, teams together."""
+    cost = cost_of(cluster)
+    size = cost.node_size
+    held, _ = held_parameters(cost, lines)
+    goal = needed(lines)
+    assert held.tolist() == np.bincount(goal.rank, goal.sizes, 8).tolist()
+    move = move_between(owners(8), goal, node_size=size)
+    inside = move.remote & (move.sender // size == move.receiver // size)
+    across = move.remote & ~inside
+    came, went = (
+        np.bincount(end[across] // size, move.sizes[across], 8 // size) for end in (move.receiver, move.sender)
+    )
+    node = held.reshape(-1, size).sum(axis=1)
+    assert came == pytest.approx(node * (8 - size) / 8)
+    assert went == pytest.approx((held.sum() - node) * size / 8)
+    if lines is WHOLE:
+        near = np.bincount(move.receiver[inside], move.sizes[inside], 8)
+        assert near == pytest.approx(held * (size - 1) / 8)
+        assert np.bincount(move.sender[inside], move.sizes[inside], 8) == pytest.approx(near)
+
+
+def test_a_way_takes_as_long_as_its_busiest_card_or_link():
+    one, two = cost_of("8xH100"), cost_of("2x4xH100")
+    parameters = SPEC.parameters()
+    bundles = LAYERS + 2
+    intra, network = one.profile.intra.all_to_all, two.profile.network.all_to_all
+    links = one.cluster.intra, two.cluster.nic
+    latency = [
+        (link.latency_us + rate.call_us + 3 * rate.hop_us) * 1e3
+        for link, rate in zip(links, (intra, network), strict=True)
+    ]
+    for size, way in ((2, "before"), (4, "after")):
+        near = parameters * 7 / 8 * size / (links[0].gb_s * intra.efficiency)
+        assert getattr(relay_times(one, empty(WHOLE)), way) == pytest.approx(near + bundles * latency[0])
+        far = parameters * 4 / 8 * size / (links[1].gb_s * network.efficiency)  # a card for every GPU
+        assert getattr(relay_times(two, empty(WHOLE)), way) == pytest.approx(far + bundles * latency[1])
+    first = 512 * 64 + SPEC.layer_parameters(0)
+    lead = first * 7 / 8 * 2 / (links[0].gb_s * intra.efficiency) + 2 * latency[0]
+    assert relay_times(one, empty(WHOLE)).first == pytest.approx(lead)
+
+
+def test_a_tied_table_is_there_once_and_moves_with_the_embedding():
+    tied = CostModel(Cluster.parse("4xH100"), replace(SPEC, tied=True), sharding="free")
+    ends = [[Stage((0, 1), (0, 1)), Stage((2, 3), (1, 3)), Stage((0, 1), (3, 4))]]
+    apart = [[Stage((0, 1), (0, 2)), Stage((2, 3), (2, 4))]]
+    layer, table = SPEC.layer_parameters(0), 512 * 64
+    assert held_parameters(tied, ends)[0].tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
+    held, early = held_parameters(tied, apart)
+    assert held.tolist() == [2 * layer + table] * 2 + [2 * layer + table + 64] * 2
+    assert early.tolist() == [layer + table] * 2 + [table] * 2
+
+
+def test_what_hides():
+    """A fifth of the first round, one half of the last, 3 of 4 layers; the first layer's share never."""
+    cost = cost_of("8xH100")
+    row = (Action(0, ActionKind.F, 0), Action(0, ActionKind.B, 0))
+    line = [replace(empty(WHOLE)[0], actions=(row,))]
+    relay = relay_times(cost, line)
+    assert relay_ns(cost, line, [(0, 0)]) == round(relay.before + relay.after)
+    assert relay_ns(cost, line, [(1000, 0)]) == round(relay.before - 150 + relay.after)
+    assert relay_ns(cost, line, [(0, 1000)]) == round(relay.before + relay.after - 375)
+    assert relay_ns(cost, line, [(10**9, 10**9)]) == round(relay.first + relay.last)
+    halves = [replace(line[0], actions=((Action(0, ActionKind.I, 0), Action(0, ActionKind.W, 0)),))]
+    assert relay_ns(cost, halves, [(10**9, 10**9)]) == round(relay.first + relay.after)
+    slow = cost_of("8xH100", overlap=0.5)
+    bare = relay.first + relay.last
+    assert relay_ns(slow, line, [(10**9, 10**9)]) == round(bare + (relay.before + relay.after - bare) / 2)
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
+def test_nothing_moves_under_other_shardings_or_on_one_rank(sharding):
+    other = CostModel(Cluster.parse("8xH100"), SPEC, sharding=sharding)
+    assert relay_times(other, empty(WHOLE)) == (0, 0, 0, 0)
+    assert relay_times(cost_of("1xH100"), empty([[Stage((0,), (0, 4))]])) == (0, 0, 0, 0)
+
+
+def test_a_step_has_what_it_does_not_hide():
+    """Closed form, prediction and simulation say the same, and name it as communication at the step's end."""
+    cost = cost_of("8xH100")
+    works = [Work((Group((k, k + 1), 2, 1, (Span(d, 0, 5000),)),), Checkpoint.NONE) for d, k in enumerate((0, 2))]
+    rounds = tuple(Round((work,)) for work in works)
+    line = Pipeline.single(range(8), LAYERS, rounds, Reduce.STEP, tensor=2)
+    limits = Limits(8, 8, 8, ((Checkpoint.NONE, 10**6),))
+    plan = Plan(limits, Sharding.FREE, Reduce.STEP, (5000, 5000), (line,))
+    plan.validate()
+    found, split = simulate(plan, cost), cost.with_tensor(2)
+    variant = Variant(Checkpoint.NONE, Reduce.STEP)
+    time = split.round_times(works[0], variant).joined_ns([0, 1])
+    moved = relay_ns(cost, plan.pipelines, [(time, time)])
+    end = cost.step_overhead_ns(variant) + moved
+    assert found.step_ns == predicted_ns(plan, cost) == cost.plan_ns(plan) == time + end
+    assert found.end_ns == end and (found.comm_ns >= moved).all() and moved > 0
