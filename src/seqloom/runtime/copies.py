@@ -6,7 +6,7 @@ of a stage that needs them, a slice where a team cuts them, nothing elsewhere. S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from seqloom.attention.merge import sum_dtype
 from seqloom.comm.relay_index import Box
-from seqloom.plan import Part
+from seqloom.errors import SeqloomError
 from seqloom.plan.weights import EMBEDDING, HEAD, Weight
 from seqloom.runtime.network import Network
 from seqloom.runtime.placement import exchange
@@ -33,6 +33,9 @@ def weights_of(network: Network) -> tuple[Weight, ...]:
             found = homes.setdefault(id(parameter), [])
             if home not in found:
                 found.append(home)
+    scalar = next((name for name, each in network.module.named_parameters() if not each.ndim), None)
+    if scalar is not None:
+        raise SeqloomError(f"parameter {scalar} has no axis, and rows are what ranks share; make it a vector of one")
     everywhere = [EMBEDDING, *range(len(network.layers)), HEAD]
     cuttable = network.embedding is not None and network.norm is not None
     return tuple(
@@ -52,13 +55,6 @@ def _within(homes: list[int | str] | None, everywhere: list[int | str]) -> list[
     return homes if homes and all(isinstance(home, int) for home in homes) else everywhere
 
 
-def needs(home: int | str, part: Part) -> bool:
-    """Whether a part of the model has a home of weights."""
-    if isinstance(home, int):
-        return part.first <= home < part.stop
-    return part.begins if home == EMBEDDING else part.ends
-
-
 class Copies:
     """One parameter for every weight, by number.
 
@@ -75,7 +71,7 @@ class Copies:
             shapes: of the whole parameters.
         """
         self._shapes = shapes
-        self._borrowed: set[int] = set()  # copies that are the masters' own memory
+        self._foreign: set[int] = set()  # copies whose memory is the masters' own, or comes and goes
         self.all: list[nn.Parameter] = []
         places = {}
         for parameter in module.parameters():
@@ -88,25 +84,44 @@ class Copies:
         exchange(module, places)
         self.dtype = self.all[0].dtype
 
-    def arrange(self, boxes: Mapping[int, Box], borrowed: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def arrange(
+        self, boxes: Mapping[int, Box], borrowed: Mapping[int, torch.Tensor], hollow: Collection[int] = ()
+    ) -> dict[int, torch.Tensor]:
         """Give every copy the shape of its box, none to those without; return the memory to be filled.
 
         Args:
             boxes: what this rank computes with, by number.
             borrowed: tensors that already are what this rank computes with; those are not copied.
+            hollow: copies that shall have no memory until they are given some.
         """
         room = {}
         for number, copy in enumerate(self.all):
-            own = borrowed.get(number)
             shape = self._shape(number, boxes.get(number))
-            if own is not None:
-                copy.data = own.view(shape)
-            elif copy.shape != shape or number in self._borrowed:
+            if number in borrowed:
+                copy.data = borrowed[number].view(shape)
+                continue
+            if copy.shape != shape or number in self._foreign:
                 copy.data = copy.new_empty(shape)
-            if number in boxes and own is None:
+            if number in hollow:
+                self.free(number)
+            elif number in boxes:
                 room[number] = copy.detach()
-        self._borrowed = set(borrowed)
+        self._foreign = {*borrowed, *hollow}
         return room
+
+    def new(self, box: Box) -> torch.Tensor:
+        """Return a tensor for some of a weight's rows, [rows, columns], beside the copies."""
+        return self.all[0].new_empty((box.rows, box.columns)).detach()
+
+    def give_memory(self, number: int) -> torch.Tensor:
+        """Give a copy memory, and return that: a tensor of its own, so that autograd does not see it written."""
+        copy, storage = self.all[number], self.all[number].untyped_storage()
+        storage.resize_(copy.numel() * copy.element_size())
+        return copy.new_empty(0).set_(storage, 0, copy.shape, copy.stride())
+
+    def free(self, number: int) -> None:
+        """Take a copy's memory; shape and graph stay."""
+        self.all[number].untyped_storage().resize_(0)
 
     def take_gradients(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return gradients of copies, and forget them; one that nobody has made is not there."""
@@ -118,8 +133,8 @@ class Copies:
         return found
 
     def held(self) -> Iterator[torch.Tensor]:
-        """Yield the copies that have values."""
-        yield from (copy for copy in self.all if copy.numel())
+        """Yield the copies that have memory."""
+        yield from (copy for copy in self.all if copy.untyped_storage().nbytes())
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -164,9 +164,13 @@ class _Run:
             self._mail.send(action, _shares(self._bound, action))
         elif kind in (RECV_F, RECV_B):
             self._mail.receive(action)
-        elif action.round is None:  # the gradients of a round are reduced in its backward
+        elif action.round is None or self._per_pass(kind):  # the gradients of a round are reduced in its backward
             with self._clock.measure(kind.value):
                 self._care(action)
+
+    def _per_pass(self, kind: ActionKind) -> bool:
+        """Whether an action of a round gathers or drops parameters; fixed layouts keep theirs for the step."""
+        return kind in (UNSHARD, RESHARD) and self._bound.plan.sharding == Sharding.FREE
 
     def _care(self, action: Action) -> None:
         """Gather, reduce or release the parameters of a stage."""

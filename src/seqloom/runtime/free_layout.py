@@ -12,33 +12,31 @@ table of tokens that is also the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from seqloom.attention.merge import sum_dtype
 from seqloom.comm import Context, Transport
-from seqloom.comm.relay import Relay
 from seqloom.errors import SeqloomError
-from seqloom.plan import Layout, Part, Plan, Sharding, Stage
-from seqloom.plan.weights import EMBEDDING, HEAD, bundles, compute_layout, optimiser_layout
-from seqloom.runtime.copies import Copies, needs, weights_of
+from seqloom.plan import Part, Plan, Sharding
+from seqloom.plan.weights import EMBEDDING, HEAD
+from seqloom.runtime.copies import Copies, weights_of
 from seqloom.runtime.fsdp import device_of, reduce_dtype
 from seqloom.runtime.loss import CHUNK, HeadGradients
 from seqloom.runtime.masters import Masters
+from seqloom.runtime.moves import MoveMaker, Moves, Strategy, gathered_per_pass, needs
 from seqloom.runtime.network import LossOf, Network
+from seqloom.runtime.passes import Passes
 from seqloom.runtime.split_backward import WeightGradients
 from seqloom.runtime.under_way import Arrivals, Departures
 
 KEPT = 64
 """Strategies whose index work is kept."""
-
-Strategy = tuple[tuple[Stage, ...], ...]
-"""The stages of every pipeline: what a compute layout depends on."""
 
 
 class FreeLayout:
@@ -62,17 +60,18 @@ class FreeLayout:
         """
         parameters = list(network.module.parameters())
         self._device = device_of(parameters)
-        reduce_dtype(parameters)
+        _check_dtypes(parameters, compute)
         self._network, self._transport = network, transport
         self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
         self._weights = weights_of(network)
-        self._bundles = bundles(self._weights)
+        learning = (number for number, each in enumerate(parameters) if each.requires_grad)
+        self._maker = MoveMaker(self._weights, learning, transport, self._device)
+        self._bundles = self._maker.bundles
         self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
-        self._home = optimiser_layout(self._weights, transport.ranks)
         self._masters = Masters(network.module, transport, self._device)
         self._copies = Copies(network.module, compute, self._masters.shapes)
-        self._relays: dict[Strategy, tuple[Relay, Relay]] = {}
-        self._arrivals = Arrivals()
+        self._moves: dict[Strategy, Moves] = {}
+        self._arrivals, self._passes = Arrivals(), Passes({}, {}, self._copies)
         self._departures: Departures | None = None
         self._last = False  # inside the last backward of the step
         self._head = HeadGradients()
@@ -97,19 +96,28 @@ class FreeLayout:
         """See `Parameters.arrange`. Returns at once; layers wait for what they need."""
         self._check(plan)
         self.settle()
-        rank = self._transport.rank
+        rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
+        dtype, held, shared = self._copies.dtype, moves.values.target, moves.shared
+        same = moves.values.source.items() & held.items()
+        borrowed = {number: rows[number] for number, _ in same if rows[number].dtype == dtype and number not in shared}
+        room = self._copies.arrange(moves.boxes, borrowed, shared)
+        shares = {number: self._copies.new(held[number]) for number in shared & held.keys()}
+        self._passes = Passes(moves.passes, shares, self._copies)
+        self._arrivals.start(moves.values, rows, dtype, room | shares)
         stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.parts, strict=True)]
         parts = {part: self._bundles_of(part) for stage, part in stages if rank in stage.ranks}
-        values, gradients = self._relays_of(plan)
-        self._arrivals.start(values, self._masters.rows(), self._copies)
-        self._departures, self._last = Departures(gradients, self._copies, parts), False
+        self._departures = Departures(moves.gradients, self._taken, sum_dtype(dtype), parts)
+        self._last = False
 
     def settle(self) -> None:
         """See `Parameters.settle`."""
         self._arrivals.wait_for_all()
 
     def acquire(self, part: Part) -> None:
-        """See `Parameters.acquire`; `arrange` has brought the parameters, or they come."""
+        """See `Parameters.acquire`; `arrange` has brought the parameters, or shares to be gathered."""
+        if part in self._passes:
+            self._arrivals.wait(self._bundles_of(part))
+            self._passes.acquire(part)
 
     def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`."""
@@ -129,22 +137,26 @@ class FreeLayout:
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Where no weights' gradients come later, the last one sends layer by layer."""
-        self._last = reduce and not self.weights.wanted
+        self._last = reduce and not self.weights.wanted and not self._passes
         torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
+        self._passes.went_back()
         if self._last:
             self._last = False
             self._leaving().end()
 
     def reduce(self, part: Part) -> None:
         """See `Parameters.reduce`."""
+        self._passes.flush(part, late=self.weights.wanted)
         self._leaving().end_part(part)
 
     def release(self, part: Part) -> None:
-        """See `Parameters.release`; copies stay until the next plan, which often has the same."""
+        """See `Parameters.release`; what is not in shares stays until the next plan, which often has the same."""
+        self._passes.release(part)
 
     def finish(self) -> None:
         """See `Parameters.finish`."""
         self.settle()
+        self._passes.finish(late=self.weights.wanted)
         self._masters.put_gradients(self._leaving().wait())
         self._departures = None
 
@@ -206,22 +218,20 @@ class FreeLayout:
         """Return the bundles with weights that a part of the model needs."""
         return frozenset[int]().union(*(wanted for home, wanted in self._wants.items() if needs(home, part)))
 
-    def _relays_of(self, plan: Plan) -> tuple[Relay, Relay]:
-        """Return what moves values, and what moves gradients: of the weights that learn."""
-        strategy = tuple(line.stages for line in plan.pipelines)
-        if strategy not in self._relays:
-            target = compute_layout(self._weights, plan.pipelines)
-            values = self._relay(self._home, target)
-            learning = [number for number, master in enumerate(self._masters.parameters) if master.requires_grad]
-            every = len(learning) == len(self._weights)
-            gradients = values if every else self._relay(_only(self._home, learning), _only(target, learning))
-            if len(self._relays) == KEPT:
-                del self._relays[next(iter(self._relays))]
-            self._relays[strategy] = (values, gradients)
-        return self._relays[strategy]
+    def _moves_of(self, plan: Plan) -> Moves:
+        per_pass = gathered_per_pass(plan)
+        strategy = (tuple(line.stages for line in plan.pipelines), per_pass)
+        if strategy not in self._moves:
+            if len(self._moves) == KEPT:
+                del self._moves[next(iter(self._moves))]
+            self._moves[strategy] = self._maker.make(plan, per_pass)
+        return self._moves[strategy]
 
-    def _relay(self, source: Layout, target: Layout) -> Relay:
-        return Relay(self._weights, source, target, self._transport.aside, device=self._device, bundles=self._bundles)
+    def _taken(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return the gradients of some weights, of copies or of shares, and forget them."""
+        own = set(numbers)
+        shared = own & self._passes.numbers
+        return self._copies.take_gradients(own - shared) | self._passes.take_gradients(shared)
 
     def _check(self, plan: Plan) -> None:
         if plan.sharding != Sharding.FREE:
@@ -241,7 +251,11 @@ class FreeLayout:
                 self._network.check_tensor(tensor)
 
 
-def _only(layout: Layout, items: list[int]) -> Layout:
-    """Return what a layout has of some weights."""
-    chosen = np.isin(layout.item, items)
-    return Layout(*(column[chosen] for column in layout.columns()))
+def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
+    """Refuse gradients that would be added up in several dtypes, and layers that would compute in several."""
+    reduce_dtype(parameters)
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+    if compute is None and len(dtypes) > 1:
+        raise SeqloomError(
+            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as compute="
+        )

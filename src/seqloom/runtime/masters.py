@@ -31,6 +31,7 @@ class Masters:
         names: canonical ones; tied parameters have one.
         shapes: of whole parameters.
         parameters: this rank's rows; some have none. Gradients are put there.
+        rows: the same memory as plain tensors, by number; optimisers and checkpoints write it in place.
     """
 
     def __init__(self, module: nn.Module, transport: Transport, device: torch.device) -> None:
@@ -54,21 +55,18 @@ class Masters:
             master = own if self._mesh is None else distributed(own, values, self._mesh)
             self.parameters.append(nn.Parameter(master, requires_grad=parameter.requires_grad))
             parameter.data = values.new_empty(0)  # the whole and its shares are never all there at once
+        self.rows = {number: local(each.detach()) for number, each in enumerate(self.parameters)}
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return those that want a gradient, by name."""
         return {name: each for name, each in zip(self.names, self.parameters, strict=True) if each.requires_grad}
-
-    def rows(self) -> dict[int, torch.Tensor]:
-        """Return this rank's rows of all parameters, outside of any graph."""
-        return {number: local(each.detach()) for number, each in enumerate(self.parameters)}
 
     def put_gradients(self, sums: Mapping[int, torch.Tensor]) -> None:
         """Make sums the gradients of this rank's rows; without a sum a gradient is zero."""
         for number, master in enumerate(self.parameters):
             if not master.requires_grad:
                 continue
-            own = local(master.detach())
+            own = self.rows[number]
             found = sums.get(number)
             found = torch.zeros_like(own) if found is None else found.view(own.shape).to(own.dtype)
             master.grad = found if self._mesh is None else distributed(found, master, self._mesh)
@@ -81,7 +79,7 @@ class Masters:
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the whole value of every parameter; all ranks iterate."""
-        for number, own in self.rows().items():
+        for number, own in self.rows.items():
             yield self.names[number], self._whole(own, self.shapes[number])
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,14 +9,15 @@ layer has had its last backward, the head's first. All ranks start bundles in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from seqloom.attention.merge import sum_dtype
 from seqloom.comm.relay import Pending, Relay
 from seqloom.plan import Part
-from seqloom.runtime.copies import Copies
+
+Tensors = Mapping[int, torch.Tensor]
+Take = Callable[[Iterable[int]], Tensors]
 
 
 class Arrivals:
@@ -26,14 +27,10 @@ class Arrivals:
         """Start with nothing under way."""
         self._open: dict[int, Pending] = {}
 
-    def start(self, relay: Relay, rows: Mapping[int, torch.Tensor], copies: Copies) -> None:
-        """Send this rank's rows to all who need them, and receive what this one needs."""
-        same = relay.source.items() & relay.target.items()
-        room = copies.arrange(
-            relay.target, {number: rows[number] for number, _ in same if rows[number].dtype == copies.dtype}
-        )
+    def start(self, relay: Relay, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
+        """Send this rank's rows to all who need them, and receive what this one needs into `room`."""
         for bundle in range(len(relay.bundles)):
-            self._open[bundle] = relay.start(bundle, rows, copies.dtype, into=room)
+            self._open[bundle] = relay.start(bundle, rows, dtype, into=room)
 
     def wait(self, bundles: Iterable[int]) -> None:
         """Return when these are there."""
@@ -53,15 +50,16 @@ class Arrivals:
 class Departures:
     """The gradients of one step on their way from this rank's copies to the optimiser's rows."""
 
-    def __init__(self, relay: Relay, copies: Copies, needs: Mapping[Part, frozenset[int]]) -> None:
+    def __init__(self, relay: Relay, take: Take, dtype: torch.dtype, needs: Mapping[Part, frozenset[int]]) -> None:
         """Start a step.
 
         Args:
             relay: of the weights that learn.
-            copies: where gradients add up.
+            take: gives up the gradients of some weights, by number; one that nobody has made is not there.
+            dtype: in which they travel.
             needs: the bundles that each part of this rank computes with.
         """
-        self._relay, self._copies = relay, copies
+        self._relay, self._take, self._dtype = relay, take, dtype
         self._held = [frozenset(bundle) & relay.target.keys() for bundle in relay.bundles]
         self._bundle_of = {number: bundle for bundle, held in enumerate(self._held) for number in held}
         self._parts = {
@@ -105,5 +103,4 @@ class Departures:
         """Start what is complete, from the last bundle on."""
         while self._left and not self._lacking[self._left[-1]]:
             bundle = self._left.pop()
-            gradients = self._copies.take_gradients(self._held[bundle])
-            self._started.append(self._relay.start_sum(bundle, gradients, sum_dtype(self._copies.dtype)))
+            self._started.append(self._relay.start_sum(bundle, self._take(self._held[bundle]), self._dtype))

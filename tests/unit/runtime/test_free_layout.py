@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import Alone
+from seqloom.comm import Alone, bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Sharding, Span
+from seqloom.plan import Group, Reduce, Sharding, Span
 from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
-from seqloom.testing.shapes import Shape, shaped_plan
+from seqloom.runtime.network import LossOf
+from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
+from seqloom.testing.tiny_models import tiny_model
 from seqloom.train.model import made_ready
 
 torch.set_num_threads(1)
@@ -54,6 +56,41 @@ def test_one_model_runs_plans_of_any_shape(threads):
         lines = (team, team, table + layer, table + 2 * layer + 16)
         held = [lines, (everything,) * 4, (table + layer, layer, table + layer + 16, 0), (team,) * 4, lines]
         assert shares == [each[rank] for each in held]
+
+
+PASSES = {
+    "beside a team, which has none to share with": ((Shape(1, 2), Shape(1, 1, 2, 1, 3)), (0,), (2, 3)),
+    "teams in columns": ((Shape(1, 2, 2, 1, 2),), (0,), (0, 1, 2, 3)),
+    "one stage of two, halves": ((Shape(2, 1, 2, 1, 2, "seq1f1b-zb"),), (1,), (2, 3)),
+    "a fold, with the table on both ends": ((Shape(2, 1, 2, 1, 1, "zb-v"),), (0, 2, 3), (0, 1, 2, 3)),
+}
+"""Shapes, the stages that are gathered, the ranks that then hold less between passes."""
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_stages_may_be_gathered_for_every_pass(threads, name):
+    """Between passes a rank keeps a share, also of gradients; after the step no copy of such a stage has memory."""
+    shapes, stages, fewer = PASSES[name]
+    step = replace(STEP, spec=tiny_spec(layers=4, tied=True))
+    whole = planned(*shapes, step=step)
+    plan = gathered_per_pass(whole, stages)
+
+    def body(transport):
+        network = made_ready(step.network())
+        parameters, found, held = FreeLayout(network, transport), [], []
+        for each in (plan, whole, plan):
+            result = run(each, transport, parameters, step)
+            gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
+            found.append(Found(result.loss, result.gradient_norm, gradients))
+            held.append(sum(copy.numel() for copy in parameters.computing()))
+        loss = evaluate(bind_plan(plan, transport), parameters, step.rows(), step.valid)
+        assert loss == pytest.approx(step.alone().loss, rel=1e-12)
+        return found, held
+
+    wanted = step.alone()
+    for rank, (found, (kept, every, again)) in enumerate(threads(4).run(body, strict=True)):
+        assert max(each.worst(wanted) for each in found) < 1e-9
+        assert kept == again <= every and (kept < every) == (rank in fewer)
 
 
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
@@ -188,6 +225,10 @@ def test_plans_that_do_not_suit_are_refused(threads):
     assert 'a plan with none sharding for parameters with a free layout; plan with sharding "free"' in message(
         threads, replace(planned(Shape()), sharding=Sharding.NONE)
     )
+    spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
+    some = one_stage_plan([[Group((0, 1), 1, 2, spans)]], ranks=4, layers=3, sharding=Sharding.FREE, reduce=Reduce.STEP)
+    absent = r"0UNSHARD0 of pipeline 0 gathers parameters for a round in which ranks [2, 3] have no group"
+    assert absent in message(threads, gathered_per_pass(some, (0,)))
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
     assert "tensor degree 2 for parameters that every rank" in message(threads, free, Replicated)
@@ -209,3 +250,36 @@ def test_layers_that_are_not_called_as_modules_are_refused():
 def test_gradients_without_a_plan_are_refused():
     with pytest.raises(SeqloomError, match=r"call arrange\(plan\) first"):
         FreeLayout(STEP.network(), Alone()).finish()
+
+
+def test_models_without_a_free_layout_are_refused():
+    mixed, scalar = STEP.network(), STEP.network()
+    mixed.module.model.norm.to(torch.float32)
+    with pytest.raises(SeqloomError, match="added up in one dtype"):
+        FreeLayout(mixed, Alone())
+    mixed.module.to(torch.float32).model.norm.to(torch.bfloat16)
+    with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as compute="):
+        FreeLayout(mixed, Alone())
+    scalar.module.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    with pytest.raises(SeqloomError, match="parameter scale has no axis"):
+        FreeLayout(scalar, Alone())
+
+
+@pytest.mark.parametrize("shapes", [TEAMS, (Shape(1, 2, 2),)])
+def test_models_of_transformers(threads, shapes):
+    from seqloom.integrations import attach
+    from seqloom.integrations import network as described
+
+    made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
+    context = bind_alone(STEP.lengths)
+    loss = LossOf(made[4])(*STEP.rows()(context), context) / STEP.valid
+    loss.backward()
+    gradients = {name: each.grad for name, each in made[4].module.named_parameters()}
+    wanted = Found(loss.item(), torch.stack([each.norm() for each in gradients.values()]).norm().item(), gradients)
+
+    def body(transport):
+        parameters = FreeLayout(made_ready(made[transport.rank]), transport)
+        result = run(planned(*shapes), transport, parameters)
+        return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+
+    assert max(each.worst(wanted) for each in threads(4).run(body, strict=True)) < 1e-9

@@ -1,0 +1,105 @@
+"""Parameters of stages that are gathered for every pass, and their gradients: in shares of the rows between passes.
+
+    UNSHARD     the ranks of a stage with the same slice of the weights bring their shares together
+    RESHARD     the copies lose their memory; after a backward, their gradients are summed into the shares' first
+
+Autograd has kept the copies, or views of them, for a backward to come. So the memory goes and comes, the tensors stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from seqloom.attention.merge import sum_dtype
+from seqloom.comm.relay import Relay
+from seqloom.plan import Part
+from seqloom.runtime.copies import Copies
+
+LEARNING, OTHERS = 0, 1
+"""Bundles of a pass."""
+
+
+class Passes:
+    """The shares of one rank in one step."""
+
+    def __init__(self, relays: Mapping[Part, Relay], shares: dict[int, torch.Tensor], copies: Copies) -> None:
+        """Start with nothing gathered.
+
+        Args:
+            relays: see `Moves.passes`.
+            shares: this rank's rows, by weight; to be filled before the first pass.
+            copies: what is computed with.
+        """
+        self._relays, self._shares, self._copies = relays, shares, copies
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._there: set[Part] = set()
+        self._owed: set[Part] = set()  # have gradients that are not in the shares' yet
+        self._settled: set[Part] = set()  # will have none any more
+
+    @property
+    def numbers(self) -> set[int]:
+        """Weights that are in shares."""
+        return {number for part in self._relays for number in self._numbers(part)}
+
+    def __contains__(self, part: object) -> bool:
+        """Whether a part is gathered for every pass."""
+        return part in self._relays
+
+    def __len__(self) -> int:
+        """Return the number of such parts."""
+        return len(self._relays)
+
+    def acquire(self, part: Part) -> None:
+        """Gather a part that is in shares; return when it is there."""
+        if part not in self._relays or part in self._there:
+            return
+        relay = self._relays[part]
+        room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
+        for bundle in (LEARNING, OTHERS):
+            relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
+        self._there.add(part)
+
+    def went_back(self) -> None:
+        """Note that gathered parts may have gradients."""
+        self._owed |= self._there
+
+    def release(self, part: Part) -> None:
+        """Sum the gradients of a backward into those of the shares, and drop the copies."""
+        if part in self._there:
+            self.flush(part)
+            self._there.discard(part)
+            for number in self._numbers(part) - self._in_use():
+                self._copies.free(number)
+
+    def flush(self, part: Part, *, late: bool = False) -> None:
+        """Sum what a part has of gradients into those of the shares. All ranks that share it call it.
+
+        Args:
+            part: of this rank.
+            late: weights may have got gradients after the backward.
+        """
+        if part not in self._relays or not (late or part in self._owed):
+            return
+        self._owed.discard(part)
+        if late:
+            self._settled.add(part)
+        relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
+        found = self._copies.take_gradients(relay.bundles[LEARNING])
+        self._gradients |= relay.start_sum(LEARNING, found, wide, into=self._gradients).wait()
+
+    def finish(self, *, late: bool) -> None:
+        """Sum what is left, of all parts; arguments as in `flush`."""
+        for part in self._relays:
+            self.flush(part, late=late and part not in self._settled)
+
+    def take_gradients(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Return the gradients of shares, and forget them."""
+        return {number: self._gradients.pop(number) for number in numbers if number in self._gradients}
+
+    def _numbers(self, part: Part) -> set[int]:
+        return {number for bundle in self._relays[part].bundles for number in bundle}
+
+    def _in_use(self) -> set[int]:
+        return {number for part in self._there for number in self._numbers(part)}
