@@ -157,8 +157,8 @@ def bind_crossing(
     island = next((tuple(each) for each in islands or (everyone,) if transport.rank in each), (transport.rank,))
     island = tuple(sorted(island))
     near = tuple(group for group in work.groups if not set(group.ranks).isdisjoint(island))
-    attention = _among(Work(near, work.checkpoint).attention_layout(), island)
-    linear = _among(work.linear, island)
+    attention = Work(near, work.checkpoint).attention_layout().among(island)
+    linear = work.linear.among(island)
     move = _move(linear, attention, island, transport.rank)
     if not move.remote.any():
         return None
@@ -171,12 +171,6 @@ def bind_crossing(
         OneWay(*ends, sends, receives, take, None if place is None else inverse(place)),
         OneWay(*ends, receives, sends, place, None if take is None else inverse(take)),
     )
-
-
-def _among(layout: Layout, ranks: tuple[int, ...]) -> Layout:
-    """Return what some ranks hold."""
-    here = np.isin(layout.rank, ranks)
-    return layout if here.all() else Layout(*(column[here] for column in layout.columns()))
 
 
 def _side(
