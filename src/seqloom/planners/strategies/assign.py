@@ -49,6 +49,8 @@ def choose(
     strategies: Sequence[Strategy],
     costs: SchemeCosts,
     switch_ns: Sequence[int] | None = None,
+    *,
+    alike: bool = False,
 ) -> Assignment:
     """The strategy with the least time for this batch, switch included, and its assignment; the first of equals.
 
@@ -57,8 +59,9 @@ def choose(
         strategies: to choose from.
         costs: of every scheme in them.
         switch_ns: ns to switch to each strategy; None: nothing.
+        alike: whether every micro-batch counts like the largest of its pipeline, as the published planner has it.
     """
-    return rank_strategies(lengths, strategies, costs, switch_ns, most=1)[0]
+    return rank_strategies(lengths, strategies, costs, switch_ns, most=1, alike=alike)[0]
 
 
 def rank_strategies(
@@ -67,12 +70,14 @@ def rank_strategies(
     costs: SchemeCosts,
     switch_ns: Sequence[int] | None = None,
     most: int | None = None,
+    alike: bool = False,
 ) -> list[Assignment]:
     """Assignments of the `most` best strategies, best first; SeqloomError if none holds the longest document."""
     tokens = np.asarray(lengths, dtype=np.int64)
     extra = [0] * len(strategies) if switch_ns is None else list(switch_ns)
     order = np.argsort(-tokens, kind="stable")
-    problems = {k: problem_of(tokens[order], s, costs) for k, s in enumerate(strategies) if s.longest >= tokens.max()}
+    held = [k for k, strategy in enumerate(strategies) if strategy.longest >= tokens.max()]
+    problems = {k: problem_of(tokens[order], strategies[k], costs)._replace(alike=alike) for k in held}
     if not problems:
         raise too_long(tokens, strategies)
     bounds = {k: lower_bound(problem) + extra[k] for k, problem in problems.items()}
@@ -129,9 +134,8 @@ def assign(problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int =
         own = np.flatnonzero(place == j)
         batch = np.empty(len(own), np.int64)
         cost = np.ascontiguousarray(problem.cost[j, own])
-        ns = pack(
-            problem.tokens[own], cost, int(problem.fixed[j]), int(problem.longest[j]), int(problem.stages[j]), batch
-        )
+        limits = (int(problem.fixed[j]), int(problem.longest[j]), int(problem.stages[j]))
+        ns = pack(problem.tokens[own], cost, *limits, problem.alike, batch)
         count = int(batch.max()) + 1 if len(own) else 0
         batches.append(tuple(tuple(sorted(order[own[batch == b]].tolist())) for b in range(count)))
         times.append(int(ns))

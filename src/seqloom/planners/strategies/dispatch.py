@@ -30,6 +30,8 @@ class Problem(NamedTuple):
     """int64[pipelines] tokens that a micro-batch may hold."""
     stages: np.ndarray
     """int64[pipelines]."""
+    alike: bool = False
+    """Whether every micro-batch counts like the largest of its pipeline."""
 
 
 class Loads(NamedTuple):
@@ -67,7 +69,7 @@ def after(p: Problem, loads: Loads, j: int, out: int, new: int) -> int:
         if first < 0 or new < first:
             first = new
     largest = p.cost[j, first] if first >= 0 else 0
-    return estimate(work, tokens, largest, count, p.fixed[j], p.longest[j], p.stages[j])
+    return estimate(work, tokens, largest, count, p.fixed[j], p.longest[j], p.stages[j], p.alike)
 
 
 @kernel

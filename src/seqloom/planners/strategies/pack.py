@@ -62,7 +62,7 @@ def first_fit(tokens: np.ndarray, longest: int, batch: np.ndarray) -> int:
 
 
 @kernel
-def running_time(cost: np.ndarray, batch: np.ndarray, count: int, fixed: int, stages: int) -> int:
+def running_time(cost: np.ndarray, batch: np.ndarray, count: int, fixed: int, stages: int, alike: bool) -> int:
     """ns of these micro-batches; numbers them in running order: the largest in the middle, the smallest at both ends.
 
     A pipeline fills and drains at the pace of its first and its last micro-batches.
@@ -79,11 +79,15 @@ def running_time(cost: np.ndarray, batch: np.ndarray, count: int, fixed: int, st
         turn[rising[k]] = at
     for i in range(batch.shape[0]):
         batch[i] = turn[batch[i]]
+    if alike:
+        return (times.max() + fixed) * (stages - 1 + count)
     return one_f_one_b(times[order] + fixed, stages)
 
 
 @kernel
-def pack(tokens: np.ndarray, cost: np.ndarray, fixed: int, longest: int, stages: int, batch: np.ndarray) -> int:
+def pack(
+    tokens: np.ndarray, cost: np.ndarray, fixed: int, longest: int, stages: int, alike: bool, batch: np.ndarray
+) -> int:
     """Pack the documents of one pipeline; none of them is longer than `longest`.
 
     Args:
@@ -92,6 +96,7 @@ def pack(tokens: np.ndarray, cost: np.ndarray, fixed: int, longest: int, stages:
         fixed: ns of a micro-batch before any document.
         longest: tokens that a micro-batch may hold.
         stages: of the pipeline.
+        alike: whether every micro-batch counts like the largest.
         batch: int64[n], written: the micro-batch of every document, in running order.
 
     Returns:
@@ -100,15 +105,15 @@ def pack(tokens: np.ndarray, cost: np.ndarray, fixed: int, longest: int, stages:
     if tokens.shape[0] == 0:
         return 0
     fitted = first_fit(tokens, longest, batch)
-    best = running_time(cost, batch, fitted, fixed, stages)
+    best = running_time(cost, batch, fitted, fixed, stages, alike)
     least = -(-tokens.sum() // longest)
     tried = np.empty_like(batch)
     for count in range(least, min(tokens.shape[0], least + NUMBERS - 1) + 1):
-        if stages == 1 and count >= fitted:
+        if stages == 1 and count > fitted:
             break
         if fill(tokens, cost, longest, count, tried) >= 0:
-            time = running_time(cost, tried, count, fixed, stages)
-            if time < best:
+            time = running_time(cost, tried, count, fixed, stages, alike)
+            if time < best or (time == best and stages == 1):  # of one stage level ones: they need the least memory
                 best = time
                 batch[:] = tried
     return best

@@ -173,6 +173,6 @@ def _loads_ns(scheme: Scheme, cost: SchemeCost, most: int) -> np.ndarray:
     for length, own in zip(lengths, cost.documents_ns(np.array(lengths)).tolist(), strict=True):
         for tokens in LOADS:
             count = max(1, tokens // length)
-            done = estimate(own * count, length * count, own, count, cost.fixed, cost.longest, scheme.stages)
+            done = estimate(own * count, length * count, own, count, cost.fixed, cost.longest, scheme.stages, False)
             times.append(done / count if length <= cost.longest else np.inf)
     return np.array(times)
