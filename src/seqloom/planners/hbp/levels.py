@@ -28,6 +28,8 @@ SAMPLE = 1024
 """Documents that stand for a level's where it is priced."""
 NEAR_PERCENT = 101
 """Times per token up to this much of the least are as good: then steps that are nearest to their tokens are taken."""
+FILLED = 32
+"""Parts of a step's tokens in which its distance from them is counted."""
 
 
 class Level(NamedTuple):
@@ -133,7 +135,8 @@ def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, bu
     ]
     least = min(level.token_ps for level in found)
     near = [level for level in found if 100 * level.token_ps <= NEAR_PERCENT * least]
-    return min(near, key=lambda level: (-level.packs * level.tokens, level.token_ps, level.tokens, level.shape.degree))
+    empty = {level: FILLED * (budget - level.packs * level.tokens) // budget for level in near}
+    return min(near, key=lambda level: (empty[level], level.token_ps, level.tokens, level.shape.degree))
 
 
 def _ways(tokens: int, variant: Variant, tables: CostTables, cost: CostModel, budget: int) -> list[Level]:
