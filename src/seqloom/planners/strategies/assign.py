@@ -95,11 +95,13 @@ def problem_of(tokens: np.ndarray, strategy: Strategy, costs: SchemeCosts) -> Pr
     """The documents, int64[n] tokens falling, on the pipelines of a strategy."""
     priced = {pipe.scheme: costs[pipe.scheme].documents_ns(tokens) for pipe in strategy.pipelines}
     own = [costs[pipe.scheme] for pipe in strategy.pipelines]
+    longest = np.array([pipe.longest for pipe in strategy.pipelines], dtype=np.int64)
     return Problem(
         tokens,
         np.stack([priced[pipe.scheme] for pipe in strategy.pipelines]),
         np.array([cost.fixed for cost in own], dtype=np.int64),
-        np.array([pipe.longest for pipe in strategy.pipelines], dtype=np.int64),
+        longest,
+        longest,
         np.array([pipe.scheme.stages for pipe in strategy.pipelines], dtype=np.int64),
     )
 
@@ -107,14 +109,15 @@ def problem_of(tokens: np.ndarray, strategy: Strategy, costs: SchemeCosts) -> Pr
 def lower_bound(problem: Problem) -> int:
     """ns that no assignment of these documents beats.
 
-    Whatever the shares y of the pipelines (they add up to 1), the slowest takes at least the mean weighted with y, and
-    a document adds at least its cheapest ``y cost`` to that. Shares like the pipelines' speeds are near the best. The
-    longest document alone is another bound.
+    A token costs at least its part of a full micro-batch's constant. Whatever the shares y of the pipelines (they add
+    up to 1), the slowest takes at least the mean weighted with y, and a document adds at least its cheapest ``y cost``
+    to that. Shares like the pipelines' speeds are near the best. The longest document alone is another bound.
     """
     holds = problem.tokens[None, :] <= problem.longest[:, None]
-    alone = problem.cost[:, 0] * problem.stages + problem.fixed
-    speed = 1.0 / np.maximum(problem.cost.sum(axis=1), 1)
-    shared = np.where(holds, problem.cost * (speed / speed.sum())[:, None], np.inf).min(axis=0).sum()
+    alone = problem.cost[:, 0] * problem.stages + problem.fixed * problem.stages
+    cost = problem.cost + (problem.fixed / problem.longest)[:, None] * problem.tokens[None, :]
+    speed = 1.0 / np.maximum(cost.sum(axis=1), 1)
+    shared = np.where(holds, cost * (speed / speed.sum())[:, None], np.inf).min(axis=0).sum()
     return max(int(alone[holds[:, 0]].min()), int(shared) - len(problem.tokens))
 
 
