@@ -1,6 +1,6 @@
 """Hierarchical balance packing: greedy fill against plain lists, levels against all other ways, steps, their order."""
 
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
@@ -92,32 +92,48 @@ def test_first_fit_takes_the_first_pack_with_room(seed):
 
 
 @pytest.mark.parametrize("sharding", ["full", "none"])
-@pytest.mark.parametrize("tokens", [2048, 24_000])
-def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens):
+@pytest.mark.parametrize(("tokens", "budget"), [(2048, 2048 * 24), (24_000, 48_000)])
+def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens, budget):
     cost = roomy_cost_model("2x4xH100", "qwen3-0.6b", None, sharding, 0)
-    level = profiled(tokens, np.array([tokens]), cost, 64_000)
+    level = profiled(tokens, np.array([tokens]), cost, budget)
     times = {}
     for variant in cost.variants:
         for shape in cost.shapes:
             if tokens <= shape.degree * cost.capacity(variant):
-                packs, _ = packs_per_step(tokens, shape.degree, cost, 64_000)
-                own = hbp([tokens] * packs, cost, 64_000, levels=[Level(tokens, shape, variant, packs, 0)])
+                packs, _ = packs_per_step(tokens, shape.degree, cost, budget)
+                own = hbp([tokens] * packs, cost, budget, levels=[Level(tokens, shape, variant, packs, 0)])
                 assert own.steps == 1
                 times[shape, variant] = 1000 * predicted_ns(own.plan(0), cost) // (packs * tokens)
     assert level.token_ps == times[level.shape, level.variant] == min(times.values())
 
 
+def test_packs_are_as_long_as_the_step_and_the_memory_allow():
+    capacity = max(COST.capacity(variant) for variant in COST.variants)
+    for tokens, budget in ((1024, 8 * 1500), (1024, 10**6), (3072, 7 * 3072)):
+        level = profiled(tokens, np.array([512]), COST, budget)
+        packs, _ = packs_per_step(tokens, level.shape.degree, COST, budget)
+        longest = min(level.shape.degree * capacity, budget // packs)
+        assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.granule
+
+
+def test_steps_have_nearly_all_of_their_tokens():
+    cost = roomy_cost_model("4x8xH100", "llama3-8b", None, "full", 3)
+    packing = hbp(sample("commoncrawl", 4000, seed=0, max_length=100_000), cost, 1 << 20)
+    full = [level.packs * level.tokens for level in packing.levels]
+    assert min(full) > 0.9 * (1 << 20) and max(full) <= 1 << 20
+    assert packing.steps <= 1.05 * packing.lengths.sum() / (1 << 20) + 2
+
+
 def test_levels_are_those_of_the_rule():
     lengths = level_lengths(LENGTHS, COST, BUDGET)
-    assert lengths[-1] >= COST.tokens(LENGTHS).max() > lengths[-2]
-    assert all(tokens % COST.granule == 0 for tokens in lengths)
+    assert lengths == sorted(set(lengths)) and lengths[-1] >= COST.tokens(LENGTHS).max() > lengths[-2]
     sets = list(level_sets(LENGTHS, COST, BUDGET))
-    assert {tuple(level.tokens for level in levels) for levels in sets} == {
-        (*lower, lengths[-1]) for count in range(len(lengths)) for lower in combinations(lengths[:-1], count)
-    }
-    widest = max(sets, key=len)
-    assert widest[0].shape == Shape(1, 1)  # short documents need no communication
-    assert all(level.packs * level.tokens <= BUDGET for level in widest)
+    assert len(sets[0]) == 1 and len(set(sets)) == len(sets) <= 2 ** (len(lengths) - 1)
+    for levels in sets:
+        assert levels[-1].tokens >= COST.tokens(LENGTHS).max()
+        assert all(level.packs * level.tokens <= BUDGET and level.tokens % COST.granule == 0 for level in levels)
+        assert all(a.tokens < b.tokens for a, b in pairwise(levels))
+    assert max(sets, key=len)[0].shape == Shape(1, 1)  # short documents need no communication
 
 
 def test_the_levels_with_the_least_time_are_taken():

@@ -26,6 +26,10 @@ from seqloom.errors import SeqloomError
 
 SAMPLE = 1024
 """Documents that stand for a level's where it is priced."""
+NEAR_PERCENT = 101
+"""Times per token up to this much of the least are as good: then steps that are nearest to their tokens are taken."""
+FILLED = 32
+"""Parts of a step's tokens in which its distance from them is counted."""
 
 
 class Level(NamedTuple):
@@ -111,10 +115,10 @@ def room(cost: CostModel) -> int:
 
 
 def profiled(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -> Level:
-    """The cheapest way to run packs of this many tokens, full of documents like these.
+    """The cheapest way to run packs of this many tokens or, to fill a step, somewhat more, full of such documents.
 
     Args:
-        tokens: of a pack.
+        tokens: of a pack, at least.
         documents: int64[n] tokens, at least one.
         cost: prices the packs.
         budget: tokens of a step.
@@ -123,27 +127,34 @@ def profiled(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -
 
 
 def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, budget: int) -> Level:
-    """The length and the way to run it with the least time per token; of equal ones the shortest."""
+    """The length and the way to run it with the least time per token; of nearly equal ones, the fullest step's."""
     spread = np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)
     priced = [(variant, cost.tables(documents[spread], variant)) for variant in cost.variants]
     found = [
         level for tokens in sorted(lengths) for priced_in in priced for level in _ways(tokens, *priced_in, cost, budget)
     ]
-    return min(found, key=lambda level: (level.token_ps, level.tokens, level.shape.degree))
+    least = min(level.token_ps for level in found)
+    near = [level for level in found if 100 * level.token_ps <= NEAR_PERCENT * least]
+    empty = {level: FILLED * (budget - level.packs * level.tokens) // budget for level in near}
+    return min(near, key=lambda level: (empty[level], level.token_ps, level.tokens, level.shape.degree))
 
 
 def _ways(tokens: int, variant: Variant, tables: CostTables, cost: CostModel, budget: int) -> list[Level]:
-    """Every shape whose group holds a pack of this many tokens under a variant, priced."""
+    """Every shape whose group holds a pack of this many tokens under a variant, priced.
+
+    Packs become longer, as far as memory allows, where that brings a step nearer to its tokens.
+    """
     rates = tables.cost.sum(axis=2) / float(tables.tokens.sum())
-    times = np.rint(tables.fixed + rates * tokens).astype(np.int64).max(axis=0)
     overhead = cost.step_overhead_ns(variant)
     found = []
     for index, shape in enumerate(tables.shapes):
-        if tokens > shape.degree * tables.capacity:
+        most = shape.degree * tables.capacity
+        if tokens > most:
             continue
         packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
-        step_ns = rounds * int(times[index]) + overhead
-        found.append(Level(tokens, shape, variant, packs, 1000 * step_ns // (packs * tokens)))
+        full = max(tokens, min(most, budget // packs) // cost.granule * cost.granule)
+        pack_ns = int(np.rint(tables.fixed[:, index] + rates[:, index] * full).max())
+        found.append(Level(full, shape, variant, packs, 1000 * (rounds * pack_ns + overhead) // (packs * full)))
     return found
 
 
@@ -163,7 +174,7 @@ def _with_documents(wanted: Sequence[int], sizes: np.ndarray, cost: CostModel, b
         own = sizes[(sizes > below) & (sizes <= tokens)]
         if len(own):
             levels.append(profiled(tokens, own, cost, budget))
-            below = tokens
+            below = levels[-1].tokens
     return tuple(levels)
 
 
