@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from seqloom.data import StoreWriter
+from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
 from seqloom.testing.tiny_models import VOCABULARY, tiny_model
 from seqloom.train.metrics import read_steps
 
@@ -110,6 +111,18 @@ def test_stages_change_neither_losses_nor_model(seqloom_here, place, two):
     stages = trained(seqloom_here, place, "stages", "--ranks", "4", pipeline__stages=2)
     assert np.allclose(stages, two, rtol=1e-9, atol=0)
     ours, theirs = (dict(loaded(place / run / "model").named_parameters()) for run in ("stages", "two"))
+    assert ours.keys() == theirs.keys() and all(torch.allclose(each, theirs[name]) for name, each in ours.items())
+
+
+@pytest.mark.slow
+def test_strategies_change_neither_losses_nor_model(seqloom_here, place, two):
+    """Weights cut over two ranks beside two stages."""
+    side_by_side = Strategy((Pipe(Scheme(1, 2), (0, 1), 64), Pipe(Scheme(2, 1), (2, 3), 64)))
+    (place / "list.json").write_text(strategies_to_json([side_by_side]))
+    free = {"plan__planner": "strategies", "plan__sharding": "free", "plan__strategies": place / "list.json"}
+    found = trained(seqloom_here, place, "strategies", "--ranks", "4", **free)
+    assert np.allclose(found, two, rtol=1e-9, atol=0)
+    ours, theirs = (dict(loaded(place / run / "model").named_parameters()) for run in ("strategies", "two"))
     assert ours.keys() == theirs.keys() and all(torch.allclose(each, theirs[name]) for name, each in ours.items())
 
 
