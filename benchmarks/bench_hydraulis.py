@@ -34,6 +34,7 @@ from seqloom.planners.strategies.published import published_model
 from seqloom.planners.strategies.values import Scheme, Strategy
 
 GPUS, NODE, TOKENS = 64, 8, 200_000
+SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")
 TARGETS = {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
 COSTS = published_model("32b").costs()
 PARAMETERS, CARD_BYTES_NS, BUNDLES = 32.1e9, 25.0, 62
@@ -133,9 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     for context in TARGETS:
         progress(f"context {context // K}K")
         found.append(ladder(lengths, context, count))
-            rows = [
-            (name, *(f"{r[key]:.2f}" if key in r else "" for key in keys)) for name, r in found[-1]["rungs"].items()
-        ]
+        rows = [(name, *(f"{r[k]:.2f}" if k in r else "" for k in SHOWN)) for name, r in found[-1]["rungs"].items()]
         show(f"{context // K}K", ("rung", "s", "bytes, hidden", "choose ms", "at most"), rows)
     times = {each["context"]: each["rungs"]["published list, published clock"]["s"] for each in found}
     checks = [Check(f"{c // K}K, published list and clock, s", s, TARGETS[c]) for c, s in times.items()]
