@@ -1,11 +1,11 @@
 """Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted; and torch's runtime.
 
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
-machine is measured first (`seqloom.train.calibration`), on plans of one stage. Then every batch is run on 4 and on 8
-stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the planner chooses, in
-an order that turns from batch to batch, each twice, of which the faster counts. A step is bind, forward, backward,
-reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through torch's schedules and
-ours, forwards and backwards alone.
+machine is measured first (`seqloom.train.calibration`): plans of one stage, and what a handover takes. Then every batch
+is run on 4 and on 8 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the
+planner chooses, in an order that turns from batch to batch, each twice, of which the faster counts. A step is bind,
+forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through
+torch's schedules and ours, forwards and backwards alone.
 
     python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
@@ -13,25 +13,21 @@ ours, forwards and backwards alone.
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import options, progress
+from cpu_ranks import Say, rank_options, start
 from pipeline_report import Report
 from pipeline_rivals import LAYERS, beside_torch, fixed_chunks
 
-from seqloom.comm import Communicators, Distributed
+from seqloom.comm import Distributed
 from seqloom.cost import CostModel
 from seqloom.cost.stage_limits import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec, lengths_from
-from seqloom.plan import GroupFamily, Plan
+from seqloom.plan import Plan
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.pipelines.line import island_of, line_of
 from seqloom.simulate import simulate
@@ -41,8 +37,6 @@ from seqloom.train.trials import StepTimer
 LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 2
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
-"""glibc gives no memory back: what a step's activations cost must not depend on how many layers a process has."""
 
 
 def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.ndarray]:
@@ -72,32 +66,14 @@ def busy(timer: StepTimer) -> list[float]:
     return every
 
 
-def rank_body(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    """One process on a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    ranks, began = arguments.ranks, time.perf_counter()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            progress(f"{time.perf_counter() - began:6.1f} s  {text}")
-
-    communicators = Communicators.create(GroupFamily(ranks, ranks))
-    communicators.warm_up()
-    run(Distributed(communicators), arguments, say)
-    dist.destroy_process_group()
-
-
-def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None:
+def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, then every batch on every number of stages, then torch's runtime."""
     ranks, quick = transport.ranks, arguments.quick
     longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
     limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": longest}
     machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(longest, say, widest=ranks // min(STAGES))
+    found = machine.calibrate(longest, say, widest=ranks // min(STAGES), stages=min(ranks, max(STAGES)))
     cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})
@@ -127,14 +103,7 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = options(__doc__)
-    parser.add_argument("--ranks", type=int, default=8, help="processes")
-    parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    arguments = parser.parse_args(argv)
-    os.environ |= KEEP_MEMORY  # read when the processes start
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(rank_body, (folder, arguments), nprocs=arguments.ranks, start_method="spawn")
+    start(run, rank_options(__doc__, ranks=8, steps=STEPS).parse_args(argv), keep_memory=True)
 
 
 if __name__ == "__main__":

@@ -12,22 +12,17 @@ reduction, clipping and AdamW; its time is that of the slowest rank. Plans are m
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-import time
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import options, progress
+from cpu_ranks import Say, rank_options, start
 from training_report import Report
 
-from seqloom.comm import Communicators, Distributed
+from seqloom.comm import Distributed
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, lengths_from
-from seqloom.plan import GroupFamily
 from seqloom.planners.registry import Planned, plan_batches
 from seqloom.train.calibration import Machine
 
@@ -54,25 +49,7 @@ def drawn(arguments: argparse.Namespace, fixed: dict[str, int]) -> list[np.ndarr
     return list(np.minimum(lengths[:count], fixed["longest"]).reshape(-1, fixed["sequences"]))
 
 
-def rank_body(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    """One process on a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    ranks, began = arguments.ranks, time.perf_counter()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-
-    def say(text: str) -> None:
-        if rank == 0:
-            progress(f"{time.perf_counter() - began:6.1f} s  {text}")
-
-    communicators = Communicators.create(GroupFamily(ranks, ranks))
-    communicators.warm_up()
-    run(Distributed(communicators), arguments, say)
-    dist.destroy_process_group()
-
-
-def run(transport: Distributed, arguments: argparse.Namespace, say: Any) -> None:
+def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, plan, and run every batch under every planner."""
     heads = {"heads": arguments.heads, "kv_heads": arguments.heads, "head_dim": SIZES["hidden"] // arguments.heads}
     fixed, spec = settings(arguments), ModelSpec("small", gated=True, tied=False, **SIZES, **heads)
@@ -110,14 +87,9 @@ def plan_all(batches: list[np.ndarray], names: list[str], cost: CostModel) -> li
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = options(__doc__)
-    parser.add_argument("--ranks", type=int, default=16, help="processes; with fewer than 16, batches are smaller")
+    parser = rank_options(__doc__, ranks=16, steps=STEPS)
     parser.add_argument("--heads", type=int, default=HEADS, help="another model, no evidence for the target")
-    parser.add_argument("--steps", type=int, default=STEPS, help="batches that count")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(rank_body, (folder, arguments), nprocs=arguments.ranks, start_method="spawn")
+    start(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,23 @@ def gloo_pool(gloo_processes):
     gloo_processes.close()
 
 
+@pytest.fixture(scope="module")
+def threads():
+    """Ranks that are threads of this process, kept for a module: `threads(4).run(body)`."""
+    from seqloom.comm import Ranks
+
+    made = {}
+
+    def of(world):
+        if world not in made:
+            made[world] = Ranks(world)
+        return made[world]
+
+    yield of
+    for each in made.values():
+        each.close()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the tests that use the pool, before `-m` is read."""

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.comm import Communicators, Counting, Distributed, Parcel
+from seqloom.comm import Communicators, Counting, Distributed, Parcel, Relay
 from seqloom.errors import SeqloomError
-from seqloom.plan import GroupFamily
+from seqloom.plan import GroupFamily, Pipeline, Stage, Weight, compute_layout, optimiser_layout
 from seqloom.testing.programs import DTYPES, every_verb, expected_of, random_program, run_program
+from seqloom.testing.relays import RelayCase
 
 
 def check(results, program):
@@ -147,3 +148,42 @@ def test_communicators_need_torch_distributed():
     assert not dist.is_initialized()
     with pytest.raises(SeqloomError, match=r"call torch\.distributed\.init_process_group first"):
         Communicators.create(GroupFamily(2, node_size=2))
+
+
+def relay_case():
+    """Two stages, the first one a team of 2, beside a stage of 2 ranks; rank 5 is idle; the table is tied."""
+    weights = (
+        Weight("table", 11, 3, ("embedding", "head")),
+        Weight("0.q", 8, 5, (0,), 0),
+        Weight("0.o", 5, 8, (0,), 1),
+        Weight("1.norm", 7, 1, (1,)),
+        Weight("norm", 3, 1, ("head",)),
+    )
+    deep = Pipeline((Stage((0, 1), (0, 1), 2), Stage((2,), (1, 2))), (), ())
+    return RelayCase(6, weights, (deep, Pipeline((Stage((3, 4), (0, 2)),), (), ())))
+
+
+def relay_all(transport):
+    case = relay_case()
+    layouts = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
+    relay = Relay(case.weights, *layouts, transport, device="cpu", node_size=3)
+    copies, sums = {}, {}
+    for pending in [relay.start(k, case.kept(case.wholes(0), transport.rank), torch.bfloat16) for k in range(4)]:
+        copies |= pending.wait()
+    given = {weight: torch.full(each.shape, 2.0**transport.rank) for weight, each in copies.items()}
+    for pending in [relay.start_sum(k, given, torch.float32) for k in reversed(range(4))]:
+        sums |= pending.wait()
+    return copies, sums
+
+
+def test_a_relay_brings_values_and_sums_gradients(gloo_pool):
+    case, results = relay_case(), gloo_pool.run(relay_all, ranks=6)
+    totals = [torch.zeros(weight.rows, weight.columns) for weight in case.weights]
+    for rank in range(6):
+        for weight, numbers in case.used(case.numbers(), rank).items():
+            totals[weight].view(-1)[numbers.flatten()] += 2.0**rank
+    for rank, (copies, sums) in enumerate(results):
+        values = case.used([each.bfloat16() for each in case.wholes(0)], rank)
+        for found, wanted in ((copies, values), (sums, case.kept(totals, rank))):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[weight], wanted[weight]) for weight in wanted)

@@ -1,9 +1,13 @@
 """Pipelines on gloo processes: a few plans with the parameters of every stage on its own ranks equal one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from seqloom.plan import Checkpoint, Group, Pipeline, Round, Span, Work
 from seqloom.runtime import Placement, StageSharded
+from seqloom.testing.pipelines import ample
 from seqloom.testing.scheduled import fixed_step
 
 torch.set_num_threads(1)
@@ -37,4 +41,18 @@ def replicated(transport, step, plan):
 def test_replicated_parameters_on_some_of_the_processes(gloo_pool):
     step, plan = fixed_step("seq1f1b", 2, 2, (3, 1, 2), ring=True)
     found = gloo_pool.run(replicated, step, plan, ranks=4)
+    assert max(each.worst(step.alone()) for each in found) < 1e-9
+
+
+def test_two_pipelines_beside_ranks_that_do_nothing(gloo_pool):
+    """Two stages of two ranks with pieces; one stage of two ranks, one round; and the last two ranks."""
+    step, plan = fixed_step("seq1f1b", 2, 2, (3, 1, 2), ring=True)
+    first = len(step.lengths)
+    work = Work((Group((4, 5), 2, 1, (Span(first + 1, 0, 9), Span(first, 0, 5))),), Checkpoint.FULL)
+    beside = Pipeline.single((4, 5), step.spec.layers, (Round((work,)),), plan.reduce)
+    step = replace(step, lengths=(*step.lengths, 5, 9))
+    limits = ample(8, step.spec.heads)
+    plan = replace(plan, limits=limits, documents=step.lengths, pipelines=(beside, *plan.pipelines))
+    plan.validate()
+    found = gloo_pool.run(replicated, step, plan, ranks=8)
     assert max(each.worst(step.alone()) for each in found) < 1e-9

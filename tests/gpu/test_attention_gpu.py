@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqloom.attention.kernels.dispatch import Dispatcher
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.kernels.registry import available
-from seqloom.comm import Communicators, Distributed, Ranks
+from seqloom.comm import Communicators, Distributed
 from seqloom.plan import Group, GroupFamily, Span
 from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
 from seqloom.testing.attention_oracle import difference
@@ -29,15 +29,6 @@ masks = pytest.mark.parametrize("mask", MASKS, ids=str)
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """Threads for every number of ranks, kept over examples."""
-    made = {}
-    yield lambda world: made.setdefault(world, Ranks(world))
-    for each in made.values():
-        each.close()
-
-
-@pytest.fixture(scope="module")
 def kernels():
     """Every kernel of this GPU; cuDNN for whatever it takes, and the others for the rest."""
     return {
@@ -46,8 +37,8 @@ def kernels():
     }
 
 
-def run(ranks, case, inputs, kernel, *, strict=False):
-    return assemble(ranks(case.world).run(lambda transport: attend(transport, case, inputs, kernel), strict=strict))
+def run(threads, case, inputs, kernel, *, strict=False):
+    return assemble(threads(case.world).run(lambda transport: attend(transport, case, inputs, kernel), strict=strict))
 
 
 def alone(case):
@@ -57,9 +48,9 @@ def alone(case):
 
 @FEW
 @given(case=cases() | cases_of_many_groups() | cases_of_zones(), strict=st.booleans())
-def test_float64_is_the_truth(ranks, case, strict):
+def test_float64_is_the_truth(threads, case, strict):
     inputs = case.inputs(torch.float64, device="cuda")
-    assert worst(run(ranks, case, inputs, Reference(), strict=strict), case.truth(inputs)) < 1e-10
+    assert worst(run(threads, case, inputs, Reference(), strict=strict), case.truth(inputs)) < 1e-10
 
 
 @st.composite
@@ -76,12 +67,12 @@ def half_precision_cases(draw):
 @masks
 @FEWER
 @given(case=half_precision_cases(), strict=st.booleans())
-def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(ranks, kernels, name, mask, case, strict):
+def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(threads, kernels, name, mask, case, strict):
     case = replace(case, **mask)
     inputs = case.inputs(torch.bfloat16, device="cuda")
     truth = case.truth(inputs)
-    one = run(ranks, alone(case), inputs, kernels[name])
-    many = run(ranks, case, inputs, kernels[name], strict=strict)
+    one = run(threads, alone(case), inputs, kernels[name])
+    many = run(threads, case, inputs, kernels[name], strict=strict)
     for field, single, spread, true in zip(truth._fields, one, many, truth, strict=True):
         assert difference(spread, true) <= max(1e-6, 2 * difference(single, true)), field
 
@@ -90,7 +81,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(ranks, kernels, 
 @masks
 @FEWER
 @given(case=half_precision_cases(), data=st.data())
-def test_a_token_changes_no_bit_of_another_document(ranks, kernels, name, mask, case, data):
+def test_a_token_changes_no_bit_of_another_document(threads, kernels, name, mask, case, data):
     case = replace(case, **mask)
     document = data.draw(st.integers(0, len(case.lengths) - 1))
     first = sum(case.lengths[:document])
@@ -101,7 +92,7 @@ def test_a_token_changes_no_bit_of_another_document(ranks, kernels, name, mask, 
         tensor[data.draw(st.integers(first, last - 1))] += 1.0
     torch.use_deterministic_algorithms(True)
     try:
-        before, after = (run(ranks, case, these, kernels[name]) for these in (inputs, changed))
+        before, after = (run(threads, case, these, kernels[name]) for these in (inputs, changed))
     finally:
         torch.use_deterministic_algorithms(False)
     assert not torch.equal(before.out[first:last], after.out[first:last])
@@ -110,11 +101,11 @@ def test_a_token_changes_no_bit_of_another_document(ranks, kernels, name, mask, 
         assert torch.equal(old[:first], new[:first]) and torch.equal(old[last:], new[last:]), field
 
 
-def test_long_documents_round_up_into_the_next_and_at_the_end(ranks, kernels):
+def test_long_documents_round_up_into_the_next_and_at_the_end(threads, kernels):
     """Dense calls: behind the first document lies another, behind the last the buffer ends."""
     case = Case.one_group((300, 16_500, 700, 40, 16_411), 2, 1, 64)
     inputs = case.inputs(torch.bfloat16, device="cuda")
-    found, expected = (run(ranks, case, inputs, kernels[name]) for name in ("all", "triton"))
+    found, expected = (run(threads, case, inputs, kernels[name]) for name in ("all", "triton"))
     for field, one, other in zip(found._fields, found, expected, strict=True):
         assert difference(one, other) < 6e-3, field
 

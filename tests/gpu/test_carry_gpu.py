@@ -11,7 +11,7 @@ from seqloom.attention import Carry, attention
 from seqloom.attention.kernels.dispatch import Dispatcher
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.kernels.registry import available
-from seqloom.comm import Alone, Ranks
+from seqloom.comm import Alone
 from seqloom.plan import Checkpoint, Group, Span
 from seqloom.testing.attention_cases import Case, assemble, attend, worst
 from seqloom.testing.attention_oracle import difference
@@ -28,15 +28,6 @@ SHAPES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3))
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    """Threads for every number of ranks, kept over tests."""
-    made = {}
-    yield lambda world: made.setdefault(world, Ranks(world))
-    for each in made.values():
-        each.close()
-
-
-@pytest.fixture(scope="module")
 def kernels():
     """Every kernel of this GPU together, and single ones."""
     found = available(torch.device("cuda", 0))
@@ -44,17 +35,17 @@ def kernels():
     return {"all": Dispatcher(found)} | {name: Dispatcher(tuple(some)) for name, some in single.items() if some}
 
 
-def run(ranks, case, inputs, kernel, *, strict=False):
+def run(threads, case, inputs, kernel, *, strict=False):
     """What every layer gives, put together from all ranks."""
-    parts = ranks(case.world).run(lambda transport: attend_pieces(transport, case, inputs, kernel), strict=strict)
+    parts = threads(case.world).run(lambda transport: attend_pieces(transport, case, inputs, kernel), strict=strict)
     return [assemble(own) for own in zip(*parts, strict=True)]
 
 
-def one_call(ranks, case, inputs, kernel):
+def one_call(threads, case, inputs, kernel):
     """Whole documents in one kernel call."""
     spans = tuple(Span(k, 0, n) for k, n in enumerate(case.whole.lengths))
     alone = replace(case.whole, world=1, groups=(Group((0,), 1, 1, spans),))
-    return assemble(ranks(1).run(lambda transport: attend(transport, alone, inputs, kernel)))
+    return assemble(threads(1).run(lambda transport: attend(transport, alone, inputs, kernel)))
 
 
 def half_precision_case(shape, **options):
@@ -70,16 +61,16 @@ def half_precision_case(shape, **options):
 
 @FEWER
 @given(case=pieces_cases(), strict=st.booleans())
-def test_float64_is_the_truth(ranks, case, strict):
+def test_float64_is_the_truth(threads, case, strict):
     inputs = case.inputs(torch.float64, device="cuda")
-    for found, own in zip(run(ranks, case, inputs, Reference(), strict=strict), inputs, strict=True):
+    for found, own in zip(run(threads, case, inputs, Reference(), strict=strict), inputs, strict=True):
         assert worst(found, case.truth(own)) < 1e-9
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("window", [None, 50, 800], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(ranks, kernels, name, shape, window):
+def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(threads, kernels, name, shape, window):
     if name not in kernels:
         pytest.skip(f"no {name} on this GPU")
     if window is not None and name in ("cudnn", "varlen"):
@@ -87,18 +78,18 @@ def test_bfloat16_errs_at_most_twice_as_much_as_one_kernel_call(ranks, kernels, 
     case = half_precision_case(shape, window=window)
     (inputs,) = case.inputs(torch.bfloat16, device="cuda")
     truth = case.truth(inputs)
-    single = one_call(ranks, case, inputs, kernels[name])
-    (found,) = run(ranks, case, [inputs], kernels[name])
+    single = one_call(threads, case, inputs, kernels[name])
+    (found,) = run(threads, case, [inputs], kernels[name])
     for field, one, many, true in zip(truth._fields, single, found, truth, strict=True):
         assert difference(many, true) <= max(1e-6, 2 * difference(one, true)), field
 
 
 @pytest.mark.parametrize("checkpoint", [Checkpoint.FULL, Checkpoint.SELECTIVE, Checkpoint.STAGE])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
-def test_checkpoints_and_layers_on_the_kernels_of_this_gpu(ranks, shape, checkpoint):
+def test_checkpoints_and_layers_on_the_kernels_of_this_gpu(threads, shape, checkpoint):
     case = half_precision_case(shape, checkpoint=checkpoint, layers=2)
     inputs = case.inputs(torch.bfloat16, device="cuda")
-    for found, own in zip(run(ranks, case, inputs, None), inputs, strict=True):
+    for found, own in zip(run(threads, case, inputs, None), inputs, strict=True):
         assert worst(found, case.truth(own)) < 1e-2
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.comm import Ranks
 from seqloom.cost import CostModel
 from seqloom.cost.stage_limits import host_bytes
 from seqloom.plan import Plan
@@ -19,24 +18,10 @@ from seqloom.planners import make_plan
 from seqloom.planners.pipelines.line import island_of, line_of
 from seqloom.testing.pipelines import pipeline_plans, pipeline_steps
 from seqloom.testing.scheduled import scheduled_steps
+from seqloom.testing.side_by_side import side_by_side_plans
 from seqloom.testing.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def threads():
-    """Threads by number of ranks, kept for all examples."""
-    made = {}
-
-    def of(world):
-        if world not in made:
-            made[world] = Ranks(world)
-        return made[world]
-
-    yield of
-    for each in made.values():
-        each.close()
 
 
 def differences(threads, step, plan, wanted, **options):
@@ -54,6 +39,15 @@ def test_random_orders_on_the_strict_transport(threads, data):
     step = data.draw(pipeline_steps())
     plan = data.draw(pipeline_plans(step))
     assert Plan.from_text(plan.to_text()) == plan and Plan.from_json(plan.to_json()) == plan
+    assert max(differences(threads, step, plan, step.alone())) < 1e-9
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_pipelines_side_by_side(threads, data):
+    """Of different stages, with different numbers of rounds, some without documents, beside ranks without a stage."""
+    step = data.draw(pipeline_steps())
+    plan = data.draw(side_by_side_plans(step))
     assert max(differences(threads, step, plan, step.alone())) < 1e-9
 
 

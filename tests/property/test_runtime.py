@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.comm import Alone, Ranks
+from seqloom.comm import Alone
 from seqloom.plan import Checkpoint, Group, Span
 from seqloom.planners import make_plan
 from seqloom.testing.steps import Step, one_stage_plan, step_plans, steps, tiny_spec
@@ -18,21 +18,6 @@ from seqloom.testing.tiny_models import tiny_model
 from seqloom.testing.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def threads():
-    """Threads by number of ranks, kept for all examples."""
-    made = {}
-
-    def of(world):
-        if world not in made:
-            made[world] = Ranks(world)
-        return made[world]
-
-    yield of
-    for each in made.values():
-        each.close()
 
 
 @given(st.data())

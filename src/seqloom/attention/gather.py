@@ -18,8 +18,8 @@ from seqloom.attention.roads import Roads, keys_of, returned
 from seqloom.attention.rows import RowIndex, add, count, take
 from seqloom.attention.schedule import GatherSchedule
 from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
-from seqloom.comm.context import inverse
 from seqloom.comm.parcels import exchange_filled
+from seqloom.comm.rows import inverse
 from seqloom.comm.transport import Handle, Parcel, Transport
 from seqloom.comm.upload import on_device
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.attention.segments import Segments
-from seqloom.comm.context import expand, rows_of
+from seqloom.comm.rows import expand, rows_of
 from seqloom.plan import Group
 
 

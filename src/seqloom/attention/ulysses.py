@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 
 from seqloom.attention.merge import sum_dtype
+from seqloom.comm.parcels import all_to_all
 from seqloom.comm.transport import Transport
 from seqloom.plan.group import even_ranges
 
@@ -69,7 +70,7 @@ class Exchange:
 
     Attributes:
         transport: this rank's.
-        block: ranks of the communicator.
+        block: ranks that exchange. A run of them has a communicator; those of a column, one of every team, have none.
         index: of this rank in it.
         counts: rows of every rank of the block.
         split: who has which heads.
@@ -166,7 +167,8 @@ class Exchange:
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> None:
         if sum(self.counts):  # a block without rows has nothing to say, and all its ranks know
-            self.transport.all_to_all(output, input, output_sizes, input_sizes, self.block)
+            run = self.block[-1] - self.block[0] == len(self.block) - 1
+            all_to_all(self.transport, output, input, output_sizes, input_sizes, self.block, collective=run)
 
 
 def _is_even(own: Ranges) -> bool:

@@ -100,7 +100,8 @@ def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, ou
     machine = Machine(cost, Distributed(communicators), device, getattr(torch, wanted.dtype))
     looking = wanted.show and rank == 0 and sys.stderr.isatty()
     report = (lambda text: typer.echo(text, err=True)) if looking else (lambda text: None)
-    found = machine.calibrate(wanted.max_length or LONGEST[device.type], report)
+    stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
+    found = machine.calibrate(wanted.max_length or LONGEST[device.type], report, stages=stages)
     communicators.close()
     if rank:
         return {}

@@ -10,7 +10,9 @@ from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
 from seqloom.comm.lanes import Lane, Message, Way
 from seqloom.comm.pieces import pieces_of_plan
+from seqloom.comm.relay import Pending, Relay, Volume
 from seqloom.comm.remap import remapped
+from seqloom.comm.team import Team, attention_context, gathered, summed
 from seqloom.comm.transport import Handle, Parcel, Transport
 
 __all__ = [
@@ -25,13 +27,20 @@ __all__ = [
     "Lane",
     "Message",
     "Parcel",
+    "Pending",
     "Ranks",
+    "Relay",
+    "Team",
     "Traffic",
     "Transport",
+    "Volume",
     "Way",
+    "attention_context",
     "bind",
     "bind_alone",
+    "gathered",
     "pieces_of_plan",
     "remapped",
     "run_ranks",
+    "summed",
 ]

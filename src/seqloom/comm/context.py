@@ -7,18 +7,20 @@ whom it exchanges how many rows. Layers then only move and compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
-from seqloom.comm.pieces import check_documents, pieces_of_round
+from seqloom.comm.checks import check_work
+from seqloom.comm.pieces import pieces_of_round
 from seqloom.comm.remap import Crossing, bind_crossing
-from seqloom.comm.rows import columns, expand, first_rows, inverse, rows_of
+from seqloom.comm.rows import columns, expand, rows_of, sorting
+from seqloom.comm.team import Team, column_of, place_in, team_of
 from seqloom.comm.transport import Transport
 from seqloom.comm.upload import on_device
-from seqloom.errors import SeqloomError
 from seqloom.plan import Group, GroupFamily, Layout, Remap, Span, Work
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class BoundGroup:
     Attributes:
         group: the group of the plan.
         ulysses_index, ring_index: place of this rank.
-        block: ranks of this ring index, the Ulysses communicator.
+        block: ranks of this ring index, the Ulysses communicator; in the column of a team they are no run.
         ring_ranks: ranks of this Ulysses index, by ring index.
         spans: of this ring index, sorted by document and position.
         counts: rows of every rank of the block.
@@ -78,6 +80,7 @@ class Context:
         node_size: ranks per node; None: not known.
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         carry: where attention keeps what it carries from piece to piece (`attention.Carry`); None: nowhere.
+        team: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
     """
 
     __slots__ = (
@@ -91,6 +94,7 @@ class Context:
         "pieces",
         "positions",
         "spans",
+        "team",
         "transport",
         "work",
     )
@@ -108,17 +112,18 @@ class Context:
         kept: dict[Hashable, object] | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
         carry: object | None = None,
+        team: Team | None = None,
     ) -> None:
         """Keep what `bind` has found.
 
         Args:
-            work, transport, spans, positions, documents, groups, node_size, pieces, carry: see the attributes.
+            work, transport, spans, positions, documents, groups, node_size, pieces, carry, team: see the attributes.
             crossing: from the linear to the attention layout; None where these are the same.
             kept: what was built from all this already, shared with another view of it.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
-        self.node_size, self.pieces, self.carry = node_size, pieces or {}, carry
+        self.node_size, self.pieces, self.carry, self.team = node_size, pieces or {}, carry, team
         around = work.remap if crossing is not None else None
         self.around_attention = crossing if around == Remap.ATTENTION else None
         self.around_mlp = crossing.reversed() if crossing is not None and around == Remap.MLP else None
@@ -156,6 +161,7 @@ def bind(
     family: GroupFamily | None = None,
     pieces: Mapping[int, tuple[Span, ...]] | None = None,
     carry: object | None = None,
+    tensor: int = 1,
 ) -> Context:
     """Work out what one stage's share of a round means for the rank of `transport`. Nothing is communicated.
 
@@ -164,18 +170,38 @@ def bind(
         transport: this rank's.
         device: where the local tensors live.
         node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
-        islands, family: where tokens may change places if the work has a linear layout, see `bind_crossing`.
+        islands, family: where tokens may change places if the work has a linear layout, see `bind_crossing`; a team
+            that is a block of the family meets on its communicator.
         pieces: for every document that the plan has in several pieces, all of them, in order.
         carry: an `attention.Carry`, the same for all rounds of a step; needed where the work has such a document.
+        tensor: ranks that share the weights, the inner part of every group's Ulysses axis; see `team`.
     """
-    _check_ranks(work, transport)
-    _check_routes(work, transport, node_size)
-    _check_layouts(work)
-    check_documents(work)
-    in_pieces = pieces_of_round(work, pieces or {})
-    rank, device = transport.rank, torch.device(device)
+    check_work(work, transport, node_size, tensor)
+    in_pieces, device = pieces_of_round(work, pieces or {}), torch.device(device)
+    view = partial(_view, transport=transport, device=device, node_size=node_size, pieces=in_pieces, carry=carry)
+    blocks, team = _block_layouts(work, transport.rank), None
+    if tensor > 1:
+        ranks, index = place_in(work, transport.rank, tensor)
+        column = column_of(work, index, tensor)
+        team = team_of(ranks, index, blocks, view(column, _block_layouts(column, transport.rank)), family)
+    return view(work, blocks, crossing=bind_crossing(work, transport, device, islands, family), team=team)
+
+
+def _view(
+    work: Work,
+    blocks: Sequence[Layout],
+    *,
+    transport: Transport,
+    device: torch.device,
+    node_size: int | None,
+    pieces: Mapping[int, tuple[Span, ...]],
+    carry: object | None,
+    crossing: Crossing | None = None,
+    team: Team | None = None,
+) -> Context:
+    """Do the index work of a rank's groups, whose blocks hold their tokens as `blocks` say."""
+    rank = transport.rank
     own = [group for group in work.groups if rank in group.ranks]
-    blocks = [_block_layout(group, rank) for group in own]
     # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
     held = sorted((span, number) for number, layout in enumerate(blocks) for span in layout.spans(rank))
     spans = tuple(span for span, _ in held)
@@ -186,7 +212,6 @@ def bind(
     for number, (group, layout) in enumerate(zip(own, blocks, strict=True)):
         rows = rows_of(firsts[owner == number], lengths[owner == number])
         groups.append(_bind_group(group, rank, layout, rows, device))
-    crossing = bind_crossing(work, transport, device, islands, family)
     if crossing is not None and work.linear is not None and work.remap == Remap.ATTENTION:
         spans = work.linear.spans(rank)
     documents, starts, stops = columns(spans)
@@ -199,15 +224,24 @@ def bind(
         groups=tuple(groups),
         node_size=node_size,
         crossing=crossing,
-        pieces=in_pieces,
+        pieces=pieces,
         carry=carry,
+        team=team,
     )
 
 
-def _block_layout(group: Group, rank: int) -> Layout:
-    """Who in the block of `rank` holds what: a ring index is a group of its own, of the chunks it was dealt."""
-    index = group.ranks.index(rank) // group.ulysses
-    return Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index))).token_layout()
+def _block_layouts(work: Work, rank: int) -> list[Layout]:
+    """Who in the block of `rank` holds what, for every group it is in.
+
+    A ring index is a group of its own, of the chunks it was dealt.
+    """
+    layouts = []
+    for group in work.groups:
+        if rank in group.ranks:
+            index = group.ranks.index(rank) // group.ulysses
+            block = Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
+            layouts.append(block.token_layout())
+    return layouts
 
 
 def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
@@ -215,7 +249,7 @@ def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarra
     block = group.blocks()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
     held = [layout.spans(peer) for peer in block]
-    order, places = _sorting([span for share in held for span in share], spans, device)
+    order, places = sorting([span for share in held for span in share], spans, device)
     return BoundGroup(
         group,
         ulysses_index,
@@ -228,63 +262,3 @@ def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarra
         order=order,
         places=places,
     )
-
-
-def _sorting(
-    pieces: Sequence[Span], spans: Sequence[Span], device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return `order` and `places` of tokens that lie as `pieces` say and shall lie as the sorted `spans` say.
-
-    Pieces are parts of the spans, or of two that touch.
-    """
-    held = columns(pieces)
-    rows, lengths = first_rows(columns(spans), held), held[2] - held[1]
-    if np.array_equal(rows, np.cumsum(lengths) - lengths):
-        return None, None
-    places = on_device(expand(rows, lengths), device)
-    return inverse(places), places
-
-
-def _check_ranks(work: Work, transport: Transport) -> None:
-    for group in work.groups:
-        name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
-        beyond = [rank for rank in group.ranks if not 0 <= rank < transport.ranks]
-        if beyond:
-            raise SeqloomError(
-                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
-                f"bind a plan made for {transport.ranks} ranks, or start at least {max(beyond) + 1}"
-            )
-        if len(set(group.ranks)) < group.degree or group.ulysses * group.ring != group.degree or not group.ranks:
-            raise SeqloomError(f"{name}: it needs ulysses x ring different ranks; list every rank once")
-        for block in group.blocks():
-            if block != tuple(range(block[0], block[0] + group.ulysses)):
-                raise SeqloomError(
-                    f"{name}: ranks {block} exchange heads and must be an ascending run, "
-                    f"for example {tuple(range(min(block), min(block) + group.ulysses))}"
-                )
-
-
-def _check_routes(work: Work, transport: Transport, node_size: int | None) -> None:
-    for group in work.groups:
-        if group.route is None:
-            continue
-        name = f"a group on ranks {group.ranks} routed through proxies {group.route.proxies}"
-        beyond = [rank for rank in group.route.proxies if not 0 <= rank < transport.ranks]
-        if beyond:
-            raise SeqloomError(
-                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
-                "choose proxies among them, or leave the route out"
-            )
-        if node_size is None:
-            raise SeqloomError(
-                f"{name}: which ranks share a node is not known; bind with node_size=..., or leave the route out"
-            )
-
-
-def _check_layouts(work: Work) -> None:
-    if work.attention is not None and work.attention != (derived := replace(work, attention=None).attention_layout()):
-        raise SeqloomError(
-            f"the attention layout of the work, {work.attention}, is not the one that its groups give, {derived}: "
-            "groups deal their tokens to ranks in one way, which their kernels and rings rely on; leave the attention "
-            "layout out, and give tokens other places in the linear layout"
-        )

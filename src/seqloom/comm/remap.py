@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from seqloom.comm.parcels import exchange_filled
+from seqloom.comm.parcels import all_to_all
 from seqloom.comm.rows import columns, expand, first_rows, inverse
-from seqloom.comm.transport import Parcel, Transport
+from seqloom.comm.transport import Transport
 from seqloom.comm.upload import on_device
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Layout, Work
@@ -67,19 +67,10 @@ class OneWay:
 
     def _send(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Fill `received` [rows, width] from what all ranks of the island have `sent` [rows, width]."""
-        if self.collective:
-            width = sent.shape[1]
-            into, out_of = ([count * width for count in counts] for counts in (self.receives, self.sends))
-            self.transport.all_to_all(received.view(-1), sent.view(-1), into, out_of, self.ranks)
-            return
-        outgoing, incoming = (
-            dict(zip(self.ranks, rows.split(counts), strict=True))
-            for rows, counts in ((sent, self.sends), (received, self.receives))
-        )
-        own = self.transport.rank
-        incoming.pop(own).copy_(outgoing.pop(own))
-        parcels = ([Parcel(peer, rows) for peer, rows in each.items()] for each in (outgoing, incoming))
-        exchange_filled(self.transport, *parcels).wait()
+        width = sent.shape[1]
+        into, out_of = ([count * width for count in counts] for counts in (self.receives, self.sends))
+        flat = received.view(-1), sent.view(-1)
+        all_to_all(self.transport, *flat, into, out_of, self.ranks, collective=self.collective)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,8 +157,8 @@ def bind_crossing(
     island = next((tuple(each) for each in islands or (everyone,) if transport.rank in each), (transport.rank,))
     island = tuple(sorted(island))
     near = tuple(group for group in work.groups if not set(group.ranks).isdisjoint(island))
-    attention = _among(Work(near, work.checkpoint).attention_layout(), island)
-    linear = _among(work.linear, island)
+    attention = Work(near, work.checkpoint).attention_layout().among(island)
+    linear = work.linear.among(island)
     move = _move(linear, attention, island, transport.rank)
     if not move.remote.any():
         return None
@@ -180,12 +171,6 @@ def bind_crossing(
         OneWay(*ends, sends, receives, take, None if place is None else inverse(place)),
         OneWay(*ends, receives, sends, place, None if take is None else inverse(take)),
     )
-
-
-def _among(layout: Layout, ranks: tuple[int, ...]) -> Layout:
-    """Return what some ranks hold."""
-    here = np.isin(layout.rank, ranks)
-    return layout if here.all() else Layout(*(column[here] for column in layout.columns()))
 
 
 def _side(

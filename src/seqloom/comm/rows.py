@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from seqloom.comm.upload import on_device
 from seqloom.plan import Span
 
 
@@ -44,6 +45,27 @@ def first_rows(spans: np.ndarray, pieces: np.ndarray) -> np.ndarray:
     width = 1 + int(stop.max(initial=0))
     at = np.searchsorted(document * width + start, wanted * width + begin, side="right") - 1
     return first[at] + begin - start[at]
+
+
+def sorting(
+    pieces: Sequence[Span], spans: Sequence[Span], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `order` and `places` of tokens that lie as `pieces` say and shall lie as the sorted `spans` say.
+
+    Args:
+        pieces: parts of the spans, or of two that touch.
+        spans: sorted by document and start.
+        device: where the indices are wanted.
+
+    Returns:
+        int64[tokens] that sorts the rows, and its inverse; None and None where they are sorted already.
+    """
+    held = columns(pieces)
+    rows, lengths = first_rows(columns(spans), held), held[2] - held[1]
+    if np.array_equal(rows, np.cumsum(lengths) - lengths):
+        return None, None
+    places = on_device(expand(rows, lengths), device)
+    return inverse(places), places
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,11 @@ class AdditiveEngine:
         )
 
     @property
+    def products(self) -> float:
+        """Share of ``linear`` that is matrix products; the constants do not tell, so all of it."""
+        return 1.0
+
+    @property
     def granule(self) -> int:
         """Lengths are rounded up to a multiple of this many tokens."""
         return self.profile.granule

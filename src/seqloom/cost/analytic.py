@@ -158,6 +158,11 @@ class AnalyticEngine:
         moved = self.compute.feed_forward(variant.checkpoint)
         return {"linear": (moved, linear - moved), "head": (0.0, head)}
 
+    @property
+    def products(self) -> float:
+        """Share of ``linear`` that is matrix products."""
+        return self.compute.products
+
     def remapping(self, work: Work, attention: Layout, linear: Layout) -> Remapping:
         """Price the change between the two layouts of a round."""
         return Remapping.of(work, attention, linear, self.links)

@@ -86,6 +86,14 @@ class Compute:
         touched = sum(layer.touched for layer in layer_values(self.model))
         return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
 
+    @property
+    def products(self) -> float:
+        """Share of ``linear`` that is matrix products; the rest is elementwise work."""
+        met = self.model.matmul_parameters - self.model.head_parameters
+        touched = sum(layer.touched for layer in layer_values(self.model))
+        flops, moves = met / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
+        return flops / (flops + moves)
+
     def feed_forward(self, checkpoint: Checkpoint) -> float:
         """ns per token of what ``linear`` spends in feed-forward layers."""
         passes = 4 if checkpoint in RECOMPUTED else 3

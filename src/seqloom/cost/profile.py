@@ -138,6 +138,7 @@ class AnalyticProfile(Profile):
     sources: dict[str, str]
     document_us: float = 0.0  # per document, layer and kernel call: kernels that take one document at a time
     gathered_us: float = 0.0  # per MiB of float32 keys and values gathered in a layer: sorting, adding up gradients
+    handover_us: float = 0.0  # from stage to stage, beyond a message's bytes and latency: until the next one notices it
     step_us: float = 0.0  # host time of a step beyond its rounds
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
 

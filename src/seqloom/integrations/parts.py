@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqloom.comm import Context, bind_alone
+from seqloom.comm import Context, attention_context, bind_alone
 from seqloom.integrations.interface import only_rows
 
 PLAIN = (bool, int, float, str, type(None))
@@ -79,9 +79,10 @@ class Parts:
 
     def body(self, hidden: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
         """Run layers first .. stop - 1 on hidden states [tokens, hidden]; the result has their shape."""
-        positions = context.positions
+        positions = attention_context(context).positions  # of the whole team's tokens, as in `inputs`
         if not context.tokens:
-            hidden, positions = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])]), positions.new_zeros(1)
+            hidden = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
+        positions = positions if len(positions) else positions.new_zeros(1)
         frame = Frame(hidden[None], positions[None], context, ())
         frame = frame._replace(tables=tuple(make(frame) for make in self.tables))
         for layer in self.layers[first:stop]:
@@ -100,13 +101,8 @@ def parts_of(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Modul
     Raises:
         Whole: it does more than its parts do.
     """
-    lists = [name for name, child in decoder.named_children() if list(child.children()) == list(layers)]
-    if len(lists) != 1:
-        raise Whole(f"its {len(layers)} layers are not one list of {type(decoder).__name__}")
-    weight: Any = embedding.weight
-    context = bind_alone((1,), device="cpu" if weight.is_meta else weight.device)
-    frame = Frame(weight, context.positions[None], context, ())
-    calls, result = _watched(decoder, lists[0], embedding, frame)
+    frame = _frame(embedding, 1)
+    calls, result = _watched(decoder, layers, embedding, frame)
     numbers = [number for number, call in enumerate(calls) if call.module in layers]
     first = numbers[0] if numbers else len(calls)
     if [call.module for call in calls[first : first + len(layers)]] != list(layers) or len(numbers) != len(layers):
@@ -115,6 +111,20 @@ def parts_of(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Modul
     if len(after) != 1:
         raise Whole(f"{len(after)} calls follow its last layer, and not one norm")
     return _understood(calls[:first], calls[first : first + len(layers)], after, embedding, frame, result)
+
+
+def check_positions(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Refuse a decoder in which positions reach anything but tables, so that these may be of other tokens.
+
+    It is followed with three positions for two tokens. Arguments as in `parts_of`.
+
+    Raises:
+        Whole: hidden states depend on positions, or cannot be followed.
+    """
+    calls, result = _watched(decoder, layers, embedding, _frame(embedding, 3), tokens=2)
+    given = [_new((*call.args, *call.options.values())) for call in calls if call.module in layers]
+    if any(each.shape[-2] != 2 for each in (*given, result)):
+        raise Whole("its hidden states depend on positions before its layers")
 
 
 class _Call(NamedTuple):
@@ -146,10 +156,21 @@ class _StandIn(nn.Module):
             return getattr(self._known[0], name)
 
 
-def _watched(decoder: nn.Module, lists: str, embedding: nn.Module, frame: Frame) -> tuple[list[_Call], Any]:
+def _frame(embedding: nn.Module, positions: int) -> Frame:
+    """Return what a decoder is watched with."""
+    weight: Any = embedding.weight
+    context = bind_alone((positions,), device="cpu" if weight.is_meta else weight.device)
+    return Frame(weight, context.positions[None], context, ())
+
+
+def _watched(
+    decoder: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, frame: Frame, tokens: int = 1
+) -> tuple[list[_Call], Any]:
     """Run the decoder's forward on stand-ins; return the calls of its children in order, and what it returned."""
+    lists = [name for name, child in decoder.named_children() if list(child.children()) == list(layers)]
+    if len(lists) != 1:
+        raise Whole(f"its {len(layers)} layers are not one list of {type(decoder).__name__}")
     calls: list[_Call] = []
-    layers = list(decoder.get_submodule(lists).children())
     weight: Any = embedding.weight
 
     def embedded(ids: torch.Tensor) -> torch.Tensor:
@@ -167,8 +188,8 @@ def _watched(decoder: nn.Module, lists: str, embedding: nn.Module, frame: Frame)
         for name, child in decoder._modules.items()
     }
     stands = [_StandIn(layer, lambda *args, **options: _new((*args, *options.values())), calls) for layer in layers]
-    ghost._modules[lists] = nn.ModuleList(stands)
-    ids = torch.zeros_like(frame.positions)
+    ghost._modules[lists[0]] = nn.ModuleList(stands)
+    ids = frame.positions.new_zeros(1, tokens)
     given = {"input_ids": ids, "position_ids": frame.positions, "use_cache": False, "seqloom_context": frame.context}
     try:
         with torch.no_grad():
@@ -184,7 +205,7 @@ def _able(child: nn.Module) -> nn.Module:
     return child
 
 
-def _begun(calls: list[_Call], layers: list[nn.Module]) -> bool:
+def _begun(calls: list[_Call], layers: Sequence[nn.Module]) -> bool:
     return any(call.module in layers for call in calls)
 
 

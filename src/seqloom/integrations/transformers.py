@@ -12,12 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from seqloom.comm import Context
+from seqloom.comm import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.integrations.interface import NAME, calls, only_rows, register
-from seqloom.integrations.parts import Whole, parts_of
+from seqloom.integrations.parts import Whole, check_positions, parts_of
+from seqloom.integrations.plans import Uncuttable, tensor_plan
 from seqloom.integrations.refusals import check, unwrapped
 from seqloom.integrations.remap import remap_layers
+from seqloom.integrations.teams import team_layers
 from seqloom.runtime.network import Network
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,8 +78,9 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
             f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
             f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
         )
-    if not context.tokens:
-        ids = positions = ids.new_zeros(1)
+    if context.team is not None:  # tables of positions are for attention, which has the tokens of the whole team
+        positions = attention_context(context).positions
+    ids, positions = (each if len(each) else each.new_zeros(1) for each in (ids, positions))
     return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "seqloom_context": context}
 
 
@@ -103,7 +106,8 @@ def network(model: nn.Module) -> Network:
     """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
 
     From now on its layers follow plans that remap around the MLP, see `integrations.remap`. Where its parts can be
-    told apart, see `integrations.parts`, it can be cut into stages.
+    told apart, see `integrations.parts`, it can be cut into stages, and where it publishes a tensor-parallel plan, see
+    `integrations.plans`, its layers run in teams.
     """
     causal = unwrapped(model)
     kinds = causal._no_split_modules or ()  # the names of the classes of layers
@@ -125,4 +129,12 @@ def network(model: nn.Module) -> Network:
         known = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
     except Whole as reason:
         known = {"whole": str(reason)}
-    return Network(model, layers, hidden, causal.get_output_embeddings(), calls(layers), **known)
+    found = calls(layers)
+    try:
+        plan = tensor_plan(model, causal, layers, found)
+        check_positions(causal.get_decoder(), causal.get_input_embeddings(), layers)
+        team_layers(layers, plan.regions)
+        known |= {"cuts": plan.cuts, "divided": plan.divided, "uncuttable": ""}
+    except (Uncuttable, Whole) as reason:
+        known |= {"uncuttable": str(reason)}
+    return Network(model, layers, hidden, causal.get_output_embeddings(), found, **known)

@@ -3,6 +3,9 @@
 Tokens of all documents lie one after the other, [tokens, hidden]; there is no batch axis and no padding. All but
 attention treats every token by itself, so a rank works on the tokens that its layout gives it, and only the
 attention call meets other ranks. Parameters have the names and shapes of Hugging Face's LlamaForCausalLM.
+
+In a team, attention and feed-forward meet the other members too: each has all tokens of the team and its own slice of
+the heads and of the width, which are those of the weights in hand when a layer runs. See `comm.team`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.comm import remapped
+from seqloom.comm import attention_context, gathered, remapped, summed
 from seqloom.errors import SeqloomError
 from seqloom.models.details import Details
 from seqloom.models.rope import Rope, rotate
+from seqloom.models.slices import check_slice
 
 if TYPE_CHECKING:
     from seqloom.comm.context import Context
@@ -53,7 +57,7 @@ class Attention(nn.Module):
         """Make the attention of one layer, with that layer's window."""
         super().__init__()
         self.layer_idx = layer
-        self.heads, self.kv_heads, self.dim, self.window = spec.heads, spec.kv_heads, spec.head_dim, spec.windows[layer]
+        self.heads, self.dim, self.window = spec.heads, spec.head_dim, spec.windows[layer]
         queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, details.qkv_bias
         self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **options)
         self.k_proj = nn.Linear(spec.hidden, keys, bias=bias, **options)
@@ -63,14 +67,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, details.eps, **options) if details.qk_norm else nn.Identity()
 
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
-        """Attend within documents; `x` and the result are [tokens, hidden]."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.dim)))
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim)))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
+        """Attend within documents; `x` and the result are [tokens, hidden], `table` is of the team's tokens."""
+        check_slice(self.q_proj.weight, self.heads * self.dim, context)
+        x = gathered(x, context)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim)))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
+        v = self.v_proj(x).unflatten(-1, (-1, self.dim))
         q, k = rotate(q, table), rotate(k, table)
         options = {"window": self.window, "scale": self.dim**-0.5, "layer": self.layer_idx}
-        mixed = attention(q, k, v, context, causal=True, **options)
-        return self.o_proj(mixed.flatten(1))
+        mixed = attention(q, k, v, attention_context(context), causal=True, **options)
+        return summed(self.o_proj(mixed.flatten(1)), context)
 
 
 class FeedForward(nn.Module):
@@ -79,13 +85,16 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec, **options: Any) -> None:
         """Make the three matrices."""
         super().__init__()
+        self.width = spec.ffn
         self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **options)
         self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **options)
         self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=False, **options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        check_slice(self.gate_proj.weight, self.width, context)
+        x = gathered(x, context)
+        return summed(self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)), context)
 
 
 class Layer(nn.Module):
@@ -102,7 +111,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), table, context)
-        return x + remapped(self.post_attention_layernorm(x), context, self.mlp)
+        return x + remapped(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
 
 
 class Decoder(nn.Module):
@@ -138,6 +147,8 @@ class Decoder(nn.Module):
 
     def body(self, x: torch.Tensor, positions: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
         """Run layers first .. stop - 1 on `x` [tokens, hidden]; the result has its shape."""
+        if context.team is not None:
+            positions = attention_context(context).positions
         table = self.rope.table(positions, self.dim, x.dtype)  # once, for all layers
         for layer in islice(self.layers, first, stop):
             x = layer(x, table, context)

@@ -20,10 +20,17 @@ MAKES = {
 class Progress:
     """What one rank is at. Another thread may ask at any time."""
 
-    def __init__(self, pipeline: Pipeline, rank: int) -> None:
-        """Start before the first action."""
-        self._pipeline, self._rank = pipeline, rank
-        self._host = next((h for h, ranks in enumerate(pipeline.hosts) if rank in ranks), None)
+    def __init__(self, pipeline: Pipeline | None, rank: int, name: str = "") -> None:
+        """Start before the first action.
+
+        Args:
+            pipeline: the one that the rank is in; None: it is in none.
+            rank: this one.
+            name: of the pipeline, where others run beside it.
+        """
+        self._rows, self._rank, self._name = () if pipeline is None else pipeline.actions, rank, name
+        hosts = () if pipeline is None else pipeline.hosts
+        self._host = next((h for h, ranks in enumerate(hosts) if rank in ranks), None)
         self._action: Action | None = None
         self._awaited: tuple[Action, int | None] | None = None
 
@@ -53,6 +60,7 @@ class Progress:
     def place(self) -> str:
         """Say in one line what this rank is at."""
         words = f"rank {self._rank} is at {'the end of its row' if self._action is None else f'action {self._action}'}"
+        words += f" of {self._name}" if self._name else ""
         if self._awaited is None:
             return words
         action, peer = self._awaited
@@ -60,9 +68,10 @@ class Progress:
 
     def report(self, why: str = "") -> str:
         """Say what this rank is at, and why if that is known, and draw the rows of all hosts around that action."""
-        rows = self._pipeline.actions
-        mark = None if self._host is None else (self._host, _place_in(rows[self._host], self._action))
-        return f"{self.place()}{why}:\n{grid(rows, mark=mark)}"
+        if not self._rows:
+            return f"{self.place()}{why}"
+        mark = None if self._host is None else (self._host, _place_in(self._rows[self._host], self._action))
+        return f"{self.place()}{why}:\n{grid(self._rows, mark=mark)}"
 
 
 def _place_in(row: Sequence[Action], action: Action | None) -> int:

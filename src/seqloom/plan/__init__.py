@@ -16,6 +16,7 @@ from seqloom.plan.round import Checkpoint, Remap, Round, Work
 from seqloom.plan.route import Route, staged
 from seqloom.plan.stage import Part, Stage
 from seqloom.plan.validate import RULES
+from seqloom.plan.weights import Weight, compute_layout, optimiser_layout, step_layout
 
 __all__ = [
     "RULES",
@@ -39,10 +40,14 @@ __all__ = [
     "Sharding",
     "Span",
     "Stage",
+    "Weight",
     "Work",
+    "compute_layout",
     "in_order",
     "level_targets",
     "move_between",
+    "optimiser_layout",
     "rebalanced",
     "staged",
+    "step_layout",
 ]

@@ -221,36 +221,3 @@ def family(plan: Plan) -> None:
                 must = "Ulysses blocks are aligned contiguous blocks of the group family"
                 way_out = f"use ranks {nearest.start} to {nearest.stop - 1} in order"
                 raise broken("family", value, must, way_out)
-
-
-def tensor(plan: Plan) -> None:
-    """The tensor degree divides a stage's ranks, and is an inner part of every group's Ulysses axis.
-
-    A rank holds the same part of the weights in all rounds: groups keep the stage's tensor ranks together.
-    """
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            count, degree = len(stage.ranks), stage.tensor
-            if degree < 1 or count % degree:
-                nearest = max((size for size in range(1, count + 1) if count % size == 0 and size <= degree), default=1)
-                value = f"pipeline {p} stage {s} has tensor degree {degree} on {count} ranks"
-                raise broken("tensor", value, "the tensor degree divides the ranks of the stage", f"use {nearest}")
-    for where, stage, share in each_work(plan):
-        if stage.tensor == 1:
-            continue
-        together = set(_cut(stage.ranks, stage.tensor))
-        for g, group in enumerate(share.groups):
-            if group.ulysses % stage.tensor:
-                value = f"{place(where)} group {g} has ulysses {group.ulysses}, tensor degree {stage.tensor}"
-                must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
-                raise broken("tensor", value, must, f"use ulysses {-(-group.ulysses // stage.tensor) * stage.tensor}")
-            strange = [part for part in _cut(group.ranks, stage.tensor) if part not in together]
-            if strange:
-                value = f"{place(where)} group {g} has {list(strange[0])} as tensor ranks"
-                must = f"tensor ranks are the stage's ranks cut every {stage.tensor}"
-                nearest = next(part for part in _cut(stage.ranks, stage.tensor) if strange[0][0] in part)
-                raise broken("tensor", value, must, f"use {list(nearest)}")
-
-
-def _cut(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    return [ranks[k : k + size] for k in range(0, len(ranks), size)]

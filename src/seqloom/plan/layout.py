@@ -90,6 +90,11 @@ class Layout(Boxes):
         columns = (column[low:high].tolist() for column in (self.item, self.start, self.stop))
         return tuple(Span(*box) for box in zip(*columns, strict=True))
 
+    def among(self, ranks: Iterable[int]) -> Layout:
+        """Return what some ranks hold."""
+        here = np.isin(self.rank, list(ranks))
+        return self if here.all() else Layout(*(column[here] for column in self.columns()))
+
     def with_axis(self, start: int, stop: int) -> Layout:
         """Add a second axis on which every box covers `start .. stop - 1`."""
         if self.axes == 2:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from seqloom.plan import check_actions, check_messages, check_routes, check_structure, check_tokens
+from seqloom.plan import check_actions, check_messages, check_routes, check_structure, check_teams, check_tokens
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -25,7 +25,7 @@ RULES: dict[str, Callable[[Plan], None]] = {
     "group-shape": check_structure.group_shape,
     "heads": check_structure.heads,
     "family": check_structure.family,
-    "tensor": check_structure.tensor,
+    "tensor": check_teams.tensor,
     "group-order": check_routes.group_order,
     "methods": check_routes.methods,
     "routes": check_routes.routes,

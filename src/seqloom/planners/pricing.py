@@ -1,8 +1,8 @@
 """The time of rounds of seats, from the integers that planners compare, before any plan is built.
 
-It equals ``cost.plan_ns`` of the plan that ``to_plan`` builds from the same rounds: each round keeps as much
-of its activations as its memory allows, takes as long as its slowest group, and holds only the islands that
-its groups touch.
+It equals ``cost.plan_ns`` of the plan that ``to_plan`` builds from the same rounds, but for what free sharding moves
+and does not hide: each round keeps as much of its activations as its memory allows, takes as long as its slowest group,
+and holds only the islands that its groups touch.
 
 Network cards and NVLink ports need no look here. Seats are disjoint blocks of the family; a block that crosses nodes
 consists of whole nodes, so no two groups of a round share a card, and what one group puts on a card or port never

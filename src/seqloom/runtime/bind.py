@@ -17,7 +17,7 @@ from seqloom.attention import Carry
 from seqloom.comm import Context, Transport, bind, pieces_of_plan
 from seqloom.errors import SeqloomError
 from seqloom.pipeline import Handovers, Progress, Share, ways_of
-from seqloom.plan import Action, Checkpoint, Part, Plan, Work
+from seqloom.plan import Action, Checkpoint, Part, Pipeline, Plan, Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class BoundRound:
     """A round on one stage, as one rank sees it.
 
     Attributes:
-        number: of the round in the plan.
+        number: of the round in its pipeline.
         checkpoint: what is kept of its activations.
         context: for the model; None where this rank's island takes no part.
         stage: of the pipeline.
@@ -56,10 +56,11 @@ class BoundPlan:
 
     Attributes:
         plan: what was bound; the same on all ranks.
+        pipeline: the one that this rank is in; None: it is in none.
         transport: this rank's.
         device: where its tensors live.
         island: ranks that run the same rounds as this one, itself among them; none where it is in no stage.
-        stages: all rounds of the plan, in its order, on every stage of this rank, by the number of the stage.
+        stages: all rounds of its pipeline, in order, on every stage of this rank, by the number of the stage.
         actions: what this rank runs, in order: its host's row without the rounds it takes no part in, and with the
             messages among the host's ranks where two of its stages deal tokens differently.
         carry: keys and values of documents in pieces, while a step runs.
@@ -67,6 +68,7 @@ class BoundPlan:
     """
 
     plan: Plan
+    pipeline: Pipeline | None
     transport: Transport
     device: torch.device
     island: tuple[int, ...]
@@ -77,7 +79,7 @@ class BoundPlan:
 
     @property
     def rounds(self) -> tuple[BoundRound, ...]:
-        """All rounds of the plan, in its order, on the first stage of this rank; none where it has no stage."""
+        """All rounds of its pipeline, in order, on the first stage of this rank; none where it has no stage."""
         return next(iter(self.stages.values()), ())
 
     @property
@@ -102,8 +104,10 @@ def bind_plan(
 ) -> BoundPlan:
     """Work out what a plan means for the rank of `transport`. Called by all ranks, whatever they do in it.
 
+    A rank is in one pipeline of the plan, or in none; then it has no stages and no actions.
+
     Args:
-        plan: valid, of one pipeline.
+        plan: valid.
         transport: this rank's; its world is the plan's.
         device: where the local tensors live.
         check: compare the plan's hash with that of all other ranks; one all-gather of 32 bytes.
@@ -113,8 +117,7 @@ def bind_plan(
     _check_plan(plan, transport)
     if check and transport.ranks > 1:  # looking at the answer waits for the device
         _check_hash(plan, transport, torch.device(device))
-    pipeline, rank, carry = plan.pipelines[0], transport.rank, Carry()
-    islands = plan.islands
+    islands, rank, carry, device = plan.islands, transport.rank, Carry(), torch.device(device)
     bind_work = partial(
         bind,
         transport=transport,
@@ -126,24 +129,36 @@ def bind_plan(
         carry=carry,
     )
     island = next((island for island in islands if rank in island), ())
-    host = next((h for h, ranks in enumerate(pipeline.hosts) if rank in ranks), None)
-    handovers = Handovers(pipeline, rank, torch.device(device))
+    pipeline, name = _own_pipeline(plan, rank)
+    progress = Progress(pipeline, rank, name)
+    if pipeline is None:
+        return BoundPlan(plan, pipeline, transport, device, island, {}, (), carry, progress)
+    host = next(h for h, ranks in enumerate(pipeline.hosts) if rank in ranks)
+    handovers = Handovers(pipeline, rank, device)
     stages: dict[int, tuple[BoundRound, ...]] = {}
-    for stage in pipeline.stages_of(host) if host is not None else ():
-        part, rounds = pipeline.parts[stage], []
+    for stage in pipeline.stages_of(host):
+        part, tensor, rounds = pipeline.parts[stage], pipeline.stages[stage].tensor, []
         for number, current in enumerate(pipeline.rounds):
             work = current.work[stage]
-            context = bind_work(work) if _takes_part(work, island) else None
+            context = bind_work(work, tensor=tensor) if _takes_part(work, island) else None
             if prepare is not None and context is not None:
                 prepare(context)
             sides = (None, None) if context is None else handovers.of(stage, number, context.tokens)
             rounds.append(BoundRound(number, work.checkpoint, context, stage, part, work.offload, *sides))
         stages[stage] = tuple(rounds)
-    row = handovers.with_own(pipeline.actions[host]) if host is not None else ()
+    row = handovers.with_own(pipeline.actions[host])
     actions = tuple(a for a in row if a.round is None or stages[a.stage][a.round].takes_part)
     every = [each for rounds in stages.values() for each in rounds]
     transport.connect(way for each in every for way in ways_of(rank, each.ahead or (), each.behind or ()))
-    return BoundPlan(plan, transport, torch.device(device), island, stages, actions, carry, Progress(pipeline, rank))
+    return BoundPlan(plan, pipeline, transport, device, island, stages, actions, carry, progress)
+
+
+def _own_pipeline(plan: Plan, rank: int) -> tuple[Pipeline | None, str]:
+    """Return the pipeline that a rank is in, None if there is none, and a name for it where there are others."""
+    for number, pipeline in enumerate(plan.pipelines):
+        if rank in pipeline.ranks:
+            return pipeline, f"pipeline {number}" if len(plan.pipelines) > 1 else ""
+    return None, ""
 
 
 def _takes_part(work: Work, island: tuple[int, ...]) -> bool:
@@ -157,13 +172,6 @@ def _check_plan(plan: Plan, transport: Transport) -> None:
             f"a plan for {plan.limits.ranks} ranks on {transport.ranks}: start {plan.limits.ranks} ranks, or plan for "
             f"a cluster of {transport.ranks}"
         )
-    if len(plan.pipelines) != 1:
-        raise SeqloomError(
-            f"a plan with {len(plan.pipelines)} pipelines: the runtime runs one pipeline over all ranks; plan for one"
-        )
-    for stage in plan.pipelines[0].stages:
-        if stage.tensor > 1:
-            raise SeqloomError(f"tensor degree {stage.tensor}: the runtime has no tensor parallelism; plan with 1")
 
 
 def _check_hash(plan: Plan, transport: Transport, device: torch.device) -> None:

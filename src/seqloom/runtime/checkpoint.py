@@ -146,6 +146,8 @@ class _TapedContext(Context):
         more = {"kept": own._kept, "pieces": own.pieces, "carry": own.carry}
         super().__init__(own.work, own.transport, *rows, own.node_size, **more)
         self.tape, self.around_mlp = tape, own.around_mlp
+        if own.team is not None:
+            self.team = replace(own.team, column=_TapedContext(own.team.column, tape))
         if own.around_attention is not None:
             self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)
 

@@ -49,10 +49,11 @@ class _Compiled:
     def forward(self, *args: Any, **options: Any) -> Any:
         """Run the compiled body, with a ticket in place of the context.
 
-        In a round that remaps around the MLP the layer runs as it stands: a graph cannot change the number of rows.
+        In a round that remaps around the MLP, and in a team, the layer runs as it stands: a graph cannot change the
+        number of rows.
         """
         context = context_among(args, options)
-        if context.around_mlp is not None:
+        if context.around_mlp is not None or context.team is not None:
             return super().forward(*args, **options)  # pyrefly: ignore[missing-attribute]
         tokens, layer = context.tokens, _number_of(self) if context.pieces else None
         given = [_into_graph(each, tokens, layer) for each in args]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from seqloom.attention import ModelCall, prepare_attention
-from seqloom.comm import Context
+from seqloom.comm import Context, attention_context
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
 from seqloom.plan import Part
+from seqloom.runtime.cuts import check_degree, reference_cuts, reference_divided
 from seqloom.runtime.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.runtime.split_backward import WeightGradients
 
@@ -36,6 +37,10 @@ class Network:
         weights: what `split_weights(layers)` returned; without that a backward's halves are one, all in I.
         embedding: has the parameters that `embed` needs.
         whole: why the model cannot be cut into stages, where that is known.
+        cuts: canonical name of a parameter -> axis along which a team of ranks cuts it (0 rows, 1 columns); names that
+            are not in it are whole on every member. See `runtime.cuts`.
+        divided: what a tensor degree must divide (such as "kv heads") -> how many there are.
+        uncuttable: why no team can cut the model's weights; "" if one can.
     """
 
     module: nn.Module
@@ -49,6 +54,9 @@ class Network:
     weights: WeightGradients = field(default_factory=WeightGradients)
     embedding: nn.Module | None = None
     whole: str = ""
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    divided: Mapping[str, int] = field(default_factory=dict)
+    uncuttable: str = "nobody has said along which axes, see Network(.., cuts=, divided=, uncuttable='')"
 
     @classmethod
     def of(cls, model: Transformer) -> Network:
@@ -70,6 +78,9 @@ class Network:
             body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
             norm=decoder.norm,
             embedding=decoder.embed_tokens,
+            cuts=reference_cuts(model),
+            divided=reference_divided(model),
+            uncuttable="",
         )
 
     @property
@@ -81,6 +92,10 @@ class Network:
             "(pipeline.stages = 1), or say how its parts are called: Network(.., embed=, body=, norm=, embedding=)"
         )
 
+    def check_tensor(self, degree: int) -> None:
+        """Refuse a tensor degree that heads, kv heads or widths do not allow, with the nearest that they do."""
+        check_degree(type(self.module).__name__, degree, self.divided, self.uncuttable)
+
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
 
@@ -88,8 +103,9 @@ class Network:
             context: of the round; it keeps the result.
             dtype: that layers compute in.
         """
+        members, inside = 1 if context.team is None else len(context.team.ranks), attention_context(context)
         for heads, kv_heads, dim, window, scale in self.calls:
-            prepare_attention(context, heads, kv_heads, dim, dtype, window=window, scale=scale)
+            prepare_attention(inside, heads // members, kv_heads // members, dim, dtype, window=window, scale=scale)
 
     def run(self, part: Part, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a part; those of a part that ends are normalised.

@@ -32,7 +32,8 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
         for (place, work), members in zip(first, own.values(), strict=True):
             priced = list(islice(parts, len(work.groups)))
             times = own_cost.round_times(work, variant, shares[place.stage], priced)
-            window = window_of(work, times, islands, _copied(own_cost, work, shares[place.stage]))
+            copied = _copied(own_cost, work, shares[place.stage])
+            window = window_of(work, times, islands, own_cost.engine.products, copied)
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows

@@ -3,7 +3,8 @@
 The cost model prices forward and backward together. Shares by part, with ``full`` and ``selective``
 checkpointing counting what is recomputed as backward:
 
-    linear, head   backward is twice forward, half of it for weights; recomputing adds another forward
+    linear, head   backward is twice forward; recomputing adds another forward. Of a linear layer's backward
+                   half of the matrix products are for weights
     attention      backward is 2.5 times forward, nothing of it for weights
     ulysses        two exchanges in forward, two in backward, and those that are repeated
     ring, gathered keys
@@ -23,6 +24,7 @@ from seqloom.plan import Checkpoint
 COMPUTING = tuple(name for name in LANES[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
 """Parts in which the GPU computes; whatever else a rank's time holds is exposed communication."""
 
+_PARTS = 1 << 16
 _WHOLE = 1260  # divisible by 2, 3, 4, 5, 7 and 9: shares are integers
 _PLAIN = {
     "linear": _WHOLE // 3,
@@ -81,11 +83,18 @@ def forward_ns(parts: np.ndarray, total: np.ndarray, checkpoint: Checkpoint) -> 
     return np.minimum(lanes.max(axis=1), total - late)
 
 
-def weights_ns(parts: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
-    """int64[ranks]: ns of the weight half of the backward: as many products as the forward has."""
-    share = FORWARD[checkpoint]
-    columns = [parts[:, NAMES.index(name)] * share[name] // _WHOLE for name in ("linear", "head")]
-    return columns[0] + columns[1]
+def weights_ns(parts: np.ndarray, checkpoint: Checkpoint, products: float) -> np.ndarray:
+    """int64[ranks]: ns of the weight half of the backward: as many matrix products as the forward has.
+
+    The head's are not among them: its chunks of logits are gone after the input half.
+
+    Args:
+        parts: int64[ranks, parts] ns.
+        checkpoint: what is kept.
+        products: share of the part `linear` that is matrix products.
+    """
+    forward = parts[:, NAMES.index("linear")] * FORWARD[checkpoint]["linear"] // _WHOLE
+    return forward * round(products * _PARTS) // _PARTS
 
 
 def _lanes(parts: np.ndarray, ring: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ def stage_message_ns(cost: CostModel, tokens: int, here: Stage, there: Stage) ->
         rate, link = profile.network.p2p, cost.cluster.nic
         share = _card_share(cost, max(nodes.values()))
     time = size / (link.gb_s * rate.efficiency * share)  # bytes / (1e9 bytes/s) = ns
-    return math.ceil(time + (link.latency_us + rate.call_us) * 1e3)
+    return math.ceil(time + (link.latency_us + rate.call_us + profile.handover_us) * 1e3)
 
 
 def _nodes(stage: Stage, cost: CostModel) -> set[int]:

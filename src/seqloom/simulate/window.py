@@ -81,10 +81,13 @@ def between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return (time * high >> _BITS) - (time * low >> _BITS)
 
 
-def cuts(parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint) -> tuple[np.ndarray, np.ndarray]:
-    """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time."""
+def cuts(parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint, products: float) -> tuple[np.ndarray, np.ndarray]:
+    """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time.
+
+    `products` as in `weights_ns`.
+    """
     forward = _share(forward_ns(parts, load, checkpoint), load)
-    return forward, np.maximum((1 << _BITS) - _share(weights_ns(parts, checkpoint), load), forward)
+    return forward, np.maximum((1 << _BITS) - _share(weights_ns(parts, checkpoint, products), load), forward)
 
 
 def stretched(
@@ -118,13 +121,14 @@ class Islands:
         return cls({rank: i for i, island in enumerate(islands) for rank in island}, tuple(map(len, islands)))
 
 
-def window_of(work: Work, times: RoundTimes, islands: Islands, copied: int = 0) -> Window:
+def window_of(work: Work, times: RoundTimes, islands: Islands, products: float, copied: int = 0) -> Window:
     """Find out who waits for whom.
 
     Args:
         work: the stage's share of the round.
         times: its price.
         islands: of the plan; all ranks of an island that the round touches take part in it.
+        products: share of linear layers' time that is matrix products.
         copied: ns of copying what is kept to host memory, behind the forward, and back, behind the backward.
     """
     rank, group = times.member_rank, times.member_group
@@ -133,7 +137,7 @@ def window_of(work: Work, times: RoundTimes, islands: Islands, copied: int = 0) 
     total, load = times.member_ns, times.rank_ns
     length = np.array([times.joined_ns(np.flatnonzero(component == k)) for k in range(len(joined))], dtype=np.int64)
     slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
-    forward, weights = cuts(times.parts[slowest], load[slowest], work.checkpoint)
+    forward, weights = cuts(times.parts[slowest], load[slowest], work.checkpoint, products)
     length, forward, weights = stretched(length, forward, weights, copied)
     degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
     return Window(

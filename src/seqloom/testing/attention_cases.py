@@ -7,7 +7,7 @@ worst(found, case.truth(tensors))
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch
 
 from seqloom.attention import attention_with_lse
 from seqloom.attention.kernels import Kernel
-from seqloom.comm.context import bind
+from seqloom.comm import Context, attention_context, bind, gathered, summed
 from seqloom.comm.transport import Transport
-from seqloom.plan import Checkpoint, Group, Method, Span, Work
+from seqloom.plan import Checkpoint, Group, GroupFamily, Method, Span, Work
 from seqloom.testing.attention_oracle import Truth, attention_truth, difference
 
 AXES = (0, 1, 0, 0, 0)
@@ -43,7 +43,7 @@ class Case:
         world: ranks, in groups or not.
         groups: who works on which documents.
         causal, window, scale: see `attention`.
-        node_size: see `bind`.
+        node_size, tensor: see `bind`.
     """
 
     lengths: tuple[int, ...]
@@ -56,6 +56,7 @@ class Case:
     window: int | None = None
     scale: float | None = None
     node_size: int | None = None
+    tensor: int = 1
 
     @classmethod
     def one_group(
@@ -76,6 +77,12 @@ class Case:
         spans = tuple(Span(k, 0, n) for k, n in enumerate(lengths))
         group = Group(tuple(range(world)), ulysses, ring, spans, Method(method))
         return cls(lengths, heads, kv_heads, dim, world, (group,), **options)
+
+    def in_teams(self, tensor: int) -> Case:
+        """Put a team in the place of every rank, and for every head so many."""
+        groups, world = tuple(of_teams(group, tensor) for group in self.groups), self.world * tensor
+        heads, kv_heads = self.heads * tensor, self.kv_heads * tensor
+        return replace(self, heads=heads, kv_heads=kv_heads, world=world, groups=groups, tensor=tensor)
 
     @property
     def work(self) -> Work:
@@ -99,6 +106,31 @@ class Case:
         return attention_truth(q, k, v, dout, self.lengths, **mask)
 
 
+def of_teams(group: Group, tensor: int) -> Group:
+    """Put a team of neighbours in the place of every rank of a group."""
+    ranks = tuple(rank * tensor + k for rank in group.ranks for k in range(tensor))
+    return replace(group, ranks=ranks, ulysses=group.ulysses * tensor)
+
+
+def attend_in_teams(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, tensor: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attention_with_lse` of all heads, every member of a team computing its own: what a layer does.
+
+    Its projections are the plainest there are: cut heads out going in, and fill up with zeros coming out.
+    """
+    if context.team is None:
+        return attention_with_lse(q, k, v, context, **options)
+    index = context.team.index
+    q, k, v = (gathered(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v))
+    out, lse = attention_with_lse(q, k, v, attention_context(context), **options)
+    out, lse = (
+        summed(torch.cat([x if k == index else torch.zeros_like(x) for k in range(tensor)], dim=1), context)
+        for x in (out, lse.T)
+    )
+    return out, lse.T
+
+
 class Part(NamedTuple):
     """One rank's results and where its tokens are in the pack, int64[tokens]."""
 
@@ -112,13 +144,14 @@ def attend(
     """Run one rank's share, forward and backward, on the inputs' device or another."""
     if device is not None:
         inputs = Inputs(*(x.to(device) for x in inputs))
-    context = bind(case.work, transport, device=inputs.q.device, node_size=case.node_size)
+    family = GroupFamily.cached(case.world, case.world)
+    places = {"node_size": case.node_size, "tensor": case.tensor}
+    context = bind(case.work, transport, device=inputs.q.device, family=family, **places)
     first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
     rows = first[context.documents] + context.positions
     q, k, v = (x[rows].requires_grad_() for x in inputs[:3])
-    out, lse = attention_with_lse(
-        q, k, v, context, causal=case.causal, window=case.window, scale=case.scale, kernels=kernels
-    )
+    mask = {"causal": case.causal, "window": case.window, "scale": case.scale}
+    out, lse = attend_in_teams(q, k, v, context, case.tensor, **mask, kernels=kernels)
     gradients = torch.autograd.grad(out, (q, k, v), inputs.dout[rows])
     return Part(rows.cpu(), Truth(*(x.detach().cpu() for x in (out, lse, *gradients))))
 

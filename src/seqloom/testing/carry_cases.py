@@ -7,7 +7,7 @@ worst(assemble(parts[layer] for parts in of_ranks), case.truth(given[layer]))
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, starmap
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqloom.attention import Carry, attention_with_lse
+from seqloom.attention import Carry
 from seqloom.attention.kernels import Kernel
 from seqloom.comm.context import Context, bind
 from seqloom.comm.transport import Transport
 from seqloom.plan import Checkpoint, Group, Span, Work
 from seqloom.runtime.checkpoint import run_layer
-from seqloom.testing.attention_cases import AXES, Case, Inputs, Part
+from seqloom.testing.attention_cases import AXES, Case, Inputs, Part, attend_in_teams, of_teams
 from seqloom.testing.attention_oracle import Truth
 
 Order = tuple[tuple[str, int], ...]
@@ -59,6 +59,11 @@ class PiecesCase:
         order = (*(("F", n) for n in numbers), *(("B", n) for n in reversed(numbers)))
         return cls(whole, groups, order, **options)
 
+    def in_teams(self, tensor: int) -> PiecesCase:
+        """See `Case.in_teams`."""
+        rounds = tuple(tuple(of_teams(group, tensor) for group in groups) for groups in self.rounds)
+        return replace(self, whole=self.whole.in_teams(tensor), rounds=rounds)
+
     @property
     def world(self) -> int:
         """Ranks."""
@@ -82,7 +87,8 @@ class PiecesCase:
 
     def bind(self, transport: Transport, carry: Carry, device: torch.device | str = "cpu") -> list[Context]:
         """Bind all rounds to one carry."""
-        options = {"device": device, "node_size": self.whole.node_size, "pieces": self.pieces, "carry": carry}
+        options: dict[str, Any] = {"device": device, "pieces": self.pieces, "carry": carry}
+        options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
         return [bind(Work(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 
     def rows(self, context: Context) -> torch.Tensor:
@@ -150,7 +156,7 @@ def _forward(
     mask = {"window": case.whole.window, "scale": case.whole.scale, "kernels": kernels, "layer": layer}
 
     def body(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-        return attention_with_lse(q * 1, k * 1, v * 1, context, **mask)
+        return attend_in_teams(q * 1, k * 1, v * 1, context, case.whole.tensor, **mask)
 
     with torch.set_grad_enabled(keeps):
         out, lse = run_layer(body, (q, k, v, context), {}, keep_exchanged=case.keep_exchanged)

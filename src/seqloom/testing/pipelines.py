@@ -184,14 +184,14 @@ def grouped_rounds(
     sharding: Sharding,
 ) -> tuple[Round, ...]:
     """Draw the groups of every stage for the spans of every round."""
-    shapes = [[draw(group_shapes(own, stage.ranks)) for _ in range(2)] for stage in stages]
+    shapes = [[draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(2)] for stage in stages]
     home = [[draw(st.sampled_from(choice)) for choice in shapes] for _ in range(documents)]
     islands = {rank: island for stage in stages for island in own.islands(sharding, stage.ranks) for rank in island}
     return tuple(
         Round(
             tuple(
-                draw(_works(spans, [home[span.document][s] for span in spans], own, islands))
-                for s in range(len(stages))
+                draw(_works(spans, [home[span.document][s] for span in spans], own, islands, stage.tensor))
+                for s, stage in enumerate(stages)
             )
         )
         for spans in seats
@@ -200,16 +200,24 @@ def grouped_rounds(
 
 @st.composite
 def _works(
-    draw: st.DrawFn, spans: list[Span], shapes: list[Shape], own: Limits, islands: dict[int, tuple[int, ...]]
+    draw: st.DrawFn,
+    spans: list[Span],
+    shapes: list[Shape],
+    own: Limits,
+    islands: dict[int, tuple[int, ...]],
+    tensor: int,
 ) -> Work:
-    """Draw one stage's share: spans of one shape form a group; now and then linear layers have their own layout."""
+    """Draw one stage's share: spans of one shape form a group; now and then linear layers have their own layout.
+
+    In teams they never have.
+    """
     by_shape: dict[Shape, list[Span]] = {}
     for span, shape in zip(spans, shapes, strict=True):
         by_shape.setdefault(shape, []).append(span)
     groups = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
     checkpoint, offload = draw(st.sampled_from(Checkpoint)), draw(st.booleans())
     work = Work(in_order(groups, own.node_size), checkpoint, offload=offload)
-    if draw(st.integers(0, 3)):
+    if tensor > 1 or draw(st.integers(0, 3)):
         return work
     shift = draw(st.integers(0, 1))
 

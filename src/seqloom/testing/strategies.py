@@ -149,7 +149,7 @@ def _line(draw: st.DrawFn, own: Limits, hosts: Sequence[tuple[int, ...]], layers
         degrees = [
             size
             for size in own.family.sizes
-            if size <= own.heads and set(cut(ranks, size)) <= {tuple(block) for block in own.family.blocks(size)}
+            if own.heads % size == 0 and set(cut(ranks, size)) <= {tuple(block) for block in own.family.blocks(size)}
         ]
         stages.append(Stage(ranks, extent, draw(st.sampled_from(degrees))))
     return stages
@@ -180,8 +180,10 @@ def _pipelines(
     found = [
         Round(
             tuple(
-                draw(_works(own, documents, spans, [home[span.document][s] for span in spans], islands[s]))
-                for s in range(len(stages))
+                draw(
+                    _works(own, documents, spans, [home[span.document][s] for span in spans], islands[s], stage.tensor)
+                )
+                for s, stage in enumerate(stages)
             )
         )
         for spans in pieces
@@ -204,10 +206,12 @@ def _works(
     spans: list[Span],
     shapes: list[Shape],
     islands: tuple[tuple[int, ...], ...],
+    tensor: int,
 ) -> Work:
     """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then.
 
-    Keys of documents in pieces go round from rank to rank, those of others any way.
+    Keys of documents in pieces go round from rank to rank, those of others any way. Teams have neither routes nor a
+    linear layout.
     """
     by_shape: dict[Shape, list[Span]] = {}
     for span, shape in zip(spans, shapes, strict=True):
@@ -217,8 +221,10 @@ def _works(
     plain = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
     whole = [all(span.tokens == documents[span.document] for span in group.spans) for group in plain]
     groups = [draw(shared(g, own.node_size, awake)) if free else g for g, free in zip(plain, whole, strict=True)]
+    groups = [replace(group, route=None) for group in groups] if tensor > 1 else groups
     work = Work(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
-    kind = draw(st.sampled_from(("derived", "derived", "attention", "linear", "both")))
+    kinds = ("derived", "derived", "attention") if tensor > 1 else ("derived", "derived", "attention", "linear", "both")
+    kind = draw(st.sampled_from(kinds))
     if kind == "derived":
         return work
     attention = work.attention_layout()

@@ -25,6 +25,7 @@ from seqloom.cost.fit import fit_curve
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
+from seqloom.train.handover import measured_handover
 from seqloom.train.trials import StepTimer, described, trial_plans
 
 REPEATS = 3
@@ -62,13 +63,16 @@ class Machine:
         self.timer = StepTimer(cost, transport, device, dtype)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
-    def calibrate(self, longest: int, report: Report = lambda text: None, *, widest: int | None = None) -> Calibration:
+    def calibrate(
+        self, longest: int, report: Report = lambda text: None, *, widest: int | None = None, stages: int = 1
+    ) -> Calibration:
         """Measure and fit; all ranks call it and find the same.
 
         Args:
             longest: tokens of the longest document to try.
             report: told what comes next.
             widest: ranks of the largest group that is tried; None: all.
+            stages: of the pipeline by which handovers are measured; 1: they are not.
         """
         report("kernels, matrix products, messages")
         start, cost = self._start(), self.cost
@@ -80,7 +84,12 @@ class Machine:
         apart = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
             apart.append(f"{self._links}.collective.bytes")
-        return calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
+        found = calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
+        if stages == 1:
+            return found
+        report(f"handovers between {stages} stages")
+        own = under(cost, found.profile)
+        return replace(found, profile=measured_handover(own, self.transport, self.device, self.dtype, stages))
 
     def _start(self) -> AnalyticProfile:
         """What is measured apart, in the place of the given profile's."""

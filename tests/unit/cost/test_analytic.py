@@ -240,6 +240,17 @@ def test_what_a_document_and_a_step_cost_however_short():
         assert after.group_parts(empty, variant) == before.group_parts(empty, variant)
 
 
+@pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.FULL])
+def test_products_are_what_is_left_of_linear_layers_when_memory_is_fast(checkpoint):
+    cluster, model, own = Cluster.parse("1x8xCPU"), ModelSpec.load("qwen3-0.6b"), Profile.load("cpu")
+    plain, fast = (
+        CostModel(cluster, model, replace(own, memory_efficiency=own.memory_efficiency * factor), "none", 100).engine
+        for factor in (1.0, 1e9)
+    )
+    left = fast.compute.linear(checkpoint) / plain.compute.linear(checkpoint)
+    assert 0 < plain.products < 1 and plain.products == pytest.approx(left, rel=1e-6)
+
+
 def test_gathered_keys_cost_every_rank_what_the_whole_group_holds():
     cluster, model = Cluster.parse("1x8xCPU"), ModelSpec.load("qwen3-0.6b")
     variant, plain = Variant(Checkpoint.NONE, Reduce.STEP), replace(Profile.load("cpu"), gathered_us=0.0)

@@ -16,6 +16,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import ActionKind, Checkpoint, Group, Reduce, Span
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import plan_bound
+from seqloom.planners.explain import explain
 from seqloom.planners.pipelines import plan_pipeline, stage_layers
 from seqloom.planners.pipelines.ledger import Ledger
 from seqloom.planners.pipelines.line import island_of, line_of
@@ -23,6 +24,7 @@ from seqloom.planners.pipelines.planner import build
 from seqloom.planners.pipelines.prices import UnitPrices
 from seqloom.planners.pipelines.search import Answer, Search
 from seqloom.planners.pipelines.seats import Level
+from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.simulate.price import price
 from seqloom.simulate.twins import Place
@@ -198,3 +200,16 @@ def test_without_a_number_the_best_of_several_is_taken():
     assert best == min(predicted_ns(make_plan(f"pipeline:{n}", lengths, cost), cost) for n in (2, 4, 8))
     with pytest.raises(SeqloomError, match="say how many"):
         make_plan("pipeline", lengths, cost_of(cluster="1x3xH100"))
+
+
+def test_stages_have_whole_teams():
+    cost = CostModel(Cluster.parse("8xH100"), ModelSpec.load("qwen3-0.6b"), sharding="free").on_ranks(4, 2)
+    plan = plan_pipeline(np.array([3000, 9000, 500]), cost, stages=2, schedule="1f1b")
+    plan.validate()
+    assert {stage.tensor for stage in plan.pipelines[0].stages} == {2}
+    with pytest.raises(SeqloomError, match=r"4 stages on 4 ranks.*whole teams of 2; use 2 stages"):
+        plan_pipeline(np.array([3000]), cost, stages=4)
+    with pytest.raises(SeqloomError, match="planner zones keeps short sequences on single ranks"):
+        plan_zones(np.array([3000]), cost)
+    with pytest.raises(SeqloomError, match="splits weights over ranks cannot be explained"):
+        explain(make_plan("static:2", np.array([3000]), cost), cost)

@@ -8,7 +8,8 @@ import torch
 from seqloom.comm import Alone, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Group, Reduce, Sharding, Span, Stage
+from seqloom.plan import Checkpoint, Group, Part, Pipeline, Reduce, Round, Sharding, Span, Stage, Work
+from seqloom.plan.schedules import schedule_of
 from seqloom.runtime.bind import bind_plan
 from seqloom.runtime.network import Network
 from seqloom.testing.steps import one_stage_plan, tiny_spec
@@ -66,13 +67,43 @@ def test_all_ranks_refuse_a_plan_that_another_does_not_have():
     run_ranks(4, lambda transport: bind_plan(plans[transport.rank == 2], transport, check=False))
 
 
-def test_what_the_runtime_cannot_run_is_refused_by_name():
-    plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 4),))]], ranks=1)
-    one = plan.pipelines[0]
-    with pytest.raises(SeqloomError, match="tensor degree 2"):
-        bind_plan(replace(plan, pipelines=(replace(one, stages=(Stage((0,), (0, 2), 2),)),)), Alone())
-    with pytest.raises(SeqloomError, match="2 pipelines"):
-        bind_plan(replace(plan, pipelines=(one, one)), Alone())
+def side_by_side():
+    """Ranks 0 to 3: one stage of two teams. Ranks 4 and 5: two stages, two rounds. Ranks 6 and 7: nothing."""
+    plan = one_stage_plan([[Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 9),))]], ranks=8, reduce=Reduce.STEP)
+    team = replace(plan.pipelines[0], stages=(Stage((0, 1, 2, 3), (0, 2), 2),))
+    works = [[Work((Group((r,), 1, 1, (Span(k, 0, 5),)),), Checkpoint.NONE) for r in (4, 5)] for k in (1, 2)]
+    schedule = schedule_of("1f1b", 2, 2)
+    stages = (Stage((4,), (0, 1)), Stage((5,), (1, 2)))
+    line = Pipeline(stages, tuple(Round(tuple(each)) for each in works), schedule.rows_of_plan())
+    plan = replace(plan, documents=(9, 5, 5), pipelines=(team, line))
+    plan.validate()
+    return plan
+
+
+def test_a_rank_runs_its_own_pipeline_or_nothing():
+    plan = side_by_side()
+    found = run_ranks(8, lambda transport: bind_plan(plan, transport), strict=True)
+    assert [each.pipeline for each in found] == [plan.pipelines[0]] * 4 + [plan.pipelines[1]] * 2 + [None] * 2
+    assert [len(each.rounds) for each in found] == [1, 1, 1, 1, 2, 2, 0, 0]
+    assert [each.tokens for each in found] == [3, 2, 2, 2, 10, 10, 0, 0]
+    assert [list(each.stages) for each in found[4:]] == [[0], [1], [], []]
+    assert found[5].actions == plan.pipelines[1].actions[1] and found[6].actions == ()
+    assert found[5].rounds[1].part == Part(1, 2, 2)
+    assert [each.progress.place() for each in found[3:7:3]] == [
+        "rank 3 is at the end of its row of pipeline 0",
+        "rank 6 is at the end of its row",
+    ]
+    assert found[6].progress.report() == found[6].progress.place()
+
+
+def test_teams_come_from_the_tensor_degree_of_the_stage():
+    plan = side_by_side()
+    found = run_ranks(8, lambda transport: bind_plan(plan, transport), strict=True)
+    teams = [each.rounds[0].context.team for each in found[:4]]
+    assert [(team.ranks, team.index) for team in teams] == [((0, 1), 0), ((0, 1), 1), ((2, 3), 0), ((2, 3), 1)]
+    assert [team.column.groups[0].block for team in teams] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert all(team.collective for team in teams)
+    assert found[4].rounds[0].context.team is None
 
 
 def test_a_plan_for_other_ranks_is_refused():

@@ -24,14 +24,6 @@ STEP = Step((11, 8, 5, 4), tiny_spec(layers=4))
 KINDS = tuple(Checkpoint)
 
 
-@pytest.fixture(scope="module")
-def threads():
-    made = {}
-    yield lambda world: made.setdefault(world, None) or made.update({world: Ranks(world)}) or made[world]
-    for each in made.values():
-        each.close()
-
-
 def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(Checkpoint.NONE,), step=STEP, **more):
     """A plan in the order of a schedule: a sequence is a document.
 

@@ -34,7 +34,7 @@ def tables(entries):
 def test_totals_and_halves_are_possible(checkpoint):
     entries = [*CASES, *map(random_parts, range(200))]
     parts, total = tables(entries)
-    forward, weights = forward_ns(parts, total, checkpoint), weights_ns(parts, checkpoint)
+    forward, weights = forward_ns(parts, total, checkpoint), weights_ns(parts, checkpoint, 1.0)
     assert (forward >= 0).all() and (weights >= 0).all()
     assert (forward + weights <= total).all()
     assert (computing_ns(parts) <= total).all()
@@ -44,7 +44,8 @@ def test_plain_shares():
     attention, linear = Parts(attention=3500), Parts(linear=3000)
     parts, total = tables([attention, linear])
     assert forward_ns(parts, total, Checkpoint.NONE).tolist() == [1000, 1000]
-    assert weights_ns(parts, Checkpoint.NONE).tolist() == [0, 1000]
+    assert weights_ns(parts, Checkpoint.NONE, 1.0).tolist() == [0, 1000]
+    assert weights_ns(parts, Checkpoint.NONE, 0.75).tolist() == [0, 750]
 
 
 def test_recomputing_belongs_to_the_backward():

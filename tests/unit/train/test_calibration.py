@@ -12,7 +12,9 @@ from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scaled  # noqa: 
 from seqloom.describe import Cluster, ModelSpec  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
+from seqloom.simulate import predicted_ns, simulate  # noqa: E402
 from seqloom.train.calibration import matmul_tflops  # noqa: E402
+from seqloom.train.handover import solved  # noqa: E402
 from seqloom.train.trials import described, trial_plans  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
@@ -61,3 +63,15 @@ def test_a_trial_in_words():
 
 def test_products_have_a_rate():
     assert 0 < matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3])
+def test_what_a_handover_takes_is_found_from_a_step_and_its_busy_time(slower):
+    start = cost_of(START)
+    plan = make_plan("pipeline", np.full(8, 256), start, stages=2, schedule="1f1b", pieces=1)
+    true = cost_of(replace(START, handover_us=2_500.0))
+    expected = simulate(plan, start)
+    busy = slower * float((expected.busy_ns + expected.comm_ns).mean())
+    assert predicted_ns(plan, true) > predicted_ns(plan, start)
+    assert solved(plan, start, slower * predicted_ns(plan, true), busy) == pytest.approx(2_500.0, abs=2)
+    assert solved(plan, start, 0.9 * slower * predicted_ns(plan, start), busy) == 0.0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.segments import Segments
-from seqloom.comm.context import rows_of as runs_of_rows
+from seqloom.comm.rows import rows_of as runs_of_rows
 from seqloom.comm.upload import on_device
 
 

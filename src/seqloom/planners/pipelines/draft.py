@@ -28,6 +28,8 @@ class Size(NamedTuple):
     """Tokens that a rank may hold in a unit."""
     starters: int = 0
     """How many small units of each kind come first: the sooner the last stage has work, the better."""
+    packs: int = 100
+    """What packs of whole documents take, in percent of the target; a document that takes no more stays whole."""
 
 
 class Draft(NamedTuple):
@@ -46,8 +48,9 @@ def draft(hall: Hall, variant: Variant, size: Size) -> Draft:
         variant: by whose prices documents are cut.
         size: of the units.
     """
-    degree, target, room, starters = size
-    shape_of = fitting_shapes(hall, degree, target, room)
+    degree, target, room, starters, percent = size
+    longer = max(1, target * percent // 100)
+    shape_of = fitting_shapes(hall, degree, longer, room)
     long = np.flatnonzero(shape_of < 0).tolist()
     carried = convoys(hall, variant, long, degree, target, room)
     begun = [unit for convoy in carried for unit in convoy]
@@ -55,9 +58,9 @@ def draft(hall: Hall, variant: Variant, size: Size) -> Draft:
     first = [
         unit
         for share in STARTERS[: 3 if starters else 0]
-        for unit in _starters(hall, short, shape_of, target // share, room, starters)
+        for unit in _starters(hall, short, shape_of, longer // share, room, starters)
     ]
-    seats = [*first, *pack(hall, short, shape_of, begun, target, room)]
+    seats = [*first, *pack(hall, short, shape_of, begun, longer, room)]
     counts = [1] * len(first) + [len(convoy) for convoy in carried] + [1] * (len(seats) - len(first) - len(begun))
     return Draft(size, tuple(seats), units_of(counts))
 

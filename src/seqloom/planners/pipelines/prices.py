@@ -80,7 +80,7 @@ class UnitPrices:
         by_unit = rank_ns.reshape(units, width)
         slowest = by_unit.argmax(axis=1) + width * np.arange(units)
         length = np.maximum(rank_ns[slowest], parts[:, NAMES.index("link")].reshape(units, width).max(axis=1))
-        forward, weights = cuts(parts[slowest], rank_ns[slowest], level.checkpoint)
+        forward, weights = cuts(parts[slowest], rank_ns[slowest], level.checkpoint, self.cost.engine.products)
         if level.offload:
             kept = StageMemory(self.cost, share).holding(level.checkpoint, offload=False).held
             copied = np.array([copy_ns(kept * tokens) for tokens in self.tokens.tolist()])

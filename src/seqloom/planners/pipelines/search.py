@@ -7,7 +7,7 @@ the list schedule obeys the cap by itself, the other orders have units keep less
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +31,23 @@ APART_PERCENT = 140
 """Sizes nearer to each other than this are not tried both."""
 WORTH_PERCENT = 105
 """Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
-MOST_UNITS = 16
+MOST_UNITS = 32
 """Units per stage that a plan may have."""
 BINDING_PERCENT = 90
 """A plan that fills less of the memory than this gains nothing by keeping less."""
 
 
-STARTERS = (1, 2)
-"""Starters of each kind that are tried with the best size."""
+CHANGES: tuple[Callable[[Size], Size], ...] = (
+    lambda size: size._replace(starters=1),
+    lambda size: size._replace(starters=2),
+    lambda size: size._replace(target=max(1, size.target * 5 // 6)),
+    lambda size: size._replace(target=size.target * 7 // 6),
+    lambda size: size._replace(packs=150),
+    lambda size: size._replace(packs=200),
+    lambda size: size._replace(room=max(1, size.room * 3 // 4)),
+    lambda size: size._replace(room=max(1, size.room // 2)),
+)
+"""What is tried around the best size."""
 QUICK = 3
 """Orders that every size is tried with; the others are tried with the best size."""
 
@@ -90,6 +99,10 @@ class Search:
             for made in self._drafts(base):
                 self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
+            if fastest is None or fastest.filled * 100 >= BINDING_PERCENT:
+                for made in self._drafts(base, held=self.line.hosts):
+                    self._try(made, base, self.names[:QUICK], best, budget=1)
+            fastest = _fastest(best)
             if fastest is not None and (fastest.filled * 100 < BINDING_PERCENT or self._settled(fastest, base + 1)):
                 break
         for base in reversed(range(0 if best else len(self.levels))):  # the smallest pieces, the least kept
@@ -100,11 +113,19 @@ class Search:
             again = [name for name in self.names if name == "balanced" or name in self.names[QUICK:]]
             base = int(chosen.choice.min())
             self._try(chosen.draft, base, again, best, budget=BUDGET)
-            hall, variant, _ = self._hall(base)
-            for starters in STARTERS if "balanced" in self.names and self.pieces is None else ():
-                made = draft(hall, variant, chosen.draft.size._replace(starters=starters))
-                self._try(made, base, ("balanced",), best, budget=1)
+            if "balanced" in self.names and self.pieces is None:
+                self._refine(base, best)
         return sorted(best.values(), key=lambda answer: answer.makespan)
+
+    def _refine(self, base: int, best: dict[str, Answer]) -> None:
+        """Try what lies around the size of the best units, change after change, and go on from what is faster."""
+        hall, variant, _ = self._hall(base)
+        for change in CHANGES:
+            fastest = _fastest(best)
+            assert fastest is not None  # it was asked for
+            made = draft(hall, variant, change(fastest.draft.size))
+            if len(made.units) <= self.most_units:
+                self._try(made, base, ("balanced",), best, budget=1)
 
     def _settled(self, fastest: Answer, base: int) -> bool:
         """Whether even without any waiting the same units would take longer if they kept less."""
@@ -131,9 +152,13 @@ class Search:
         if answer is not None and (known is None or answer.makespan < known.makespan):
             best[answer.order.name] = answer
 
-    def _drafts(self, base: int) -> Iterator[Draft]:
-        """Units of every size that is tried."""
+    def _drafts(self, base: int, held: int = 1) -> Iterator[Draft]:
+        """Units of every size that is tried, so small that a rank could hold `held` of them at a time.
+
+        The first host of a line holds what all others work at: nearly two units per host.
+        """
         hall, variant, room = self._hall(base)
+        room = max(self.cost.granule, room // held)
         seen = set()
         if int(hall.tokens.max()) > room * self.line.width * self.most_units:
             return  # more pieces than a plan may have units

@@ -28,7 +28,7 @@ def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -
         sharding=cost.sharding,
         reduce=reduce,
         documents=tuple(size),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor),),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce),),
         planner="zones",
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Batch
+from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.problem import Problem
 from seqloom.planners.remapping import with_remapping
@@ -50,6 +51,11 @@ def plan_zones(
         evaluations: fillings of each round; None chooses by size.
         only: the one variant to plan for; None tries all that can still win.
     """
+    if cost.tensor > 1:
+        raise SeqloomError(
+            f"planner zones keeps short sequences on single ranks, tensor degree {cost.tensor} on none; "
+            "use planner flex, static or pipeline"
+        )
     array = Batch.of(lengths).lengths
     variants = [variant for variant in cost.variants if only in (None, variant)]
     holding = [Alone.of(array, cost, variant) for variant in variants if holds(array, cost, variant)]

@@ -1,0 +1,63 @@
+"""CPU processes that stand for GPUs: one thread each, on cores of its own, joined by gloo."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import options, progress
+
+from seqloom.comm import Communicators, Distributed
+from seqloom.plan import GroupFamily
+
+Say = Callable[[str], None]
+Run = Callable[[Distributed, argparse.Namespace, Say], None]
+"""run(transport, arguments, say): what every process does; `say` shows a line with the time, of the first rank only."""
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
+"""glibc gives no memory back: what a step's activations cost must not depend on how many layers a process has."""
+
+
+def rank_options(about: str | None, *, ranks: int, steps: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's arguments, with the defaults of these processes."""
+    parser = options(about)
+    parser.add_argument("--ranks", type=int, default=ranks, help=f"processes; the evidence has {ranks}")
+    parser.add_argument("--steps", type=int, default=steps, help="batches that count")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    return parser
+
+
+def start(run: Run, arguments: argparse.Namespace, *, keep_memory: bool = False) -> None:
+    """Start `arguments.ranks` processes and wait for them.
+
+    Args:
+        run: a function of a module, so that processes can import it.
+        arguments: of the command line.
+        keep_memory: see `KEEP_MEMORY`.
+    """
+    if keep_memory:
+        os.environ |= KEEP_MEMORY  # read when the processes start
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (folder, run, arguments), nprocs=arguments.ranks, start_method="spawn")
+
+
+def _rank(rank: int, folder: str, run: Run, arguments: argparse.Namespace) -> None:
+    ranks, began = arguments.ranks, time.perf_counter()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank * max(1, len(cores) // ranks) % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            progress(f"{time.perf_counter() - began:6.1f} s  {text}")
+
+    communicators = Communicators.create(GroupFamily(ranks, ranks))
+    communicators.warm_up()
+    run(Distributed(communicators), arguments, say)
+    dist.destroy_process_group()
