@@ -56,6 +56,9 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", help="Write the plan to this file: .json, or .txt with one line per action."),
 ]
+OutStrategies = Annotated[
+    Path | None, typer.Option("--out", help="Write the strategies to this .json file, for plan.strategies of a config.")
+]
 Picture = Annotated[
     Path | None, typer.Option("--picture", help="Write what is shown to this .svg file as well, in colour.")
 ]

@@ -19,6 +19,9 @@ PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "p
 RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
 """Published planners to compare with; ``auto`` does not ask them."""
 
+OFFLINE: tuple[str, ...] = ("hbp",)
+"""Planners of whole data sets: they decide which documents make a batch, and plan no batch that is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -84,6 +87,11 @@ _OPTIONS = {"static": "degree", "pipeline": "stages"}
 def parse_name(name: str) -> tuple[str, dict[str, Any]]:
     """Split a planner's name from its option: ``static:64`` has groups of 64 GPUs, ``pipeline:4`` has 4 stages."""
     base, colon, option = name.partition(":")
+    if base in OFFLINE:
+        raise SeqloomError(
+            f"planner {name!r} packs a whole data set into steps of its own, it plans no batch that is given; ask "
+            "seqloom plan --planner hbp --tokens-per-step N for its steps, or choose flex for your batches"
+        )
     if base not in (*PLANNERS, *RIVALS):
         raise unknown("planner", base, (*PLANNERS, *RIVALS))
     if not colon:

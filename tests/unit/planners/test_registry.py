@@ -49,6 +49,12 @@ def test_unknown_names_are_refused_with_the_nearest(name, near):
         plan_batches([name], [np.array([9])], COST)
 
 
+def test_planners_of_data_sets_plan_no_batch():
+    for ask in (parse_name, lambda name: make_plan(name, np.array([9]), COST)):
+        with pytest.raises(SeqloomError, match=r"packs a whole data set.*--tokens-per-step"):
+            ask("hbp")
+
+
 @pytest.mark.parametrize("name", PLANNERS)
 @pytest.mark.parametrize("length", [1, 128, 40_000])
 def test_one_document(name, length):
