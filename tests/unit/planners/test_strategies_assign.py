@@ -1,6 +1,9 @@
 """Two-stage assignment: the clock, dispatch and pack against exhaustive search and against the published greedy."""
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,6 +178,30 @@ def test_the_bound_is_below_every_assignment():
         lengths = np.sort(draw.integers(1, strategy.longest, int(draw.integers(1, 30))))[::-1].copy()
         problem = problem_of(lengths, strategy, costs)
         assert lower_bound(problem) <= assign(problem, np.arange(len(lengths))).ns
+
+
+PLAIN = """
+import sys; sys.modules["numba"] = None
+import numpy as np
+from seqloom.planners.compiled import COMPILED
+from test_strategies_assign import mixed_assignment
+print(COMPILED, mixed_assignment())
+"""
+
+
+def mixed_assignment():
+    """One assignment with one and several stages, and with micro-batches that count alike."""
+    lengths = np.minimum(np.exp(np.random.default_rng(5).normal(6, 1.4, 40)).astype(np.int64) + 1, 20_000)
+    listed = [strategy_of(PUBLISHED, Scheme(1, 8), Scheme(2, 4)), strategy_of(PUBLISHED, Scheme(1, 8), Scheme(2, 8))]
+    return [choose(lengths, listed, PUBLISHED, alike=alike) for alike in (False, True)]
+
+
+def test_plain_and_compiled_agree():
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"False {mixed_assignment()}"
 
 
 def test_a_document_that_nobody_holds_is_refused_with_the_way_out():

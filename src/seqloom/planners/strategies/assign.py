@@ -86,7 +86,8 @@ def rank_strategies(
     for k in sorted(problems, key=lambda k: (bounds[k], k)):
         if len(found) >= wanted and bounds[k] > found[wanted - 1].ns:
             break
-        found.append(assign(problems[k], order, k, extra[k]))
+        beat = found[wanted - 1].ns - extra[k] if len(found) >= wanted else None
+        found.append(assign(problems[k], order, k, extra[k], beat))
         found.sort(key=lambda assignment: (assignment.ns, assignment.strategy))
     return found[:wanted]
 
@@ -121,7 +122,9 @@ def lower_bound(problem: Problem) -> int:
     return max(int(alone[holds[:, 0]].min()), int(shared) - len(problem.tokens))
 
 
-def assign(problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int = 0) -> Assignment:
+def assign(
+    problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int = 0, beat: int | None = None
+) -> Assignment:
     """Dispatch and pack one strategy.
 
     Args:
@@ -129,8 +132,9 @@ def assign(problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int =
         order: int64[n] the document's number of every row of the problem.
         index: of the strategy.
         switch_ns: to switch to it.
+        beat: ns, without the switch, that another strategy takes; see `dispatch`.
     """
-    place = dispatch(problem)
+    place = dispatch(problem, beat)
     assert place is not None
     batches, times = [], []
     for j in range(len(problem.fixed)):
