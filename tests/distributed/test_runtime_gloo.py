@@ -231,6 +231,7 @@ def refused(transport, step):
     cases = {
         "no node size": (network, Sharding.HYBRID, None),
         "odd nodes": (network, Sharding.HYBRID, 3),
+        "free": (network, Sharding.FREE, None),
         "meta": (Network.of(type(step.model())(step.spec, device="meta")), Sharding.FULL, None),
     }
     for name, (given, kind, node) in cases.items():
@@ -249,6 +250,7 @@ def refused(transport, step):
 def test_bad_input_is_refused(gloo_pool):
     found = gloo_pool.run(refused, STEP, ranks=8)[5]
     assert "nodes of None" in found["no node size"] and "nodes of 3" in found["odd nodes"]
+    assert "use FreeLayout" in found["free"]
     assert "load the model there" in found["meta"] and "torch.float32', 'torch.float64" in found["dtypes"]
 
 

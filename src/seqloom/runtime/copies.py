@@ -23,36 +23,24 @@ from seqloom.runtime.placement import exchange
 def weights_of(network: Network) -> tuple[Weight, ...]:
     """Return the parameters of a network as layouts see them, in the order of the module.
 
-    A parameter of which it is not known who needs it is needed everywhere.
+    A parameter of which it is not known what needs it is needed everywhere: where only the layers of a model are known,
+    all that is in none of them.
     """
-    homes: dict[int, list[int | str]] = {}
-    places = [(number, layer) for number, layer in enumerate(network.layers)]
-    ends = [(EMBEDDING, network.embedding), (HEAD, network.norm), (HEAD, network.head)]
-    for home, module in (*ends, *places):
-        for parameter in () if module is None else module.parameters():
-            found = homes.setdefault(id(parameter), [])
-            if home not in found:
-                found.append(home)
-    scalar = next((name for name, each in network.module.named_parameters() if not each.ndim), None)
-    if scalar is not None:
-        raise SeqloomError(f"parameter {scalar} has no axis, and rows are what ranks share; make it a vector of one")
-    everywhere = [EMBEDDING, *range(len(network.layers)), HEAD]
-    cuttable = network.embedding is not None and network.norm is not None
-    return tuple(
-        Weight(
-            name,
-            len(parameter),
-            prod(parameter.shape[1:]),
-            tuple(homes.get(id(parameter), everywhere) if cuttable else _within(homes.get(id(parameter)), everywhere)),
-            network.cuts.get(name),
-        )
-        for name, parameter in network.module.named_parameters()
-    )
-
-
-def _within(homes: list[int | str] | None, everywhere: list[int | str]) -> list[int | str]:
-    """Where only the layers of a model are known, what is in one of them is there alone."""
-    return homes if homes and all(isinstance(home, int) for home in homes) else everywhere
+    places: list[tuple[int | str, nn.Module]] = list(enumerate(network.layers))
+    if network.embedding is not None and network.norm is not None:
+        places += [(EMBEDDING, network.embedding), (HEAD, network.norm), (HEAD, network.head)]
+    homes: dict[int, dict[int | str, None]] = {}
+    for home, module in places:
+        for parameter in module.parameters():
+            homes.setdefault(id(parameter), {})[home] = None
+    everywhere = dict.fromkeys((EMBEDDING, *range(len(network.layers)), HEAD))
+    found = []
+    for name, parameter in network.module.named_parameters():
+        if not parameter.ndim:
+            raise SeqloomError(f"parameter {name} has no axis, and rows are what ranks share; make it a vector of one")
+        home = tuple(homes.get(id(parameter), everywhere))
+        found.append(Weight(name, len(parameter), prod(parameter.shape[1:]), home, network.cuts.get(name)))
+    return tuple(found)
 
 
 class Copies:

@@ -1,7 +1,7 @@
 """Parameters behind one small interface: a layer's are at hand when it runs, gradients add up over ranks.
 
 `Replicated` is the plainest way to keep it: every rank has all parameters, and one sum over all ranks ends a step.
-It works on every transport. `fsdp.Sharded` keeps the same interface with shards.
+It works on every transport. `Sharded` and `StageSharded` keep shards in fixed places, `FreeLayout` moves them by plan.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Reduce, Sharding, Span
 from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
 from seqloom.runtime.network import LossOf
+from seqloom.runtime.parameters import check_fixed
 from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
 from seqloom.testing.tiny_models import tiny_model
@@ -232,6 +233,10 @@ def test_plans_that_do_not_suit_are_refused(threads):
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
     assert "tensor degree 2 for parameters that every rank" in message(threads, free, Replicated)
+    with pytest.raises(SeqloomError, match="for parameters that stay where they were placed; use FreeLayout"):
+        check_fixed(free)
+    with pytest.raises(SeqloomError, match="tensor degree 2 for parameters that every rank"):
+        check_fixed(replace(free, sharding=Sharding.NONE))
     assert "tensor degree 4: Transformer has kv heads 2" in message(threads, planned(Shape(1, 4)))
 
 
