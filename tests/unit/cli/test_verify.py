@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from seqloom.cli.main import app
 from seqloom.data import StoreWriter
 from seqloom.errors import SeqloomError
+from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
 from seqloom.testing.tiny_models import tiny_model
 from seqloom.testing.tiny_specs import TINY
 from seqloom.train import verify as module
@@ -47,6 +48,21 @@ def test_plans_do_not_change_the_result(settings, dtype):
     assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-5
     assert max(row["rounds"] for row in report["plans"]) > 1
     assert len({round(row["loss"], 5) for row in report["plans"]}) == 1
+
+
+def test_every_strategy_of_a_run_is_compared_where_it_holds_the_batch(settings, tmp_path):
+    """Weights split over ranks beside a pipeline, stages of several ranks; the third holds no document of 90 tokens."""
+    teams, stages = Pipe(Scheme(1, 2), (0, 1), 90), Pipe(Scheme(2, 1), (2, 3), 90)
+    wide, short = Pipe(Scheme(2, 1, 1, 2), (0, 1, 2, 3), 90), Pipe(Scheme(1, 1, 4), (0, 1, 2, 3), 89)
+    listed = [Strategy(each) for each in ((teams, stages), (wide,), (short,))]
+    (tmp_path / "list.json").write_text(strategies_to_json(listed))
+    free = ("plan.planner=strategies", "plan.sharding=free", f"plan.strategies={tmp_path / 'list.json'}")
+    result = run(*settings, *(word for each in free for word in ("--set", each)), "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    names = ["static", "adaptive", "flex", "zones", "strategies:2x1, 1x2", "strategies:1x2r2"]
+    assert report["passed"] and [row["planner"] for row in report["plans"]] == names
+    assert max(row["max_relative_gradient_difference"] for row in report["plans"]) < 1e-9
 
 
 @pytest.fixture(scope="module")
