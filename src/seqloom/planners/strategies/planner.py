@@ -26,6 +26,7 @@ from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCosts
 from seqloom.planners.strategies.propose import MOST, propose
 from seqloom.planners.strategies.schemes import scheme_costs
+from seqloom.planners.strategies.switch import switch_ns
 from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
 from seqloom.simulate import predicted_ns
 
@@ -83,7 +84,8 @@ def plan_strategies(
     costs = costs_of(known, cost)
     built: list[Built] = []
     refused: list[SeqloomError] = []
-    for assignment in rank_strategies(array, known, costs, most=TRIED):
+    switches = [switch_ns(strategy, cost) for strategy in known]
+    for assignment in rank_strategies(array, known, costs, switches, most=TRIED):
         try:
             built.append(build(array, known[assignment.strategy], assignment, cost, seed))
         except SeqloomError as error:  # its memory is tighter than three numbers can say
