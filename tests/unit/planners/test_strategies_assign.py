@@ -208,3 +208,8 @@ def test_a_document_that_nobody_holds_is_refused_with_the_way_out():
     strategy = strategy_of(PUBLISHED, Scheme(1, 8), Scheme(1, 4))
     with pytest.raises(SeqloomError, match=r"sequence 1 has 22000 tokens.*holds more than 21888.*--max-length 21888"):
         choose(np.array([5, 22_000]), [strategy], PUBLISHED)
+    tighter = {s: SchemeCost(c.square, c.linear, c.fixed, 1000) for s, c in PUBLISHED.items()}  # less memory than then
+    with pytest.raises(SeqloomError, match="holds more than 1000"):
+        choose(np.array([1001]), [strategy], tighter)
+    found = choose(np.array([900, 800, 700]), [strategy], tighter)
+    assert all(len(batch) == 1 for batches in found.batches for batch in batches)

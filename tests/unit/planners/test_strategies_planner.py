@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
+from seqloom.cost.relaying import relay_times
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
@@ -24,6 +25,7 @@ from seqloom.planners.strategies import (
 )
 from seqloom.planners.strategies.planner import blocks
 from seqloom.planners.strategies.schemes import fit, legal_schemes, relative_fit, scheme_costs
+from seqloom.planners.strategies.switch import switch_ns
 from seqloom.simulate import predicted_ns, simulate
 
 COST = cost_model("1x8xH100", "qwen3-0.6b", sharding="free")
@@ -103,6 +105,14 @@ def test_any_legal_strategy_gives_a_valid_plan(data):
     plan = plan_strategies(lengths, COST, strategies=[strategy])
     plan.validate()
     assert plan.documents == tuple(lengths.tolist())
+
+
+def test_a_switch_costs_more_the_more_every_rank_holds():
+    whole, cut = strategy_of(*[Scheme(1, 1)] * 8), strategy_of(Scheme(1, 8))
+    assert 0 < switch_ns(cut, COST) < switch_ns(whole, COST)
+    plan = plan_strategies(LENGTHS, COST, strategies=[whole])
+    relay = relay_times(COST, plan.pipelines)
+    assert switch_ns(whole, COST) == round(relay.first + relay.last)
 
 
 def test_neighbours_of_one_kind_are_planned_together():

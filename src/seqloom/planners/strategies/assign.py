@@ -76,10 +76,11 @@ def rank_strategies(
     tokens = np.asarray(lengths, dtype=np.int64)
     extra = [0] * len(strategies) if switch_ns is None else list(switch_ns)
     order = np.argsort(-tokens, kind="stable")
-    held = [k for k, strategy in enumerate(strategies) if strategy.longest >= tokens.max()]
+    rooms = [max(min(pipe.longest, costs[pipe.scheme].longest) for pipe in s.pipelines) for s in strategies]
+    if max(rooms, default=0) < tokens.max():
+        raise too_long(tokens, rooms)
+    held = [k for k, room in enumerate(rooms) if room >= tokens.max()]
     problems = {k: problem_of(tokens[order], strategies[k], costs)._replace(alike=alike) for k in held}
-    if not problems:
-        raise too_long(tokens, strategies)
     bounds = {k: lower_bound(problem) + extra[k] for k, problem in problems.items()}
     found: list[Assignment] = []
     wanted = len(problems) if most is None else most
@@ -93,10 +94,13 @@ def rank_strategies(
 
 
 def problem_of(tokens: np.ndarray, strategy: Strategy, costs: SchemeCosts) -> Problem:
-    """The documents, int64[n] tokens falling, on the pipelines of a strategy."""
+    """The documents, int64[n] tokens falling, on the pipelines of a strategy.
+
+    A pipeline holds what the strategy says, as far as the prices, which may be of less memory, agree.
+    """
     priced = {pipe.scheme: costs[pipe.scheme].documents_ns(tokens) for pipe in strategy.pipelines}
     own = [costs[pipe.scheme] for pipe in strategy.pipelines]
-    longest = np.array([pipe.longest for pipe in strategy.pipelines], dtype=np.int64)
+    longest = np.array([min(pipe.longest, costs[pipe.scheme].longest) for pipe in strategy.pipelines], dtype=np.int64)
     return Problem(
         tokens,
         np.stack([priced[pipe.scheme] for pipe in strategy.pipelines]),
@@ -149,12 +153,11 @@ def assign(
     return Assignment(index, tuple(batches), tuple(times), switch_ns)
 
 
-def too_long(tokens: np.ndarray, strategies: Sequence[Strategy]) -> SeqloomError:
+def too_long(tokens: np.ndarray, rooms: Sequence[int]) -> SeqloomError:
     """The error that says which document no candidate holds, and the nearest way out."""
-    longest = int(tokens.argmax())
-    room = max((strategy.longest for strategy in strategies), default=0)
+    longest, room = int(tokens.argmax()), max(rooms, default=0)
     return SeqloomError(
-        f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(strategies)} candidate strategies "
+        f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(rooms)} candidate strategies "
         f"holds more than {room}; drop longer sequences (--max-length {max(room, 1)}), propose strategies for "
         f"documents of {tokens[longest]} tokens, raise the memory budget or use more GPUs"
     )
