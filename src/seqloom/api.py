@@ -77,7 +77,8 @@ def plan(
     Args:
         lengths: tokens of every sequence of the batch; a sequence's id in the plan is its index here.
         planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
-            ``pipeline`` (``pipeline:4`` has 4 stages), ``exact`` or ``auto``, the best of all without stages.
+            ``pipeline`` (``pipeline:4`` has 4 stages), ``strategies`` (sharding free), ``exact`` or ``auto``, the best
+            of all without stages; under sharding free, of strategies too.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 

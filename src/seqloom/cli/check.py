@@ -13,10 +13,12 @@ from seqloom.cli.options import AsJson, print_json
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
     from transformers import PreTrainedModel
 
     from seqloom.train.check import Documents, Forecast, Outlook
+    from seqloom.train.repacked import Repacked
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
@@ -42,6 +44,7 @@ def check(
     from seqloom.cli.progress import planning
     from seqloom.train.check import forecasts, outlook, warnings
     from seqloom.train.config import Config
+    from seqloom.train.repacked import repacked
 
     loaded = Config.load(config, overrides or [])
     run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
@@ -50,10 +53,11 @@ def check(
     with planning(len(run.sample) * (2 if run.baseline else 1)) as progress:
         made = forecasts(run, progress)
     notes = warnings(run, made[0])
+    packed = repacked([batch.lengths for batch in run.sample], run.cost)
     if json:
-        print_json(_report(run, made, notes))
+        print_json(_report(run, made, packed, notes))
     else:
-        _print(run, made, notes)
+        _print(run, made, packed, notes)
 
 
 def _require_attachable(folder: Path, stages: int) -> None:
@@ -83,8 +87,8 @@ def _without_weights(folder: Path) -> PreTrainedModel:
         raise SeqloomError(f"its config.json makes no causal model ({reason}); give the folder of one") from None
 
 
-def _report(run: Outlook, made: list[Forecast], notes: list[str]) -> dict[str, Any]:
-    """One object: the data, the run, and for every planner its figures as lists over the batches."""
+def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> dict[str, Any]:
+    """One object: the data, the run, for every planner its figures as lists over the batches, and packings of these."""
     from seqloom.cli.outcome import setting
 
     return {
@@ -99,6 +103,11 @@ def _report(run: Outlook, made: list[Forecast], notes: list[str]) -> dict[str, A
             for batch in run.sample
         ],
         "planners": {each.planner: _figures(each) for each in made},
+        "packings": {
+            "tokens_per_step": packed.tokens_per_step,
+            "balance": {name: balance.as_dict() for name, balance in packed.balance.items()},
+            "refused": packed.refused or None,
+        },
         "warnings": notes,
     }
 
@@ -117,10 +126,11 @@ def _figures(made: Forecast) -> dict[str, Any]:
         "worst_batch": made.worst,
         "worst_step_memory_gib": (made.memory[made.worst] / GIB).tolist(),
         "peak_memory_gib": made.peak_bytes / GIB,
+        "balance": made.balance.as_dict(),
     }
 
 
-def _print(run: Outlook, made: list[Forecast], notes: list[str]) -> None:
+def _print(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> None:
     from rich.console import Console
 
     from seqloom.cli.outcome import GIB, heading
@@ -144,8 +154,28 @@ def _print(run: Outlook, made: list[Forecast], notes: list[str]) -> None:
         markup=False,
     )
     console.print(f"All steps together: about {duration(mean * run.steps)}.", markup=False)
+    _print_balance(console, made, packed)
     for note in notes:
         console.print(f"warning: {note}", markup=False)
+
+
+def _print_balance(console: Console, made: list[Forecast], packed: Repacked) -> None:
+    """How evenly ranks are used: by the planners, and by packing the same documents into other steps beforehand."""
+    from seqloom.view import balance_table
+
+    console.print(balance_table({each.planner: each.balance for each in made} | packed.balance))
+    console.print(
+        "DBR, ABR: tokens and attention work that ranks lack beside the one that has most; PR: padding; CR: tokens "
+        "spread over several ranks.",
+        markup=False,
+    )
+    if packed.refused:
+        console.print(f"no packing beforehand: {packed.refused}", markup=False)
+    else:
+        console.print(
+            f"hbp and first-fit choose the documents of a step themselves, at most {packed.tokens_per_step:,} tokens.",
+            markup=False,
+        )
 
 
 def _documents(count: Documents) -> str:

@@ -33,7 +33,8 @@ Planners = Annotated[
     str,
     typer.Option(
         "--planners",
-        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages. "
+        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, strategies need sharding "
+        "free. "
         "Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from seqloom.cli import check, compare, data, demo, doctor, plan, profile, schedule, simulate, train, verify
+from seqloom.cli import check, compare, data, demo, doctor, plan, profile, propose, schedule, simulate, train, verify
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -51,6 +51,7 @@ app.command("demo")(demo.demo)
 app.command("plan")(plan.plan)
 app.command("compare")(compare.compare)
 app.command("simulate")(simulate.simulate)
+app.command("propose")(propose.propose)
 app.command("schedule")(schedule.schedule)
 app.command("profile")(profile.profile)
 app.add_typer(data.app, name="data")

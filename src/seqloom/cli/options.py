@@ -24,7 +24,10 @@ ProfileName = Annotated[
 ]
 ShardingName = Annotated[
     str,
-    typer.Option("--sharding", help="Parameters are sharded over all GPUs (full), a node (hybrid) or none."),
+    typer.Option(
+        "--sharding",
+        help="Parameters are sharded over all GPUs (full), a node (hybrid) or none; free: they move at every step.",
+    ),
 ]
 BudgetGib = Annotated[
     float | None,
@@ -52,6 +55,9 @@ Tokenizer = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Write the plan to this file: .json, or .txt with one line per action."),
+]
+OutStrategies = Annotated[
+    Path | None, typer.Option("--out", help="Write the strategies to this .json file, for plan.strategies of a config.")
 ]
 Picture = Annotated[
     Path | None, typer.Option("--picture", help="Write what is shown to this .svg file as well, in colour.")

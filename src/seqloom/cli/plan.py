@@ -43,8 +43,9 @@ Planner = Annotated[
     str,
     typer.Option(
         "--planner",
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), exact, auto; "
-        "published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), strategies "
+        "(sharding free), exact, auto; published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; "
+        "hbp: all sequences are made into steps.",
     ),
 ]
 Size = Annotated[int | None, typer.Option("--batch-size", help=f"Sequences of the batch.  [default: {DEFAULT_SIZE}]")]
@@ -53,6 +54,7 @@ Tokens = Annotated[
     int | None,
     typer.Option("--tokens-per-batch", help="Instead: as many whole sequences as fit in this many tokens."),
 ]
+StepTokens = Annotated[int | None, typer.Option("--tokens-per-step", help="Of hbp: tokens of a step, at most.")]
 
 
 def plan(
@@ -64,6 +66,7 @@ def plan(
     planner: Planner = "auto",
     batch_size: Size = None,
     tokens_per_batch: Tokens = None,
+    tokens_per_step: StepTokens = None,
     skip: Skip = 0,
     max_length: MaxLength = None,
     budget_gib: BudgetGib = None,
@@ -84,6 +87,7 @@ def plan(
     """
     from seqloom.api import cost_model
     from seqloom.cli.outcome import outcomes, setting
+    from seqloom.cli.packing import pack_steps, step_tokens
     from seqloom.cli.progress import planning
     from seqloom.cli.workload import Source
     from seqloom.planners import stages_asked
@@ -91,9 +95,13 @@ def plan(
     require_writable(out)
     require_picture(picture)
     asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, **asked, stages=stages_asked([planner]))
+    per_step = step_tokens(planner, tokens_per_step, view or explain or picture is not None)
+    cost = cost_model(cluster, model, **asked, stages=stages_asked([planner]) if per_step is None else 1)
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = one_batch(source, batch_size, tokens_per_batch, skip)
+    if per_step is not None:
+        pack_steps(cost, workload, per_step, seed=seed, out=out, json=json)
+        return
     with planning(1) as progress:
         [row] = outcomes([planner], workload.batches, cost, seed=seed, progress=progress)
     outcome = row[planner]

@@ -62,6 +62,25 @@ class Source:
 
         return sampler(self.name).note if self.sampled else None
 
+    def described(self, dropped: int) -> dict[str, Any]:
+        """The source for a report in JSON; of so many sequences above the maximum length."""
+        return {
+            "lengths": self.name,
+            "sampler": self.note,
+            "max_length": self.max_length,
+            "dropped": dropped,
+            "seed": self.seed,
+        }
+
+    def notes(self, dropped: int) -> list[str]:
+        """What a reader of the tables must know: where the lengths come from, and what was dropped."""
+        lines = []
+        if self.note:
+            lines.append(f"sampler {self.name}: {self.note}")
+        if dropped:
+            lines.append(f"{dropped:,} sequences above {self.max_length:,} tokens dropped first")
+        return lines
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -94,19 +113,8 @@ class Workload:
 
     def described(self) -> dict[str, Any]:
         """The source for a report in JSON."""
-        return {
-            "lengths": self.source.name,
-            "sampler": self.source.note,
-            "max_length": self.source.max_length,
-            "dropped": self.dropped,
-            "seed": self.source.seed,
-        }
+        return self.source.described(self.dropped)
 
     def notes(self) -> list[str]:
         """What a reader of the tables must know: where the lengths come from, and what was dropped."""
-        lines = []
-        if self.source.note:
-            lines.append(f"sampler {self.source.name}: {self.source.note}")
-        if self.dropped:
-            lines.append(f"{self.dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
-        return lines
+        return self.source.notes(self.dropped)

@@ -1,6 +1,8 @@
 """Planner ``auto``: the best of all. Never worse than any planner it knows, static included.
 
 Pipelines take part only where a number of stages is given: a run keeps its layers where they are, step after step.
+Under free sharding they may be anywhere at every step: there strategies take part, and the others only as far as the
+model fits in one stage.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Sharding
 from seqloom.planners.adaptive import plan_adaptive
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
+from seqloom.planners.strategies import plan_strategies
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns
 
@@ -48,15 +51,35 @@ def plan_auto(
     """
     if stages > 1:
         known = [*known, plan_pipeline(lengths, cost, stages=stages)]
-    candidates = [
-        plan_flex(lengths, cost, evaluations=evaluations, seed=seed),
-        plan_adaptive(lengths, cost),
-        plan_static(lengths, cost),
-        plan_zones(lengths, cost),
-    ]
+    if cost.sharding == Sharding.FREE:
+        return best_of([*known, *_free(lengths, cost, evaluations, seed)], cost)
+    candidates = _whole(lengths, cost, evaluations, seed)
     if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
         from seqloom.planners.flexsp import plan_flexsp
 
         with suppress(SeqloomError):  # its degrees are powers of two: it may refuse what the others hold
             candidates.append(plan_flexsp(lengths, cost, seed=seed))
     return with_remapping(best_of([*candidates, *known], cost), cost)
+
+
+def _whole(lengths: np.ndarray, cost: CostModel, evaluations: int | None, seed: int) -> list[Plan]:
+    """Plans of one stage, over all ranks; SeqloomError if they hold neither the model nor the batch."""
+    return [
+        plan_flex(lengths, cost, evaluations=evaluations, seed=seed),
+        plan_adaptive(lengths, cost),
+        plan_static(lengths, cost),
+        plan_zones(lengths, cost),
+    ]
+
+
+def _free(lengths: np.ndarray, cost: CostModel, evaluations: int | None, seed: int) -> list[Plan]:
+    """Plans of one stage where that holds model and batch, and the best of the strategies proposed for this batch."""
+    candidates: list[Plan] = []
+    with suppress(SeqloomError):
+        candidates += _whole(lengths, cost, evaluations, seed)
+    try:
+        candidates.append(plan_strategies(lengths, cost, seed=seed))
+    except SeqloomError:
+        if not candidates:
+            raise
+    return candidates

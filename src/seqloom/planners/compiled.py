@@ -41,5 +41,5 @@ def kernel(function: Function) -> Function:
 @cache
 def sources() -> str:
     """Hash of every file that kernels stand in."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    contents = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+    return hashlib.sha256(b"".join(content for content in contents if b"\n@kernel\n" in content)).hexdigest()

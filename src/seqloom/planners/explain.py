@@ -106,13 +106,15 @@ def shape_of(group: Group) -> Shape:
 
 
 def explain(plan: Plan, cost: CostModel) -> Explanation:
-    """Say why every class of documents is where it is; for plans whose pipelines have one stage.
+    """Say why every class of documents is where it is; for plans whose pipelines have one stage and whole weights.
 
     Args:
         plan: a plan made for this cost model.
     """
     if any(len(pipeline.stages) != 1 for pipeline in plan.pipelines):
         raise SeqloomError("a plan with pipelines of several stages cannot be explained; explain one of one stage")
+    if any(pipeline.stages[0].tensor > 1 for pipeline in plan.pipelines):
+        raise SeqloomError("a plan that splits weights over ranks cannot be explained; explain one of tensor degree 1")
     times = [(entry.pipeline, entry.round, entry.time_ns) for entry in simulate(plan, cost).rounds]
     seen: dict[Placement, list[Figures]] = defaultdict(list)
     spent = 0

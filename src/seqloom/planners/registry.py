@@ -14,10 +14,13 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Plan
 
-PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "exact", "auto")
+PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "strategies", "exact", "auto")
 
 RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
 """Published planners to compare with; ``auto`` does not ask them."""
+
+OFFLINE: tuple[str, ...] = ("hbp",)
+"""Planners of whole data sets: they decide which documents make a batch, and plan no batch that is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,10 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.pipelines import plan_pipeline
 
         return plan_pipeline
+    if name == "strategies":
+        from seqloom.planners.strategies import plan_strategies
+
+        return plan_strategies
     if name == "exact":
         from seqloom.planners.exact import plan_exact
 
@@ -70,6 +77,9 @@ def planner(name: str) -> Callable[..., Plan]:
     raise unknown("planner", name, (*PLANNERS, *RIVALS))
 
 
+WARMED: tuple[str, ...] = ("static", "adaptive", "flex", "zones", "pipeline", "strategies", "auto")
+"""Planners that answer at once: they are asked for a tiny plan before any is timed."""
+
 _OPTIONS = {"static": "degree", "pipeline": "stages"}
 """Planners that take a number after their name, and what it is."""
 
@@ -77,6 +87,11 @@ _OPTIONS = {"static": "degree", "pipeline": "stages"}
 def parse_name(name: str) -> tuple[str, dict[str, Any]]:
     """Split a planner's name from its option: ``static:64`` has groups of 64 GPUs, ``pipeline:4`` has 4 stages."""
     base, colon, option = name.partition(":")
+    if base in OFFLINE:
+        raise SeqloomError(
+            f"planner {name!r} packs a whole data set into steps of its own, it plans no batch that is given; ask "
+            "seqloom plan --planner hbp --tokens-per-step N for its steps, or choose flex for your batches"
+        )
     if base not in (*PLANNERS, *RIVALS):
         raise unknown("planner", base, (*PLANNERS, *RIVALS))
     if not colon:
@@ -97,7 +112,13 @@ def stages_asked(names: Sequence[str]) -> int:
 
 def makes_stages(name: str) -> bool:
     """Say whether the planner of that name cuts the model into several stages."""
-    return _OPTIONS.get(parse_name(name)[0]) == "stages"
+    base = parse_name(name)[0]
+    return _OPTIONS.get(base) == "stages" or chooses_strategies(base)
+
+
+def chooses_strategies(name: str) -> bool:
+    """Say whether the planner of that name chooses from a list of strategies."""
+    return parse_name(name)[0] == "strategies"
 
 
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
@@ -109,7 +130,7 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
         options: of that planner, see its function.
     """
     base, given = parse_name(name)
-    if base in ("flexsp", "flex", "auto"):
+    if base in ("flexsp", "flex", "strategies", "auto"):
         given["seed"] = seed
     plan = planner(base)(Batch.of(lengths).lengths, cost, **given, **options)
     plan.validate()
@@ -140,7 +161,7 @@ def plan_batches(
 
         options["static"] = {"degree": fastest_static_degree(batches, cost)}
     for name in names:  # load, and compile where that is installed, before the clock runs
-        if parse_name(name)[0] in ("static", "adaptive", "flex", "zones", "pipeline", "auto") and len(batches):
+        if parse_name(name)[0] in WARMED and len(batches):
             make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
     results: list[dict[str, Planned]] = []
     for index, batch in enumerate(batches):

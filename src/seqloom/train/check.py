@@ -19,6 +19,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.choice import Choice
+from seqloom.planners.hbp import Balance, plans_balance
 from seqloom.planners.registry import parse_name
 from seqloom.planners.static import fastest_static_degree
 from seqloom.simulate import predicted_ns
@@ -98,6 +99,7 @@ class Forecast:
         plan_ns: what planning took, the bound included, as in a run.
         memory: int64[batches, ranks], predicted peak bytes.
         fallbacks: why a plain plan stands in; "" where it does not.
+        balance: how evenly the steps use the ranks.
     """
 
     planner: str
@@ -107,6 +109,7 @@ class Forecast:
     plan_ns: tuple[int, ...]
     memory: np.ndarray
     fallbacks: tuple[str, ...]
+    balance: Balance
 
     @property
     def worst(self) -> int:
@@ -283,6 +286,7 @@ def _forecast(
         plan_ns=tuple(took),
         memory=np.stack([peak_memory(plan, cost) for plan, _ in made]),
         fallbacks=tuple(why for _, why in made),
+        balance=plans_balance([plan for plan, _ in made], cost, step_ns),
     )
 
 

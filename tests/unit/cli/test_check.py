@@ -81,6 +81,16 @@ def test_figures_of_the_run(run, settings):
         assert max(figures["worst_step_memory_gib"]) <= figures["peak_memory_gib"] <= report["budget_gib"]
         assert len(figures["worst_step_memory_gib"]) == 4
     assert sum(planner[1]["step_ms"]) <= sum(static[1]["step_ms"])
+    packings = report["packings"]
+    assert list(packings["balance"]) == ["hbp", "first-fit"] and packings["refused"] is None
+    for figures in (planner[1]["balance"], static[1]["balance"], *packings["balance"].values()):
+        assert figures.keys() == {"dbr", "pr", "abr", "cr", "steps", "mean_step_ms"}
+        assert all(0 <= figures[name] <= 1 for name in ("dbr", "pr", "abr", "cr"))
+    assert planner[1]["balance"]["mean_step_ms"] == pytest.approx(sum(planner[1]["step_ms"]) / 3)
+    tokens = [batch["tokens"] for batch in report["batches"]]
+    assert packings["tokens_per_step"] == max(
+        -(-sum(tokens) // 3), max(batch["longest"] for batch in report["batches"])
+    )
 
 
 def test_epochs_are_counted_out_and_documents_dropped(run, settings, tmp_path):
@@ -95,7 +105,16 @@ def test_epochs_are_counted_out_and_documents_dropped(run, settings, tmp_path):
 def test_a_table_for_people(run, settings):
     result = run("check", str(RECIPE), *settings, "--batches", "2")
     assert result.code == 0, result.err
-    for words in ("10 documents", "1 truncated", "60 steps on 4 ranks", "adaptive", "static:", "of 3.6 GiB"):
+    for words in (
+        "10 documents",
+        "1 truncated",
+        "60 steps on 4 ranks",
+        "adaptive",
+        "static:",
+        "of 3.6 GiB",
+        "first-fit",
+        "CR %",
+    ):
         assert words in result.out
 
 

@@ -16,6 +16,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import ActionKind, Checkpoint, Group, Reduce, Span
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import plan_bound
+from seqloom.planners.explain import explain
 from seqloom.planners.pipelines import plan_pipeline, stage_layers
 from seqloom.planners.pipelines.ledger import Ledger
 from seqloom.planners.pipelines.line import island_of, line_of
@@ -210,3 +211,5 @@ def test_stages_have_whole_teams():
         plan_pipeline(np.array([3000]), cost, stages=4)
     with pytest.raises(SeqloomError, match="planner zones keeps short sequences on single ranks"):
         plan_zones(np.array([3000]), cost)
+    with pytest.raises(SeqloomError, match="splits weights over ranks cannot be explained"):
+        explain(make_plan("static:2", np.array([3000]), cost), cost)

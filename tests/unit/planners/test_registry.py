@@ -10,6 +10,11 @@ from seqloom.planners.registry import parse_name, planner
 from seqloom.testing.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
+FREE = roomy_cost_model("1x8xH100", "qwen3-0.6b", None, "free", 1)
+
+
+def cost_for(name):
+    return FREE if name == "strategies" else COST
 
 
 def degrees_of(plan):
@@ -44,21 +49,27 @@ def test_unknown_names_are_refused_with_the_nearest(name, near):
         plan_batches([name], [np.array([9])], COST)
 
 
+def test_planners_of_data_sets_plan_no_batch():
+    for ask in (parse_name, lambda name: make_plan(name, np.array([9]), COST)):
+        with pytest.raises(SeqloomError, match=r"packs a whole data set.*--tokens-per-step"):
+            ask("hbp")
+
+
 @pytest.mark.parametrize("name", PLANNERS)
 @pytest.mark.parametrize("length", [1, 128, 40_000])
 def test_one_document(name, length):
-    plan = make_plan(name, np.array([length]), COST)
-    assert plan.documents == (length,) and (name == "pipeline" or len(plan.pipelines[0].rounds) == 1)
+    plan = make_plan(name, np.array([length]), cost_for(name))
+    assert plan.documents == (length,) and (name in ("pipeline", "strategies") or len(plan.pipelines[0].rounds) == 1)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_an_impossible_batch_is_refused_alike(name):
     with pytest.raises(SeqloomError, match="--max-length"):
-        make_plan(name, np.array([10**7, 5]), COST)
+        make_plan(name, np.array([10**8, 5]), cost_for(name))
     with pytest.raises(SeqloomError, match="empty"):
-        make_plan(name, np.array([]), COST)
+        make_plan(name, np.array([]), cost_for(name))
     with pytest.raises(SeqloomError, match="not a length"):
-        make_plan(name, np.array([0]), COST)
+        make_plan(name, np.array([0]), cost_for(name))
 
 
 def test_a_run_has_one_static_degree_and_names_as_given():

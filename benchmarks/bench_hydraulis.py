@@ -1,0 +1,152 @@
+"""Hydraulis under its own constants: 32B, 64 GPUs, 200,000 tokens a step, 40 steps, contexts 32K and 16K.
+
+The ladder: fixed-length packing on {16x1 x 4} (tensor x stages x pipelines; first fit decreasing to the context, packs
+dealt in turn), two-stage assignment on the same strategy, the best of the published list of seven strategies at every
+step, and the best of a list proposed from other documents of the same source. Documents longer than the context are cut
+to it, the last of a step to the token budget.
+
+Prices: c + sum(a s^2 + b s) per micro-batch and stage. `published clock`: every micro-batch counts like its pipeline's
+largest, as in the published planner and in the replay that the targets come from (7.98, 6.25, 5.11 s and 6.45, 5.74,
+4.63 s, longest-first greedy, no switch cost). The other rungs have the 1F1B recurrence for micro-batches as they are.
+
+Switching: 300 ms for every strategy but the first (a constant stored beside the tables), or from bytes: every GPU takes
+in the bf16 parameters it computes with from owners spread over all GPUs and sends float32 gradients back, through one
+card of 25 GB/s each (assumed); nothing hidden, or all but the first and last of 62 bundles behind forward and backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from common import Check, K, options, progress, show, show_checks
+from record import commit, write
+
+from seqloom.describe import lengths_from
+from seqloom.planners.strategies.assign import choose
+from seqloom.planners.strategies.pack import first_fit
+from seqloom.planners.strategies.place import placed
+from seqloom.planners.strategies.propose import propose
+from seqloom.planners.strategies.published import published_model
+from seqloom.planners.strategies.values import Scheme, Strategy
+
+GPUS, NODE, TOKENS, TARGETS = 64, 8, 200_000, {32 * K: 5.11, 16 * K: 4.63}  # seconds, the replay's last rung
+COSTS = published_model("32b").costs()
+PARAMETERS, CARD_BYTES_NS, BUNDLES = 32.1e9, 25.0, 62
+PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4x1x10", "8x1x1 4x1x14", "4x2x8")
+
+
+def strategy(text: str) -> Strategy:
+    """The strategy of a text: tensor x stages x pipelines."""
+    parts = [map(int, part.split("x")) for part in text.split()]
+    made = placed((Scheme(pp, tp) for tp, pp, n in parts for _ in range(n)), COSTS, GPUS, NODE)
+    assert made is not None, text
+    return made
+
+
+def cut_steps(lengths: np.ndarray, context: int, count: int) -> list[np.ndarray]:
+    """Steps of exactly `TOKENS` tokens in file order."""
+    steps, at = [], 0
+    for _ in range(count):
+        stop = at + int(np.searchsorted(np.cumsum(np.minimum(lengths[at : at + TOKENS], context)), TOKENS)) + 1
+        step = np.minimum(lengths[at:stop], context)
+        step[-1] -= int(step.sum()) - TOKENS
+        steps.append(step)
+        at = stop
+    return steps
+
+
+def fixed_packing_s(step: np.ndarray, context: int) -> float:
+    """The baseline, seconds."""
+    falling = np.sort(step)[::-1].copy()
+    batch, wide = np.empty(len(falling), np.int64), COSTS[Scheme(1, 16)]
+    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(first_fit(falling, context, batch))]
+    return max(sum(packs[k::4]) for k in range(4)) / 1e9
+
+
+def moved_ns(chosen: Strategy) -> tuple[int, int]:
+    """(parameters in, gradients out) of the fullest GPU, ns on its card."""
+    held = PARAMETERS / min(pipe.scheme.tensor * pipe.scheme.stages for pipe in chosen.pipelines)
+    away = held * (GPUS - NODE) / GPUS
+    return round(2 * away / CARD_BYTES_NS), round(4 * away / CARD_BYTES_NS)
+
+
+def exposed_ns(chosen: Strategy, step_ns: int) -> int:
+    """ns that bundles do not hide: the first one, and what exceeds forward or backward."""
+    return sum(
+        round(moved / BUNDLES + max(0.0, moved - moved / BUNDLES - share * step_ns))
+        for moved, share in zip(moved_ns(chosen), (1 / 3, 2 / 3), strict=True)
+    )
+
+
+def dynamic(
+    steps: list[np.ndarray], listed: Sequence[Strategy], switch: list[int] | None = None, *, alike: bool = False
+) -> dict[str, Any]:
+    """Mean seconds with the best of a list at every step, and what choosing took."""
+    choose(steps[0], listed, COSTS, switch, alike=alike)  # loads, and compiles where that is installed
+    found, spent = [], []
+    for step in steps:
+        begin, busy = time.perf_counter(), time.process_time()
+        found.append(choose(step, listed, COSTS, switch, alike=alike))
+        spent.append((1e3 * (time.process_time() - busy), 1e3 * (time.perf_counter() - begin)))
+    hidden = [a.ns - a.switch_ns + exposed_ns(listed[a.strategy], a.ns - a.switch_ns) for a in found]
+    return {
+        "s": float(np.mean([a.ns for a in found])) / 1e9,
+        "hidden_s": float(np.mean(hidden)) / 1e9,
+        "choose_ms": float(np.mean(spent, axis=0)[0]),
+        "choose_ms_most": max(busy for busy, _ in spent),
+        "choose_wall_ms": float(np.mean(spent, axis=0)[1]),
+        "chosen": dict(Counter(str(listed[a.strategy]) for a in found).most_common()),
+    }
+
+
+def ladder(lengths: np.ndarray, context: int, count: int) -> dict[str, Any]:
+    """All rungs of one context."""
+    steps = cut_steps(lengths, context, count)
+    listed = [strategy(text) for text in PUBLISHED]
+    others = np.minimum(lengths[len(lengths) // 2 :][: 2500 * count], context)
+    begin = time.process_time()
+    proposed = propose(others, COSTS, GPUS, NODE, tokens_per_step=TOKENS)
+    took = time.process_time() - begin
+    rungs: dict[str, Any] = {
+        "fixed packing": {"s": float(np.mean([fixed_packing_s(step, context) for step in steps]))},
+        "two-stage, published clock": dynamic(steps, listed[:1], alike=True),
+        "published list, published clock": dynamic(steps, listed, alike=True),
+        "two-stage": dynamic(steps, listed[:1]),
+    }
+    for name, own in (("published list", listed), ("proposed list", proposed)):
+        constant = [0 if str(each) == str(listed[0]) else 300_000_000 for each in own]
+        rungs[name] = dynamic(steps, own)
+        rungs[f"{name}, 300 ms a switch"] = dynamic(steps, own, constant)
+        rungs[f"{name}, bytes, nothing hidden"] = dynamic(steps, own, [sum(moved_ns(each)) for each in own])
+    return {"context": context, "proposed": list(map(str, proposed)), "propose_s": took, "rungs": rungs}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Climb the ladder for both contexts."""
+    arguments = options(__doc__).parse_args(argv)
+    commit()  # what runs from here on
+    count = 2 if arguments.quick else 40
+    lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=1000 * count, max_length=None).astype(np.int64)
+    found = []
+    for context in TARGETS:
+        progress(f"context {context // K}K")
+        found.append(ladder(lengths, context, count))
+        keys = ("s", "hidden_s", "choose_ms", "choose_ms_most")
+        rows = [
+            (name, *(f"{r[key]:.2f}" if key in r else "" for key in keys)) for name, r in found[-1]["rungs"].items()
+        ]
+        show(f"{context // K}K", ("rung", "s", "bytes, hidden", "choose ms", "at most"), rows)
+    times = {each["context"]: each["rungs"]["published list, published clock"]["s"] for each in found}
+    checks = [Check(f"{c // K}K, published list and clock, s", s, TARGETS[c]) for c, s in times.items()]
+    most = max(r.get("choose_ms_most", 0.0) for f in found for r in f["rungs"].values())
+    checks.append(Check("choosing and assigning a step, processor ms at most", most, 50))
+    show_checks(checks)
+    write(arguments.out, __file__, arguments, {"contexts": found}, checks, gpu=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Planner ``strategies``: the strategy for this batch, and a full plan of every pipeline in it.
+
+Three numbers per scheme choose the few best strategies and deal out the documents. Then every pipeline is planned like
+a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one. How long these plans
+really take corrects the three numbers, and the documents are dealt once more. The best plan by full prices is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqloom.cost import CostModel
+from seqloom.describe import Batch
+from seqloom.errors import SeqloomError
+from seqloom.plan import Plan, Sharding
+from seqloom.planners.flex import plan_flex
+from seqloom.planners.pipelines import plan_pipeline
+from seqloom.planners.strategies.assign import Assignment, assign, problem_of, rank_strategies
+from seqloom.planners.strategies.check import check_strategies, costs_of
+from seqloom.planners.strategies.merge import Part, merge
+from seqloom.planners.strategies.place import fits_nodes
+from seqloom.planners.strategies.price import SchemeCosts
+from seqloom.planners.strategies.propose import MOST, propose
+from seqloom.planners.strategies.schemes import scheme_costs
+from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
+from seqloom.simulate import predicted_ns
+
+TRIED = 3
+"""Strategies that are planned in full."""
+CORRECTIONS = 1
+"""Times that the documents are dealt again, by what the plans of the best strategy take."""
+
+
+def propose_strategies(
+    lengths: np.ndarray,
+    cost: CostModel,
+    *,
+    tokens_per_step: int | None = None,
+    most: int = MOST,
+    seed: int = 0,
+) -> tuple[Strategy, ...]:
+    """A short list of strategies for a data set on this cluster, see `propose`; sharding must be free.
+
+    Args:
+        lengths: int64[n] tokens of the data's documents; the longest is held by the first strategy.
+        cost: prices the model on the cluster.
+        tokens_per_step: of one optimiser step; None: the lengths are one step.
+        most: strategies to return.
+        seed: of the sample steps.
+    """
+    require_free(cost)
+    array = Batch.of(lengths).lengths
+    costs = scheme_costs(cost, int(array.max()))
+    return propose(array, costs, cost.ranks, cost.node_size, tokens_per_step=tokens_per_step, most=most, seed=seed)
+
+
+def plan_strategies(
+    lengths: np.ndarray,
+    cost: CostModel,
+    *,
+    strategies: Sequence[Strategy | Mapping[str, Any]] | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Plan a batch with the best of several strategies; sharding must be free.
+
+    Args:
+        lengths: int64[n] tokens.
+        cost: prices of the whole cluster.
+        strategies: to choose from, as values or as `Strategy.as_dict`; None proposes some for this batch alone.
+        seed: of the pseudo-random choices of ``flex`` inside a pipeline.
+    """
+    require_free(cost)
+    array = Batch.of(lengths).lengths
+    if strategies is None:
+        known = propose_strategies(array, cost)
+    else:
+        known = tuple(map(Strategy.from_dict, strategies))
+        check_strategies(known, cost)
+    costs = costs_of(known, cost)
+    built: list[Built] = []
+    refused: list[SeqloomError] = []
+    for assignment in rank_strategies(array, known, costs, most=TRIED):
+        try:
+            built.append(build(array, known[assignment.strategy], assignment, cost, seed))
+        except SeqloomError as error:  # its memory is tighter than three numbers can say
+            refused.append(error)
+    if not built:
+        raise refused[0]
+    best = min(built, key=lambda made: made.ns)
+    for _ in range(CORRECTIONS):
+        with suppress(SeqloomError):
+            again = corrected(array, known[best.assignment.strategy], costs, best)
+            best = min(best, build(array, known[again.strategy], again, cost, seed), key=lambda made: made.ns)
+    return best.plan
+
+
+def require_free(cost: CostModel) -> None:
+    """Refuse any sharding under which parameters cannot go where the next step wants them."""
+    if cost.sharding != Sharding.FREE:
+        raise SeqloomError(
+            f"planner strategies under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
+            "must be free to move; use sharding free (--sharding free), or another planner"
+        )
+
+
+class Block(NamedTuple):
+    """Ranks that are planned together: one pipeline of several stages, or one-stage pipelines that are neighbours."""
+
+    start: int
+    ranks: int
+    scheme: Scheme
+    pipelines: tuple[int, ...]
+    """Indices in the strategy."""
+
+
+def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
+    """Cut a strategy into what is planned together.
+
+    Neighbours of one stage and one tensor degree hold the same parameters. Planned together they may share a long
+    document, and nothing is lost.
+    """
+    pipes = sorted(enumerate(strategy.pipelines), key=lambda entry: entry[1].ranks)
+    at = 0
+    while at < len(pipes):
+        last = at
+        for stop in range(at + 1, len(pipes)):
+            if not _alike(pipes[at][1], pipes[stop][1]):
+                break
+            start, size = pipes[at][1].ranks[0], pipes[stop][1].ranks[-1] + 1 - pipes[at][1].ranks[0]
+            wide = Scheme(1, pipes[at][1].scheme.tensor, size // pipes[at][1].scheme.tensor)
+            if start % size == 0 and fits_nodes(wide, ranks, node_size):
+                last = stop
+        first, end = pipes[at][1].ranks[0], pipes[last][1].ranks[-1] + 1
+        yield Block(first, end - first, pipes[at][1].scheme, tuple(index for index, _ in pipes[at : last + 1]))
+        at = last + 1
+
+
+def _alike(one: Pipe, other: Pipe) -> bool:
+    return one.scheme.stages == other.scheme.stages == 1 and one.scheme.tensor == other.scheme.tensor
+
+
+class Built(NamedTuple):
+    """A plan, the assignment it was made from, and what it takes."""
+
+    plan: Plan
+    ns: int
+    assignment: Assignment
+    pipelines_ns: dict[int, int]
+    """ns of every pipeline that has documents, by its index in the strategy."""
+
+
+def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
+    """The full plan of an assignment."""
+    parts, taken = [], {}
+    for block in blocks(strategy, cost.ranks, cost.node_size):
+        documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
+        if documents:
+            inside = cost.on_ranks(block.ranks, block.scheme.tensor)
+            if block.scheme.stages > 1:
+                plan = plan_pipeline(lengths[documents], inside, stages=block.scheme.stages)
+            else:
+                plan = plan_flex(lengths[documents], inside, seed=seed)
+            parts.append(Part(plan, block.start, documents))
+            taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
+    merged = merge(parts, lengths, cost, "strategies")
+    return Built(merged, predicted_ns(merged, cost), assignment, taken)
+
+
+def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built: Built) -> Assignment:
+    """The documents dealt once more, with every pipeline's prices scaled to what its plan takes."""
+    order = np.argsort(-lengths, kind="stable")
+    problem = problem_of(lengths[order], strategy, costs)
+    expected = built.assignment.pipelines_ns
+    scale = np.array([built.pipelines_ns.get(j, ns) / max(ns, 1) for j, ns in enumerate(expected)])
+    return assign(
+        problem._replace(
+            cost=np.rint(problem.cost * scale[:, None]).astype(np.int64),
+            fixed=np.rint(problem.fixed * scale).astype(np.int64),
+        ),
+        order,
+        built.assignment.strategy,
+    )

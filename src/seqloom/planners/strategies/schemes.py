@@ -1,0 +1,178 @@
+"""The schemes that a cluster and a model allow, with prices fitted to the cost model.
+
+A scheme's stages run its documents in groups as wide as the stage. Each document is priced under the choice of what is
+kept that is fastest for it: what keeps more runs faster, but a micro-batch holds less, so its constant counts for
+fewer tokens. Two numbers, for the squared and the plain length, are fitted to these prices over all lengths that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.stage_limits import host_bytes, pipeline_checkpoints
+from seqloom.cost.stage_memory import StageMemory
+from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint, Reduce
+from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.planners.strategies.clock import estimate
+from seqloom.planners.strategies.place import fits_nodes
+from seqloom.planners.strategies.price import SchemeCost
+from seqloom.planners.strategies.values import Scheme
+
+STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of stages that are looked at."""
+SHORTEST = 128
+"""Tokens of the shortest document that prices are fitted to."""
+PROBES = 12
+"""Lengths that prices are fitted to."""
+LOADS = (1, 2**14, 2**18)
+"""Tokens of the loads by which schemes are compared, at least one document each."""
+NEAR_PERCENT = 103
+
+_known: WeakKeyDictionary[CostModel, dict[Scheme, SchemeCost | None]] = WeakKeyDictionary()
+
+
+class Keeping(NamedTuple):
+    """One choice of what is kept of a micro-batch: tokens that fit on all ranks of a stage, and the price."""
+
+    tokens: int
+    fixed: int
+    """ns before any document."""
+    variant: Variant
+
+
+def scheme_costs(cost: CostModel, longest: int) -> dict[Scheme, SchemeCost]:
+    """Prices of the schemes worth considering for documents up to `longest` tokens. Times are those of a stage.
+
+    SeqloomError if no scheme holds a token.
+    """
+    fitted = {scheme: priced for scheme in legal_schemes(cost) if (priced := fit(cost, scheme)) is not None}
+    if not fitted:
+        raise SeqloomError(
+            f"no pipeline on {cost.ranks} ranks holds the state of {cost.model.name} and one token in "
+            f"{cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget or use more GPUs"
+        )
+    return useful_schemes(fitted, longest)
+
+
+def legal_schemes(cost: CostModel) -> Iterator[Scheme]:
+    """Every scheme that the model's heads, widths and layers and the cluster's nodes allow.
+
+    Tensor ranks stay inside a node. Beyond them a stage spreads documents over heads as far as these reach, in its
+    node where it can, and over positions from there on.
+    """
+    node = cost.node_size
+    for tensor in cost.model.tensor_degrees:
+        if tensor > node or node % tensor:
+            continue
+        for stages in (count for count in STAGES if count <= cost.model.layers):
+            for width in cost.family.sizes:
+                if width % tensor == 0 and fits_nodes(Scheme(stages, tensor, width // tensor), cost.ranks, node):
+                    inside = cost.on_ranks(stages * width, tensor)
+                    shapes = [s for s in inside.engine.shapes if s.degree == width and not s.routed]
+                    for ulysses, ring in dict.fromkeys((shape.ulysses, shape.ring) for shape in shapes):
+                        yield Scheme(stages, tensor, ulysses // tensor, ring)
+
+
+def fit(cost: CostModel, scheme: Scheme) -> SchemeCost | None:
+    """Prices of one scheme, None if it holds no token; made once per cost model."""
+    known = _known.setdefault(cost, {})
+    if scheme not in known:
+        known[scheme] = _fitted(cost.on_ranks(scheme.ranks, scheme.tensor), scheme)
+    return known[scheme]
+
+
+def _fitted(inside: CostModel, scheme: Scheme) -> SchemeCost | None:
+    ulysses = scheme.tensor * scheme.ulysses
+    shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring, s.routed) == (ulysses, scheme.ring, False)]
+    if not shapes:
+        legal = dict.fromkeys(f"{s.ulysses} x {s.ring}" for s in inside.engine.shapes if s.degree == scheme.width)
+        raise SeqloomError(
+            f"pipeline {scheme}: no groups of Ulysses {ulysses} (tensor included) x ring {scheme.ring} here; of "
+            f"{scheme.width} ranks there are {', '.join(legal) or 'none'}"
+        )
+    kept = list(keepings(inside, scheme, shapes))
+    longest = max((keeping.tokens for keeping in kept), default=0)
+    if longest < 1:
+        return None
+    lengths = np.unique(np.geomspace(min(SHORTEST, longest), longest, PROBES).astype(np.int64))
+    fixed = min(keeping.fixed for keeping in kept)
+    prices = np.full(len(lengths), np.inf)
+    for keeping in kept:
+        tables = inside.tables(lengths, keeping.variant, shapes)
+        own = tables.cost.max(axis=0).min(axis=0) / scheme.stages
+        own = own + fixed * lengths * (1.0 / keeping.tokens - 1.0 / longest)
+        prices = np.where(lengths <= keeping.tokens, np.minimum(prices, own), prices)
+    square, linear = relative_fit(lengths.astype(np.float64), prices)
+    return SchemeCost(square, linear, fixed, longest)
+
+
+def keepings(inside: CostModel, scheme: Scheme, shapes: list[Shape]) -> Iterator[Keeping]:
+    """The choices of what is kept that hold a token of a micro-batch, as many in flight as 1F1B has."""
+    holding: dict[Variant, int] = {}
+    if scheme.stages == 1:
+        with suppress(SeqloomError):  # none holds a token
+            holding = {variant: inside.capacity(variant) for variant in inside.variants}
+    else:
+        line = line_of(inside, scheme.stages)
+        for checkpoint in pipeline_checkpoints(inside):
+            least = []
+            for host, shares in enumerate(line.of_hosts):
+                room = inside.budget_bytes - host_bytes(inside, shares, island_of(inside, line))
+                own = [StageMemory(inside, share).holding(checkpoint, offload=False) for share in shares]
+                held = (scheme.stages - host) * sum(each.held for each in own)
+                least.append(int(room // (held + max(max(each.forward, each.backward) for each in own))))
+            if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
+                holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(least)
+    for variant, capacity in holding.items():
+        if capacity > 0:
+            fixed = inside.tables([1], variant, shapes).fixed.max(axis=0).min() // scheme.stages
+            yield Keeping(capacity * scheme.width, int(fixed), variant)
+
+
+def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]:
+    """(a, b), none negative, such that ``a s^2 + b s`` is near the prices in proportion, float64[n] each."""
+    rows = np.stack([lengths * lengths, lengths], axis=1) / prices[:, None]
+    (a, b), *_ = np.linalg.lstsq(rows, np.ones(len(prices)), rcond=None)
+    if a < 0 or len(lengths) < 2:
+        return 0.0, float(rows[:, 1].sum() / (rows[:, 1] ** 2).sum())
+    if b < 0:
+        return float(rows[:, 0].sum() / (rows[:, 0] ** 2).sum()), 0.0
+    return float(a), float(b)
+
+
+def useful_schemes(costs: dict[Scheme, SchemeCost], longest: int) -> dict[Scheme, SchemeCost]:
+    """Of every number of ranks as few schemes as possible, such that one is near the fastest at any load.
+
+    Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens.
+    """
+    kept: list[Scheme] = []
+    for ranks in sorted({scheme.ranks for scheme in costs}):
+        own = sorted(scheme for scheme in costs if scheme.ranks == ranks)
+        times = np.stack([_loads_ns(scheme, costs[scheme], longest) for scheme in own])
+        best = times.min(axis=0)
+        near = (times * 100 <= best * NEAR_PERCENT) & np.isfinite(best)
+        open_ = np.isfinite(best)
+        while open_.any():
+            pick = int((near & open_).sum(axis=1).argmax())
+            kept.append(own[pick])
+            open_ = open_ & ~near[pick]
+    return {scheme: costs[scheme] for scheme in sorted(kept)}
+
+
+def _loads_ns(scheme: Scheme, cost: SchemeCost, most: int) -> np.ndarray:
+    """float64[loads] ns per document of several amounts of several lengths; infinite where one is too long."""
+    times = []
+    lengths = [*(2**k for k in range(7, 40) if 2**k < most), most]
+    for length, own in zip(lengths, cost.documents_ns(np.array(lengths)).tolist(), strict=True):
+        for tokens in LOADS:
+            count = max(1, tokens // length)
+            done = estimate(own * count, length * count, own, count, cost.fixed, cost.longest, scheme.stages, False)
+            times.append(done / count if length <= cost.longest else np.inf)
+    return np.array(times)

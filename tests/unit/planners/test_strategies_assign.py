@@ -1,0 +1,183 @@
+"""Two-stage assignment: the clock, dispatch and pack against exhaustive search and against the published greedy."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from seqloom.errors import SeqloomError
+from seqloom.plan.schedules import Times, play, schedule_of
+from seqloom.planners.strategies.assign import assign, choose, lower_bound, problem_of, rank_strategies
+from seqloom.planners.strategies.clock import one_f_one_b
+from seqloom.planners.strategies.dispatch import dispatch
+from seqloom.planners.strategies.pack import pack
+from seqloom.planners.strategies.price import SchemeCost
+from seqloom.planners.strategies.published import published_model
+from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
+from seqloom.testing.exhaustive_strategies import best_assignment
+
+PUBLISHED = published_model("32b").costs()
+
+
+def strategy_of(costs, *schemes):
+    """A strategy of these schemes on ranks that follow each other."""
+    starts = itertools.accumulate((scheme.ranks for scheme in schemes), initial=0)
+    return Strategy(
+        tuple(Pipe(s, tuple(range(at, at + s.ranks)), costs[s].longest) for s, at in zip(schemes, starts, strict=False))
+    )
+
+
+def drawn_costs(draw):
+    """Three schemes of one, two and one stages, with constants that matter."""
+    longest = sorted(draw.integers(900, 3000, 3).tolist())
+    schemes = (Scheme(1, 1), Scheme(2, 1), Scheme(1, 4))
+    speed = draw.uniform(0.6, 1.0, 3)
+    return {
+        s: SchemeCost(float(draw.uniform(0, 0.02)), float(10 * v / s.ranks), int(draw.integers(50, 3000)), room)
+        for s, v, room in zip(schemes, speed, longest, strict=True)
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_clock_is_the_recurrence_of_the_schedule(seed):
+    draw = np.random.default_rng(seed)
+    stages, count = int(draw.integers(1, 6)), int(draw.integers(1, 9))
+    times = draw.integers(1, 1000, count)
+    forward = np.tile(times // 3, (stages, 1))
+    backward = np.tile(times - times // 3, (stages, 1))
+    played = play(schedule_of("1f1b", stages, count), Times(forward, backward, np.zeros_like(forward)))
+    assert one_f_one_b(times, stages) == played.makespan
+    level = np.full(count, 300)
+    assert one_f_one_b(level, stages) == 300 * (stages - 1 + count)
+
+
+def test_assignment_is_near_the_best_of_all():
+    excess = []
+    for seed in range(200):
+        draw = np.random.default_rng(seed)
+        costs = drawn_costs(draw)
+        strategy = strategy_of(costs, *costs)
+        lengths = draw.integers(50, max(c.longest for c in costs.values()), 5)
+        found = choose(lengths, [strategy], costs).ns
+        optimum = best_assignment(lengths.tolist(), list(costs), costs)
+        assert found >= optimum
+        excess.append(found / optimum - 1)
+    assert np.mean(excess) <= 0.03, np.mean(excess)
+
+
+def shuffled_greedy_ns(lengths, strategy, costs, shuffles=50):
+    """The published dispatch by its own measure, best of several shuffles: documents where the maximum grows least."""
+    best = None
+    priced = {pipe.scheme: costs[pipe.scheme].documents_ns(lengths).tolist() for pipe in strategy.pipelines}
+    for seed in range(shuffles):
+        sums, largest = [0] * len(strategy.pipelines), [0] * len(strategy.pipelines)
+        for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():
+            options = []
+            for j, pipe in enumerate(strategy.pipelines):
+                if lengths[i] <= pipe.longest:
+                    own = priced[pipe.scheme][i]
+                    done = sums[j] + own + (pipe.scheme.stages - 1) * max(largest[j], own)
+                    options.append((done, sums[j] > 0, j, own))
+            _, _, j, own = min(options)
+            sums[j], largest[j] = sums[j] + own, max(largest[j], own)
+        stages = [pipe.scheme.stages for pipe in strategy.pipelines]
+        ns = max(a + (k - 1) * b for a, b, k in zip(sums, largest, stages, strict=True))
+        best = ns if best is None else min(best, ns)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        [Scheme(1, 16), *[Scheme(1, 4)] * 12],
+        [Scheme(3, 8), *[Scheme(1, 4)] * 10],
+        [Scheme(1, 16), Scheme(3, 8), Scheme(3, 8)],
+    ],
+)
+def test_dispatch_is_no_worse_than_fifty_shuffles(schemes, seed):
+    free = {s: SchemeCost(c.square, c.linear, 0, c.longest) for s, c in PUBLISHED.items()}  # their measure has no c
+    strategy = strategy_of(free, *schemes)
+    draw = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(draw.normal(6, 1.4, 120)).astype(np.int64) + 1, strategy.longest)
+    order = np.argsort(-lengths, kind="stable")
+    problem = problem_of(lengths[order], strategy, free)
+    place = dispatch(problem)
+    times = []
+    for j, pipe in enumerate(strategy.pipelines):
+        own = problem.cost[j, place == j]
+        times.append(int(own.sum()) + (pipe.scheme.stages - 1) * int(own.max(initial=0)))
+    assert max(times) <= shuffled_greedy_ns(lengths, strategy, free)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("alike", [False, True])
+def test_packing_keeps_every_document_and_the_limit(stages, alike):
+    draw = np.random.default_rng(stages)
+    for _ in range(20):
+        tokens = np.sort(draw.integers(1, 500, int(draw.integers(1, 40))))[::-1].copy()
+        cost, batch = tokens * 7, np.full(len(tokens), -1)
+        ns = pack(tokens, cost, 40, 500, stages, alike, batch)
+        held = np.bincount(batch, weights=tokens)
+        times = np.bincount(batch, weights=cost).astype(np.int64) + 40
+        assert batch.min() == 0 and held.min() > 0 and held.max() <= 500
+        assert ns == (times.max() * (stages - 1 + len(times)) if alike else one_f_one_b(times, stages))
+        assert ns >= cost.sum() + 40 * -(-tokens.sum() // 500)
+
+
+def test_empty_pipelines_and_single_documents_are_fine():
+    strategy = strategy_of(PUBLISHED, Scheme(1, 16), *[Scheme(1, 4)] * 12)
+    found = choose(np.array([30_000]), [strategy], PUBLISHED)
+    assert found.batches[0] == ((0,),)
+    assert found.batches[1:] == ((),) * 12 and found.ns == PUBLISHED[Scheme(1, 16)].micro_batch_ns(np.array([30_000]))
+
+
+def test_order_of_the_pipelines_does_not_matter():
+    """Results belong to the pipelines as they are listed, sorted or not."""
+    lengths = np.array([30_000, 7_000, 7_000, 500, 400, 300])
+    one = strategy_of(PUBLISHED, Scheme(1, 16), Scheme(1, 4), Scheme(1, 4))
+    other = strategy_of(PUBLISHED, Scheme(1, 4), Scheme(1, 16), Scheme(1, 4))
+    for strategy in (one, other):
+        found = choose(lengths, [strategy], PUBLISHED)
+        assert sorted(k for j in range(3) for k in found.documents(j)) == list(range(6))
+        for pipe, batches, ns in zip(strategy.pipelines, found.batches, found.pipelines_ns, strict=True):
+            assert all(lengths[list(batch)].sum() <= pipe.longest for batch in batches)
+            assert ns == sum(PUBLISHED[pipe.scheme].micro_batch_ns(lengths[list(batch)]) for batch in batches)
+    assert choose(lengths, [one], PUBLISHED).ns == choose(lengths, [other], PUBLISHED).ns
+
+
+def test_the_fastest_strategy_wins_not_the_one_with_the_fewest_pipelines():
+    short = np.full(200, 600)
+    wide, narrow = strategy_of(PUBLISHED, *[Scheme(1, 16)] * 4), strategy_of(PUBLISHED, *[Scheme(1, 4)] * 16)
+    ranked = rank_strategies(short, [wide, narrow], PUBLISHED)
+    assert [found.strategy for found in ranked] == [1, 0] and ranked[0].ns < ranked[1].ns
+    assert choose(short, [wide, narrow], PUBLISHED).strategy == 1
+    gap = ranked[1].ns - ranked[0].ns
+    assert (
+        choose(short, [wide, narrow], PUBLISHED, [0, gap + 1]).strategy == 0
+    )  # a switch that costs more than it saves
+    assert choose(short, [wide, narrow], PUBLISHED, [0, gap - 1]).ns == ranked[1].ns - 1
+
+
+def test_many_short_documents_are_priced_with_their_constants():
+    """Two pipelines, one with a large constant: dispatch sees it."""
+    costs = {Scheme(1, 1): SchemeCost(0.0, 1.0, 10_000, 100), Scheme(1, 2): SchemeCost(0.0, 1.0, 10, 100)}
+    strategy = strategy_of(costs, Scheme(1, 1), Scheme(1, 2))
+    found = choose(np.full(40, 50), [strategy], costs)
+    assert len(found.documents(0)) <= 2 < len(found.documents(1))
+
+
+def test_the_bound_is_below_every_assignment():
+    for seed in range(40):
+        draw = np.random.default_rng(seed)
+        costs = drawn_costs(draw)
+        strategy = strategy_of(costs, *costs)
+        lengths = np.sort(draw.integers(1, strategy.longest, int(draw.integers(1, 30))))[::-1].copy()
+        problem = problem_of(lengths, strategy, costs)
+        assert lower_bound(problem) <= assign(problem, np.arange(len(lengths))).ns
+
+
+def test_a_document_that_nobody_holds_is_refused_with_the_way_out():
+    strategy = strategy_of(PUBLISHED, Scheme(1, 8), Scheme(1, 4))
+    with pytest.raises(SeqloomError, match=r"sequence 1 has 22000 tokens.*holds more than 21888.*--max-length 21888"):
+        choose(np.array([5, 22_000]), [strategy], PUBLISHED)
