@@ -1,14 +1,14 @@
 """Real steps on CPU processes of one core each, another strategy in each: against the best fixed one; the switch.
 
-Fixed before measuring: the model below, two documents a rank and step, Wikipedia lengths cut in turn at 512, 2K and 8K
-tokens, the first of a step that long: so the mix changes from step to step. Plans may use so much memory that a process
-with all parameters holds 512 tokens: what strategies are for is that a copy of the parameters has its price. The
-machine is measured first (`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes
-over the batches take turns, several times, and a batch's median counts:
+Fixed before measuring: the model below, two documents a rank and step, Wikipedia lengths cut at 512 tokens, but the
+first of a step has 512, 2K and 8K tokens in turn: so the mix changes from step to step. Plans may use so much memory
+that a process with all parameters holds 256 tokens: a copy of the parameters has its price, as on GPUs. The machine is
+measured first (`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes over the
+batches take turns, several times, and a batch's median counts:
 
     switching   every step under the strategy that is predicted to be fastest for it
     fixed       every step under the strategy that is predicted to be fastest for all of them together
-    own         the steps of `switching`, each after another batch of the same cut under the same strategy
+    own         the steps of `switching`, each after another batch of the same kind under the same strategy
 
 The exposed switch is a step of `switching` that follows another strategy minus the same step of `own`. A step is bind,
 moving parameters, forward, backward, moving gradients, clipping and AdamW; its time is that of the slowest rank.
@@ -40,20 +40,20 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-CUTS, PER_RANK, ROOM, STEPS, REPEATS = (512, 2_048, 8_192), 2, 512, 9, 4
+CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 4
 LOAD = 1_024
 """Tokens of a rank in a round of the calibration, at most."""
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
-QUICK = {"cuts": (32, 128, 256), "steps": 3, "repeats": 1, "room": 64, "load": 128}
+QUICK = {"cut": 32, "firsts": (32, 128, 256), "steps": 3, "repeats": 1, "room": 32, "load": 128}
 
 
-def drawn(arguments: argparse.Namespace, cuts: tuple[int, ...], steps: int) -> list[np.ndarray]:
-    """The batches, one after the other with another cut; each has a document of that length."""
+def drawn(arguments: argparse.Namespace, cut: int, firsts: tuple[int, ...], steps: int) -> list[np.ndarray]:
+    """The batches, each with another first document than the one before."""
     size = PER_RANK * arguments.ranks
     lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=steps * size, max_length=10**9)
-    batches = lengths[: steps * size].reshape(steps, size)
-    cut = [np.minimum(batch, cuts[number % len(cuts)]) for number, batch in enumerate(batches)]
-    return [np.append(cuts[number % len(cuts)], batch[1:]) for number, batch in enumerate(cut)]
+    batches = np.minimum(lengths[: steps * size], cut).reshape(steps, size)
+    batches[:, 0] = np.resize(firsts, steps)
+    return list(batches)
 
 
 def budget(cost: CostModel, tokens: int) -> float:
@@ -86,7 +86,7 @@ def best_fixed(plans: Plans, cost: CostModel) -> Strategy:
 def passes(timer: StepTimer, plans: Plans, taken: list[Strategy], fixed: Strategy) -> Passes:
     """Seconds of every batch in every pass."""
     chosen = list(zip(plans, taken, strict=True))
-    alike = [plans[number - len(CUTS)] for number in range(len(plans))]
+    alike = [plans[number - len(FIRSTS)] for number in range(len(plans))]
     return {
         "switching": [timer.seconds(each[strategy]) for each, strategy in chosen],
         "fixed": [timer.seconds(each[fixed]) for each in plans],
@@ -100,16 +100,16 @@ def passes(timer: StepTimer, plans: Plans, taken: list[Strategy], fixed: Strateg
 def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, propose, plan, and time all passes."""
     quick, ranks = arguments.quick, transport.ranks
-    cuts, steps, room, load = (CUTS, arguments.steps, ROOM, LOAD)
+    cut, firsts, steps, room, load = CUT, FIRSTS, arguments.steps, ROOM, LOAD
     if quick:
-        cuts, steps, room, load = (QUICK[name] for name in ("cuts", "steps", "room", "load"))
+        cut, firsts, steps, room, load = (QUICK[name] for name in ("cut", "firsts", "steps", "room", "load"))
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
-    limits: dict[str, Any] = {"sharding": "free", "max_length": max(cuts)}
+    limits: dict[str, Any] = {"sharding": "free", "max_length": max(firsts)}
     given = CostModel(*where, "cpu", **limits, capacity=load)
     machine = Machine(given, transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(max(cuts), say, widest=max(1, ranks // 2), stages=min(ranks, 4))
+    found = machine.calibrate(max(firsts), say, widest=max(1, ranks // 2), stages=min(ranks, 4))
     cost = CostModel(*where, found.profile, **limits, budget_gib=budget(given, room), stages=2)
-    batches = drawn(arguments, cuts, steps)
+    batches = drawn(arguments, cut, firsts, steps)
     everything = np.concatenate(batches)
     strategies = list(propose_strategies(everything, cost, tokens_per_step=int(everything.sum()) // steps))
     plans = planned(batches, strategies, cost)
@@ -123,7 +123,14 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
         if turn:  # the first one warms up
             timed.append(seconds)
     if transport.rank == 0:
-        settings = {"ranks": ranks, "model": SIZES, "cuts": cuts, "sequences": PER_RANK * ranks, "room": room}
+        settings = {
+            "ranks": ranks,
+            "model": SIZES,
+            "cut": cut,
+            "firsts": firsts,
+            "sequences": PER_RANK * ranks,
+            "room": room,
+        }
         settings |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
         settings |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
         rows = [row(number, plans, taken, fixed, timed, cost) for number in range(len(plans))]
