@@ -1,6 +1,9 @@
 """Two-stage assignment: the clock, dispatch and pack against exhaustive search and against the published greedy."""
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,7 +180,36 @@ def test_the_bound_is_below_every_assignment():
         assert lower_bound(problem) <= assign(problem, np.arange(len(lengths))).ns
 
 
+PLAIN = """
+import sys; sys.modules["numba"] = None
+import numpy as np
+from seqloom.planners.compiled import COMPILED
+from test_strategies_assign import mixed_assignment
+print(COMPILED, mixed_assignment())
+"""
+
+
+def mixed_assignment():
+    """One assignment with one and several stages, and with micro-batches that count alike."""
+    lengths = np.minimum(np.exp(np.random.default_rng(5).normal(6, 1.4, 40)).astype(np.int64) + 1, 20_000)
+    listed = [strategy_of(PUBLISHED, Scheme(1, 8), Scheme(2, 4)), strategy_of(PUBLISHED, Scheme(1, 8), Scheme(2, 8))]
+    return [choose(lengths, listed, PUBLISHED, alike=alike) for alike in (False, True)]
+
+
+def test_plain_and_compiled_agree():
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"False {mixed_assignment()}"
+
+
 def test_a_document_that_nobody_holds_is_refused_with_the_way_out():
     strategy = strategy_of(PUBLISHED, Scheme(1, 8), Scheme(1, 4))
     with pytest.raises(SeqloomError, match=r"sequence 1 has 22000 tokens.*holds more than 21888.*--max-length 21888"):
         choose(np.array([5, 22_000]), [strategy], PUBLISHED)
+    tighter = {s: SchemeCost(c.square, c.linear, c.fixed, 1000) for s, c in PUBLISHED.items()}  # less memory than then
+    with pytest.raises(SeqloomError, match="holds more than 1000"):
+        choose(np.array([1001]), [strategy], tighter)
+    found = choose(np.array([900, 800, 700]), [strategy], tighter)
+    assert all(len(batch) == 1 for batches in found.batches for batch in batches)

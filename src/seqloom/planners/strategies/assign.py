@@ -76,28 +76,33 @@ def rank_strategies(
     tokens = np.asarray(lengths, dtype=np.int64)
     extra = [0] * len(strategies) if switch_ns is None else list(switch_ns)
     order = np.argsort(-tokens, kind="stable")
-    held = [k for k, strategy in enumerate(strategies) if strategy.longest >= tokens.max()]
+    rooms = [max(min(pipe.longest, costs[pipe.scheme].longest) for pipe in s.pipelines) for s in strategies]
+    if max(rooms, default=0) < tokens.max():
+        raise too_long(tokens, rooms)
+    held = [k for k, room in enumerate(rooms) if room >= tokens.max()]
     problems = {k: problem_of(tokens[order], strategies[k], costs)._replace(alike=alike) for k in held}
-    if not problems:
-        raise too_long(tokens, strategies)
     bounds = {k: lower_bound(problem) + extra[k] for k, problem in problems.items()}
     found: list[Assignment] = []
     wanted = len(problems) if most is None else most
     for k in sorted(problems, key=lambda k: (bounds[k], k)):
         if len(found) >= wanted and bounds[k] > found[wanted - 1].ns:
             break
-        found.append(assign(problems[k], order, k, extra[k]))
+        beat = found[wanted - 1].ns - extra[k] if len(found) >= wanted else None
+        found.append(assign(problems[k], order, k, extra[k], beat))
         found.sort(key=lambda assignment: (assignment.ns, assignment.strategy))
     return found[:wanted]
 
 
 def problem_of(tokens: np.ndarray, strategy: Strategy, costs: SchemeCosts) -> Problem:
-    """The documents, int64[n] tokens falling, on the pipelines of a strategy."""
+    """The documents, int64[n] tokens falling, on the pipelines of a strategy.
+
+    A pipeline holds what the strategy says, as far as the prices, which may be of less memory, agree.
+    """
     priced = {pipe.scheme: costs[pipe.scheme].documents_ns(tokens) for pipe in strategy.pipelines}
     own = [costs[pipe.scheme] for pipe in strategy.pipelines]
-    longest = np.array([pipe.longest for pipe in strategy.pipelines], dtype=np.int64)
+    longest = np.array([min(pipe.longest, costs[pipe.scheme].longest) for pipe in strategy.pipelines], dtype=np.int64)
     return Problem(
-        tokens,
+        np.ascontiguousarray(tokens),  # one layout: kernels are compiled once
         np.stack([priced[pipe.scheme] for pipe in strategy.pipelines]),
         np.array([cost.fixed for cost in own], dtype=np.int64),
         longest,
@@ -121,7 +126,9 @@ def lower_bound(problem: Problem) -> int:
     return max(int(alone[holds[:, 0]].min()), int(shared) - len(problem.tokens))
 
 
-def assign(problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int = 0) -> Assignment:
+def assign(
+    problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int = 0, beat: int | None = None
+) -> Assignment:
     """Dispatch and pack one strategy.
 
     Args:
@@ -129,8 +136,9 @@ def assign(problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int =
         order: int64[n] the document's number of every row of the problem.
         index: of the strategy.
         switch_ns: to switch to it.
+        beat: ns, without the switch, that another strategy takes; see `dispatch`.
     """
-    place = dispatch(problem)
+    place = dispatch(problem, beat)
     assert place is not None
     batches, times = [], []
     for j in range(len(problem.fixed)):
@@ -145,12 +153,11 @@ def assign(problem: Problem, order: np.ndarray, index: int = 0, switch_ns: int =
     return Assignment(index, tuple(batches), tuple(times), switch_ns)
 
 
-def too_long(tokens: np.ndarray, strategies: Sequence[Strategy]) -> SeqloomError:
+def too_long(tokens: np.ndarray, rooms: Sequence[int]) -> SeqloomError:
     """The error that says which document no candidate holds, and the nearest way out."""
-    longest = int(tokens.argmax())
-    room = max((strategy.longest for strategy in strategies), default=0)
+    longest, room = int(tokens.argmax()), max(rooms, default=0)
     return SeqloomError(
-        f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(strategies)} candidate strategies "
+        f"sequence {longest} has {tokens[longest]} tokens, but no pipeline of {len(rooms)} candidate strategies "
         f"holds more than {room}; drop longer sequences (--max-length {max(room, 1)}), propose strategies for "
         f"documents of {tokens[longest]} tokens, raise the memory budget or use more GPUs"
     )

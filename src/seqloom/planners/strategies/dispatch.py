@@ -12,6 +12,7 @@ as that helps; the result is levelled to the end.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ STARTING = 4_000
 """Estimates that each start may ask for."""
 CLOSINGS = 16
 """Times that a pipeline of several stages is closed to its longest documents."""
+FAR_PERCENT = 105
+"""Where the best start is this far behind what is to be beaten, nothing more is tried."""
 
 
 class Problem(NamedTuple):
@@ -180,35 +183,42 @@ class Dealt(NamedTuple):
     """int64[pipelines] ns."""
 
 
-def dispatch(problem: Problem, evaluations: int = EVALUATIONS) -> np.ndarray | None:
-    """int64[n]: the pipeline of every document; None if the longest fits in no pipeline."""
+def dispatch(problem: Problem, beat: int | None = None) -> np.ndarray | None:
+    """int64[n]: the pipeline of every document; None if the longest fits in no pipeline.
+
+    Args:
+        problem: documents and pipelines.
+        beat: ns that another strategy takes: one that is far behind it is not worth more search.
+    """
     staged = bool((problem.stages > 1).any())
-    first = [_dealt(problem, reach, STARTING if staged else evaluations) for reach in starts(problem)]
+    first = [_dealt(problem, reach, STARTING if staged else EVALUATIONS) for reach in starts(problem)]
     found = [dealt for dealt in first if dealt is not None]
     if not found:
         return None
     best = min(found, key=lambda dealt: dealt.done)
-    if not staged:
+    if not staged or (beat is not None and best.done * 100 > beat * FAR_PERCENT):
         return best.place
-    left = CLOSINGS
-    while left > 0:
-        better = None
-        for reach in closings(problem, best):
-            left -= 1
-            dealt = _dealt(problem, reach, STARTING)
-            if dealt is not None and dealt.done < best.done:
-                better = dealt
-                break
-            if left == 0:
-                break
-        if better is None:
-            break
-        best = better
+    best = _closed(problem, best)
     loads = Loads.empty(len(problem.fixed))
     for j in range(len(problem.fixed)):
         weigh(problem, best.place, loads, j)
-    level(problem, best.place, loads, evaluations)
+    level(problem, best.place, loads, EVALUATIONS)
     return best.place
+
+
+def _closed(problem: Problem, best: Dealt) -> Dealt:
+    """Close pipelines to their longest documents, one after the other, as long as that helps."""
+    left = CLOSINGS
+    going = True
+    while going:
+        going = False
+        for reach in islice(closings(problem, best), left):
+            left -= 1
+            dealt = _dealt(problem, reach, STARTING)
+            if dealt is not None and dealt.done < best.done:
+                best, going = dealt, left > 0
+                break
+    return best
 
 
 def _dealt(problem: Problem, reach: np.ndarray, evaluations: int) -> Dealt | None:

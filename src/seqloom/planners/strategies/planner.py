@@ -7,7 +7,7 @@ really take corrects the three numbers, and the documents are dealt once more. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -26,11 +26,12 @@ from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCosts
 from seqloom.planners.strategies.propose import MOST, propose
 from seqloom.planners.strategies.schemes import scheme_costs
+from seqloom.planners.strategies.switch import switch_ns
 from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
 from seqloom.simulate import predicted_ns
 
 TRIED = 3
-"""Strategies that are planned in full."""
+"""Strategies that are planned in full, the ones with different blocks."""
 CORRECTIONS = 1
 """Times that the documents are dealt again, by what the plans of the best strategy take."""
 
@@ -83,10 +84,18 @@ def plan_strategies(
     costs = costs_of(known, cost)
     built: list[Built] = []
     refused: list[SeqloomError] = []
-    for assignment in rank_strategies(array, known, costs, most=TRIED):
+    tried: set[tuple[Hashable, ...]] = set()
+    switches = [switch_ns(strategy, cost) for strategy in known]
+    for assignment in rank_strategies(array, known, costs, switches):
+        strategy = known[assignment.strategy]
+        alike = tuple(block[:2] + block.scheme[:2] for block in blocks(strategy, cost.ranks, cost.node_size))
+        if alike in tried or len(tried) == TRIED:
+            continue  # planned together, their pipelines are the same
+        tried.add(alike)
         try:
-            built.append(build(array, known[assignment.strategy], assignment, cost, seed))
+            built.append(build(array, strategy, assignment, cost, seed))
         except SeqloomError as error:  # its memory is tighter than three numbers can say
+            tried.discard(alike)
             refused.append(error)
     if not built:
         raise refused[0]

@@ -86,7 +86,7 @@ def _tables() -> dict[str, PublishedModel]:
 
 def _model(entry: dict[str, Any]) -> PublishedModel:
     rows = {(tensor, stages): tuple(prices) for tensor, stages, *prices in entry["schemes"]}
-    own = {
+    own: dict[str, Any] = {
         "optimiser": tuple(entry["optimiser"]),
         "activation_bytes": {int(tensor): size for tensor, size in entry["activation_bytes"].items()},
         "schemes": rows,
