@@ -1,4 +1,4 @@
-"""Twenty steps of AdamW with another strategy each equal one process, also with a resume in between."""
+"""Steps of AdamW with another strategy each equal one process, with a resume in between: twenty, or some of them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,11 @@ STEPS = [Step((12 + k, *LENGTHS[k % 8 :], *LENGTHS[: k % 8]), SPEC) for k in ran
 SETTINGS = Optimiser(lr=0.01, weight_decay=0.1)
 
 
-def alone(dtype, *, one_by_one=False):
-    """Losses and norms of all steps in one process, then the model's values and moments."""
+def alone(dtype, numbers, *, one_by_one=False):
+    """Losses and norms of some steps in one process, then the model's values and moments."""
     model = replace(STEPS[0], dtype=dtype).model()
     optimiser, curve = make_optimiser(dict(model.named_parameters()), SETTINGS), []
-    for step in STEPS:
+    for step in (STEPS[number] for number in numbers):
         documents, total = list(zip(*step.documents(), strict=True)), 0.0
         for pack in [[each] for each in documents] if one_by_one else [documents]:
             ids, labels = (torch.cat(each) for each in zip(*pack, strict=True))
@@ -74,12 +74,13 @@ def everything(parameters, optimiser):
     return {name: value.clone() for name, value in parameters.values()}, moments
 
 
-def train(transport, dtype, plans, folder, change=None, hops=()):
-    """All steps; after `change` of them the state goes through checkpoints, in other layouts, to new parameters."""
+def train(transport, dtype, plans, folder, hops=()):
+    """Steps by number; half-way the state goes through checkpoints, in other layouts, to new parameters."""
     parameters, optimiser = kept(transport, dtype, "free", 0)
     curve, between = [], []
-    for number, (step, plan) in enumerate(zip(STEPS, plans, strict=True)):
-        if number == change:
+    for done, (number, plan) in enumerate(plans.items()):
+        step = STEPS[number]
+        if hops and done == len(plans) // 2:
             between.append(everything(parameters, optimiser))
             for hop, kind in enumerate(hops):
                 with Checkpoints(Path(folder) / str(hop)) as checkpoints:
@@ -103,18 +104,25 @@ def furthest(curve, other):
 
 @pytest.fixture(scope="module")
 def plans():
+    """The plan of every step, by number."""
     assert len(set(STRATEGIES)) == len(STEPS) - 1
-    return twenty_plans([step.lengths for step in STEPS])
+    return dict(enumerate(twenty_plans([step.lengths for step in STEPS])))
 
 
-HOPS = [("free",), pytest.param(("full", "stages", "free"), marks=pytest.mark.slow)]
+RUNS = {
+    "a third of them": (range(0, 20, 3), ("free",)),
+    "all, through FSDP2 and stages": (range(20), ("full", "stages", "free")),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow if "all" in name else ()) for name in RUNS]
 
 
-@pytest.mark.parametrize("hops", HOPS, ids="-".join)
-def test_twenty_strategies_and_a_resume_equal_one_process(gloo_pool, plans, tmp_path, hops):
-    """The checkpoint is loaded for the next strategy; it goes bit for bit through FSDP2, through stages, and back."""
-    curve, values, states = alone(torch.float64)
-    results = gloo_pool.run(train, torch.float64, plans, str(tmp_path), 11, hops, ranks=RANKS, timeout_s=300)
+@pytest.mark.parametrize("name", SLOW)
+def test_twenty_strategies_and_a_resume_equal_one_process(gloo_pool, plans, tmp_path, name):
+    """Checkpoints are bit for bit what they came from, and the last one is resumed with another strategy."""
+    numbers, hops = RUNS[name]
+    curve, values, states = alone(torch.float64, numbers)
+    chosen = {number: plans[number] for number in numbers}
+    results = gloo_pool.run(train, torch.float64, chosen, str(tmp_path), hops, ranks=RANKS, timeout_s=300)
     wanted = values | {f"{n} {key}": s[key] for n, s in states.items() for key in ("exp_avg", "exp_avg_sq")}
     assert max(norm for _, norm in curve) > LIMIT, "some gradients are clipped"
     for found, (whole, moments), (before, *after) in results:
@@ -130,8 +138,8 @@ def test_twenty_strategies_and_a_resume_equal_one_process(gloo_pool, plans, tmp_
 @pytest.mark.slow
 def test_twenty_strategies_in_float32(gloo_pool, plans, tmp_path):
     """As close to float64 as twice what one process is, with the documents in one pack or one by one."""
-    exact, orders = alone(torch.float64)[0], [alone(torch.float32, one_by_one=each)[0] for each in (False, True)]
-    drift = max(furthest(each, exact) for each in orders)
+    exact = alone(torch.float64, plans)[0]
+    drift = max(furthest(alone(torch.float32, plans, one_by_one=each)[0], exact) for each in (False, True))
     found = gloo_pool.run(train, torch.float32, plans, str(tmp_path), ranks=RANKS, timeout_s=300)[0][0]
     assert 0 < drift < 1e-3
     assert furthest(found, exact) <= 2 * drift

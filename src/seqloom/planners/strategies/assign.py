@@ -102,7 +102,7 @@ def problem_of(tokens: np.ndarray, strategy: Strategy, costs: SchemeCosts) -> Pr
     own = [costs[pipe.scheme] for pipe in strategy.pipelines]
     longest = np.array([min(pipe.longest, costs[pipe.scheme].longest) for pipe in strategy.pipelines], dtype=np.int64)
     return Problem(
-        tokens,
+        np.ascontiguousarray(tokens),  # one layout: kernels are compiled once
         np.stack([priced[pipe.scheme] for pipe in strategy.pipelines]),
         np.array([cost.fixed for cost in own], dtype=np.int64),
         longest,
