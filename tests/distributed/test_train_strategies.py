@@ -157,15 +157,22 @@ def test_changing_the_strategy_trains_the_same_model(place, static, switching):
 
 @pytest.mark.parametrize(
     ("begun", "name", "settings"),
-    [("switching", "others", ()), ("switching", "", ("plan.planner=static",)), ("static", "all", ())],
-    ids=["another list", "another sharding", "from another sharding"],
+    [
+        ("switching", "others", ()),
+        ("switching", "", ("plan.planner=static",)),
+        ("switching", "", ("pipeline.stages=2", "plan.sharding=free")),
+        ("static", "auto", ("plan.planner=strategies", "plan.sharding=free")),
+    ],
+    ids=["another list", "another sharding", "one pipeline", "from another sharding to what is proposed"],
 )
 def test_checkpoints_go_on_with_another_list_and_another_sharding(
     gloo_pool, place, static, switching, begun, name, settings
 ):
-    begin = place / begun / "checkpoints" / "step-00000002"
-    settings = (*(chosen_from(place, name) if name else ()), *settings, "checkpoint.every=0", "evaluation.every=0")
-    _, losses = run(gloo_pool, place, f"{begun}-{name}", f"checkpoint.resume={begin}", *settings)
+    begin, run_name = place / begun / "checkpoints" / "step-00000002", "-".join((begun, name, *settings))
+    given = chosen_from(place, name) if name == "others" else settings
+    never = ("checkpoint.every=0", "evaluation.every=0")
+    _, losses = run(gloo_pool, place, run_name, f"checkpoint.resume={begin}", *given, *never)
     assert np.allclose(losses, static[2:], rtol=1e-9, atol=0)
-    told = " ".join(notes(place, f"{begun}-{name}"))
+    told = " ".join(notes(place, run_name))
     assert ("nothing in it depends on them" in told) and (("strategies to choose from" in told) == bool(name))
+    assert (place / run_name / "strategies.json").exists() == (name == "auto")
