@@ -128,15 +128,12 @@ class Forecast:
 
 
 def outlook(config: Config, ranks: int, batches: int = 8) -> Outlook:
-    """Open and count what a run reads; nothing is planned.
+    """Open and count what a run reads, and refuse what it would refuse; no step is planned.
 
     Args:
         config: of the run.
         ranks: processes of the run.
         batches: to look at, from the first on; not more than the run has steps.
-
-    Raises:
-        SeqloomError: what the run would refuse, and a document that no group holds.
     """
     if batches < 1:
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
