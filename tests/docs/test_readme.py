@@ -1,10 +1,13 @@
 """The README is run: each block of commands and each Python block, in a folder of its own.
 
-Shell lines that install or call `make` are not run; of `make` the target must exist. Every folder holds `lengths.txt`
-and `corpus.txt`, so a block may plan and train "your own data". Blocks in other languages show output and are not run.
+Shell lines that install or call `make` are not run; of `make` the target must exist. Lines that start ranks are run by
+this process, whose ranks are forks of one that has loaded torch; all others by a shell. Every folder holds
+`lengths.txt` and `corpus.txt`, so a block may plan and train "your own data". Blocks in other languages show output and
+are not run.
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,9 +49,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("block", _blocks("sh", "bash"))
-def test_shell_block(block: str, folder: Path):
+def test_shell_block(block: str, folder: Path, request: pytest.FixtureRequest):
     for line in _lines(block):
-        if line.split()[0] in NOT_RUN:
+        words = shlex.split(line)
+        if words[0] in NOT_RUN:
+            continue
+        if words[:2] in (["seqloom", "train"], ["seqloom", "verify"]):
+            done = request.getfixturevalue("seqloom_here")(*words[1:], folder=folder)
+            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
             continue
         result = subprocess.run(["bash", "-eu", "-o", "pipefail", "-c", line], capture_output=True, text=True)
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
