@@ -105,9 +105,10 @@ class Trainer:
             self._at(f"step {number}, whose plan has not come ({before})")
             taken = self.plans.take(number, batch.lengths)
             before = f"step {number}, plan {taken.plan.hash[:12]}"
-            self._at(before)
             if number == self.step + 1:
+                self._at(f"{before}, and what it needs")
                 self._warm_up(taken.plan, metrics)
+            self._at(before)
             record = self._train(taken, batch)
             if metrics is not None:
                 metrics.step(record)
