@@ -19,7 +19,7 @@ from record import write
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
 from seqloom.planners.bounds import variants_bound
-from seqloom.planners.flex import finish_searches, start_searches, work_bound
+from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
 from seqloom.planners.problem import Problem
 from seqloom.testing.brute_force import shortest_step
 

@@ -15,9 +15,9 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.flex import finish_searches, start_searches, work_bound
+from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
+from seqloom.planners.flex.search import tiles
 from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
-from seqloom.planners.search import tiles
 from seqloom.planners.solver import Matrix, programme, require_highspy
 
 MOST_DOCUMENTS = 20

@@ -15,7 +15,7 @@ import numpy as np
 from seqloom.cost import CostModel, Shape, Variant
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Plan, Work
-from seqloom.planners.zone_bounds import ZoneBounds, zone_bounds
+from seqloom.planners.zones.bounds import ZoneBounds, zone_bounds
 from seqloom.simulate import simulate
 
 ZONES = ("inter-node", "intra-node", "local")

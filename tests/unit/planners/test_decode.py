@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from seqloom.planners.decode import LADDER_STEPS, NEAR, decode, limit_ladder
-from seqloom.planners.flex import virtual_islands, work_bound
+from seqloom.planners.flex.decode import LADDER_STEPS, NEAR, decode, limit_ladder
+from seqloom.planners.flex.planner import virtual_islands, work_bound
+from seqloom.planners.flex.search import LADDER_GROWTH, Search
 from seqloom.planners.problem import Problem
-from seqloom.planners.search import LADDER_GROWTH, Search
 from seqloom.testing.strategies import batches, cost_models
 
 

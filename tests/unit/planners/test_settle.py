@@ -4,13 +4,13 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from seqloom.planners.decode import decode
 from seqloom.planners.fill import NEVER
-from seqloom.planners.flex import rounds_of, virtual_islands, work_bound
+from seqloom.planners.flex.decode import decode
+from seqloom.planners.flex.planner import rounds_of, virtual_islands, work_bound
+from seqloom.planners.flex.search import Search
+from seqloom.planners.flex.settle import settle
 from seqloom.planners.pricing import price_rounds
 from seqloom.planners.problem import Problem, to_plan
-from seqloom.planners.search import Search
-from seqloom.planners.settle import settle
 from seqloom.testing.strategies import batches, cost_models
 
 

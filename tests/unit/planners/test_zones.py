@@ -8,8 +8,8 @@ from seqloom.cost import CostModel, Shape
 from seqloom.describe import Cluster, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.zone_bounds import zone_bounds
 from seqloom.planners.zones import plan_zones
+from seqloom.planners.zones.bounds import zone_bounds
 from seqloom.planners.zones.build import build_plan
 from seqloom.planners.zones.clock import rank_times
 from seqloom.planners.zones.deal import deal_apart, deal_together

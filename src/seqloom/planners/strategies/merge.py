@@ -12,7 +12,7 @@ from seqloom.cost import CostModel
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Span, Work
 
 
-class Part(NamedTuple):
+class Planned(NamedTuple):
     """A plan of some of the documents, made for as many ranks as its part of the cluster has."""
 
     plan: Plan
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """Numbers in the whole batch of the documents of `plan`, in its order."""
 
 
-def merge(parts: Sequence[Part], lengths: np.ndarray, cost: CostModel, planner: str) -> Plan:
+def merge(parts: Sequence[Planned], lengths: np.ndarray, cost: CostModel, planner: str) -> Plan:
     """One plan of several, on disjoint ranks of the cluster.
 
     A checkpoint's capacity becomes the largest that any part has: parts differ in what their stages leave free, and
@@ -48,18 +48,18 @@ def merge(parts: Sequence[Part], lengths: np.ndarray, cost: CostModel, planner: 
     return Plan(limits, cost.sharding, Reduce.STEP, tuple(lengths.tolist()), tuple(pipelines), planner)
 
 
-def _moved(pipeline: Pipeline, part: Part) -> Pipeline:
+def _moved(pipeline: Pipeline, part: Planned) -> Pipeline:
     stages = tuple(replace(stage, ranks=_shifted(stage.ranks, part.start)) for stage in pipeline.stages)
     rounds = tuple(Round(tuple(_work(work, part) for work in current.work)) for current in pipeline.rounds)
     return Pipeline(stages, rounds, pipeline.actions)
 
 
-def _work(work: Work, part: Part) -> Work:
+def _work(work: Work, part: Planned) -> Work:
     assert work.attention is None and work.linear is None, "parts are planned without layouts of their own"
     return replace(work, groups=tuple(_group(group, part) for group in work.groups))
 
 
-def _group(group: Group, part: Part) -> Group:
+def _group(group: Group, part: Planned) -> Group:
     route = group.route
     return replace(
         group,

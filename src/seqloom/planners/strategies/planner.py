@@ -21,7 +21,7 @@ from seqloom.planners.flex import plan_flex
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.strategies.assign import Assignment, assign, problem_of, rank_strategies
 from seqloom.planners.strategies.check import check_strategies, costs_of
-from seqloom.planners.strategies.merge import Part, merge
+from seqloom.planners.strategies.merge import Planned, merge
 from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCosts
 from seqloom.planners.strategies.propose import MOST, propose
@@ -173,7 +173,7 @@ def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost:
                 plan = plan_pipeline(lengths[documents], inside, stages=block.scheme.stages)
             else:
                 plan = plan_flex(lengths[documents], inside, seed=seed)
-            parts.append(Part(plan, block.start, documents))
+            parts.append(Planned(plan, block.start, documents))
             taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
     merged = merge(parts, lengths, cost, "strategies")
     return Built(merged, predicted_ns(merged, cost), assignment, taken)

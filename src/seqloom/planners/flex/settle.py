@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.planners.compiled import kernel
-from seqloom.planners.decode import Draft
 from seqloom.planners.fill import NEVER, Tables, arrange, block_count, block_start
+from seqloom.planners.flex.decode import Draft
 
 
 class Seats(NamedTuple):

@@ -15,11 +15,11 @@ import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.plan import Plan
-from seqloom.planners.decode import Draft
 from seqloom.planners.fill import NEVER, Tables
+from seqloom.planners.flex.decode import Draft
+from seqloom.planners.flex.search import LARGE_PROBLEM, ORDERED_BELOW, Search
+from seqloom.planners.flex.settle import Seats, settle
 from seqloom.planners.problem import CHECKPOINTS, Problem, Seat, fitting_problems, to_plan
-from seqloom.planners.search import LARGE_PROBLEM, ORDERED_BELOW, Search
-from seqloom.planners.settle import Seats, settle
 
 SMALL_CLUSTER = 16
 """Up to this many ranks every virtual island is tried."""
