@@ -8,7 +8,7 @@ from seqloom.data.opening import open_source
 from seqloom.data.prepare import Counts, Prepared, prepare
 from seqloom.data.records import Fields
 from seqloom.data.rows import rank_rows
-from seqloom.data.sampler import Batch, Sampler
+from seqloom.data.sampler import Batch, Sampler, Steps
 from seqloom.data.source import IGNORED, Source
 from seqloom.data.store import TokenStore
 from seqloom.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,6 +24,7 @@ __all__ = [
     "Prepared",
     "Sampler",
     "Source",
+    "Steps",
     "StoreWriter",
     "TokenStore",
     "Tokenizer",

@@ -1,4 +1,4 @@
-"""Which documents a step works on: a shuffle per epoch, cut into batches at one global cursor.
+"""Which documents a step works on: a shuffle per epoch, cut into batches at one global cursor; or batches as given.
 
 The cursor (epoch, position) is all the state there is. It counts documents, not steps of a rank, so a run goes on
 where it stopped on any number of ranks, and also with another batch size.
@@ -7,7 +7,7 @@ where it stopped on any number of ranks, and also with another batch size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike
 
 from seqloom.data.source import frozen
 from seqloom.errors import SeqloomError
+
+Steps = Callable[[int], tuple[np.ndarray, np.ndarray]]
+"""steps(epoch) -> int64[n] the documents of an epoch, each once, batch after batch, and int64[m + 1] where batches
+begin among them; the last one is n. The same for an epoch whenever it is asked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +80,7 @@ class Sampler:
         seed: int = 0,
         documents: int | None = None,
         tokens: int | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """Begin at the first document of epoch 0.
 
@@ -85,18 +90,21 @@ class Sampler:
             seed: of the shuffles, 0 or more.
             documents: documents of a batch.
             tokens: instead: as many documents, in their order, as fit in so many tokens.
+            steps: instead: the batches themselves.
         """
         self._lengths, self._valid = frozen(lengths), frozen(valid)
         if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.shape != self._valid.shape:
             raise SeqloomError(
                 "a sampler needs documents, each with a length of at least 1 and a count of valid labels"
             )
-        if (documents is None) == (tokens is None):
-            raise SeqloomError("a batch ends after so many documents or so many tokens; give one of the two")
-        size = tokens if documents is None else documents
-        if size is None or size < 1 or seed < 0:
+        if sum(each is not None for each in (documents, tokens, steps)) != 1:
+            raise SeqloomError(
+                "a batch ends after so many documents or so many tokens, or batches are given; give one of the three"
+            )
+        size = next((each for each in (documents, tokens) if each is not None), 1)
+        if size < 1 or seed < 0:
             raise SeqloomError(f"a batch of {size} with seed {seed}; the size must be at least 1, the seed at least 0")
-        self._seed, self._size, self._by_tokens = seed, size, documents is None
+        self._seed, self._size, self._by_tokens, self._steps = seed, size, tokens is not None, steps
         if self._by_tokens and self._lengths.max() > size:
             long = int((self._lengths > size).sum())
             raise SeqloomError(
@@ -106,6 +114,8 @@ class Sampler:
         self._digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._epoch = self._position = 0
+        given = b"" if steps is None else b"".join(each.astype("<i8").tobytes() for each in self._ordered(0))
+        self._steps_digest = hashlib.sha256(given).hexdigest()
 
     @property
     def epoch(self) -> int:
@@ -139,17 +149,25 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor, and what it is a cursor into. Plain values, ready for JSON."""
-        return {
+        state = {
             "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
             "documents": len(self._lengths),
             "lengths_sha256": self._digest,
         }
+        if self._steps is not None:
+            state["steps_sha256"] = self._steps_digest
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a cursor. One into other data or another shuffle is refused: it would repeat and skip documents."""
         own = self.state_dict()
+        if state.get("steps_sha256") != own.get("steps_sha256"):
+            raise SeqloomError(
+                "the sampler's state is of other batches: they were packed ahead, for another machine or limit, or "
+                "only one of both was; resume with the ranks and limits of the run, or start a new one"
+            )
         missing = [name for name in own if name not in state]
         if missing:
             raise SeqloomError(f"the sampler's state has no {missing[0]!r}; it needs {', '.join(own)}")
@@ -169,21 +187,25 @@ class Sampler:
 
     def _batch(self, epoch: int, position: int) -> tuple[Batch, int, int]:
         """The batch at a cursor, and the cursor behind it."""
-        order, ends = self._shuffled(epoch)
+        order, ends = self._ordered(epoch)
         stop = position + self._size
-        if self._by_tokens:
+        if self._steps is not None:
+            stop = int(ends[np.searchsorted(ends, position, side="right")])
+        elif self._by_tokens:
             behind = ends[position - 1] if position else 0
             stop = int(np.searchsorted(ends, behind + self._size, side="right"))
         chosen = order[position:stop]
         batch = Batch(frozen(chosen), frozen(self._lengths[chosen]), frozen(self._valid[chosen]))
         return (batch, epoch, stop) if stop < len(order) else (batch, epoch + 1, 0)
 
-    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of an epoch, and the tokens up to and with each of its documents.
+    def _ordered(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of an epoch, and the tokens up to and with each of its documents, or where its batches begin.
 
         Sorting by random keys uses the raw stream of the generator only, which numpy promises to keep.
         """
-        if epoch not in self._epochs:
+        if epoch not in self._epochs and self._steps is not None:
+            self._epochs[epoch] = self._steps(epoch)
+        elif epoch not in self._epochs:
             keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
             order = np.argsort(keys, kind="stable")
             self._epochs[epoch] = order, np.cumsum(self._lengths[order])

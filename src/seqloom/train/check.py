@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.data import Batch, Limited, Source
+from seqloom.data import Batch, Limited, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
@@ -143,12 +143,13 @@ def outlook(config: Config, ranks: int, batches: int = 8) -> Outlook:
     sources = {"data.source": source}
     if config.data.validation is not None:
         sources["data.validation"] = open_documents(config, spec, validation=True)
-    config, planners = chosen(config, cost, make_sampler(config, source), source)
+    config, planners = chosen(config, cost, make_sampler(config, source, cost), source)
     for name, each in sources.items():
         _refuse_too_long(name, each, cost, planners)
-    training, *others = (_count(config, each) for each in sources.values())
-    steps = config.run.steps or len(_labels(config, source, config.run.epochs or 1))
-    sample = make_sampler(config, source).peek(min(batches, steps))
+    samplers = [make_sampler(config, each, cost if each is source else None) for each in sources.values()]
+    training, *others = map(_count, sources.values(), samplers)
+    steps = config.run.steps or len(_labels(make_sampler(config, source, cost), config.run.epochs or 1))
+    sample = make_sampler(config, source, cost).peek(min(batches, steps))
     return Outlook(config, cost, planners, training, others[0] if others else None, steps, tuple(sample))
 
 
@@ -213,9 +214,9 @@ def _of_evaluation(run: Outlook) -> list[str]:
     return found
 
 
-def _count(config: Config, source: Source) -> Documents:
+def _count(source: Source, sampler: Sampler) -> Documents:
     limited = source if isinstance(source, Limited) else None
-    valid = _labels(config, source, 1)
+    valid = _labels(sampler, 1)
     return Documents(
         documents=len(source.lengths),
         tokens=int(source.lengths.sum()),
@@ -229,9 +230,9 @@ def _count(config: Config, source: Source) -> Documents:
     )
 
 
-def _labels(config: Config, source: Source, epochs: int) -> list[int]:
+def _labels(sampler: Sampler, epochs: int) -> list[int]:
     """Labels that count in every batch of some epochs; by tokens, each epoch has its own number of them."""
-    sampler, valid = make_sampler(config, source), []
+    valid = []
     while sampler.epoch < epochs:
         valid.append(sampler.next_batch().valid_tokens)
     return valid

@@ -97,6 +97,9 @@ class Data:
     """Documents in a step. Either this or `tokens`."""
     tokens: Whole | None = None
     """Tokens in a step, at most."""
+    batches: Literal["shuffled", "hbp"] = "shuffled"
+    """Which documents make a step: the next ones of a shuffle; or, by hierarchical balance packing of all documents
+    ahead, packs of one length and of like attention work. The latter needs `tokens`."""
     max_length: Whole | None = None
     """Longest document, tokens; None: as long as they are."""
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
@@ -108,6 +111,11 @@ class Data:
         for name, least in (("sequences", 1), ("tokens", 2), ("max_length", 2)):
             if getattr(self, name) is not None:
                 at_least("data", self, least, name)
+        if self.batches == "hbp" and self.tokens is None:
+            raise SeqloomError(
+                "data.batches = 'hbp' without data.tokens: packs fill a step of so many tokens; give tokens instead of "
+                "sequences, or leave batches out"
+            )
         if self.too_long != "refuse" and self.max_length is None:
             raise SeqloomError(
                 f"data.too_long = {self.too_long!r} without data.max_length, so no document is too long; "

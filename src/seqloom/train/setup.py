@@ -11,6 +11,7 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Sharding
 from seqloom.train.config import Config
+from seqloom.train.packed import PackedSteps
 from seqloom.train.sections import Pipelining
 from seqloom.train.stages import SAMPLE, Planners, number_of_stages
 from seqloom.train.strategies import candidates
@@ -43,10 +44,10 @@ class Setup:
         """Open and check everything that needs no other rank, for a run on `ranks` processes."""
         spec = model_spec(config)
         source = open_documents(config, spec)
-        sampler = make_sampler(config, source)
         cost = make_cost(config, spec, ranks, int(source.lengths.max()))
+        sampler = make_sampler(config, source, cost)
         config, planners = chosen(config, cost, sampler, source)
-        return cls(config, spec, source, sampler, cost, planners, _steps(config, source))
+        return cls(config, spec, source, sampler, cost, planners, _steps(config, source, cost))
 
     def validation(self) -> tuple[Source, list[Batch]]:
         """Return the documents of evaluation, and its batches: always the same ones."""
@@ -65,11 +66,11 @@ def chosen(config: Config, cost: CostModel, sampler: Sampler, source: Source) ->
     return replace(config, pipeline=replace(config.pipeline, stages=stages) if stages > 1 else Pipelining()), planners
 
 
-def _steps(config: Config, source: Source) -> int:
+def _steps(config: Config, source: Source, cost: CostModel) -> int:
     """Optimiser steps of the run; epochs are counted out."""
     if config.run.steps is not None:
         return config.run.steps
-    sampler, steps = make_sampler(config, source), 0
+    sampler, steps = make_sampler(config, source, cost), 0
     while sampler.epoch < (config.run.epochs or 0):
         sampler.next_batch()
         steps += 1
@@ -94,8 +95,18 @@ def open_documents(config: Config, spec: ModelSpec, *, validation: bool = False)
     return Limited(source, config.data.max_length, config.data.too_long)
 
 
-def make_sampler(config: Config, source: Source) -> Sampler:
-    """Return the sampler of a run, at its beginning."""
+def make_sampler(config: Config, source: Source, cost: CostModel | None = None) -> Sampler:
+    """Return the sampler of a run, at its beginning.
+
+    Args:
+        config: says what makes a batch.
+        source: its documents.
+        cost: of the run, for the documents of training; those of evaluation are never packed ahead.
+    """
+    if cost is not None and config.data.batches == "hbp":
+        assert config.data.tokens is not None  # the section has checked it
+        packed = PackedSteps(source.lengths, cost, config.data.tokens, config.run.seed)
+        return Sampler(source.lengths, source.valid, seed=config.run.seed, steps=packed)
     size = {"documents": config.data.sequences, "tokens": config.data.tokens}
     return Sampler(source.lengths, source.valid, seed=config.run.seed, **size)
 

@@ -57,6 +57,28 @@ def test_a_budget_is_kept_and_nothing_is_lost():
         sampler(documents=None, tokens=7)
 
 
+STEPS = {
+    0: (np.array([6, 0, 3, 1, 2, 5, 4]), np.array([0, 2, 3, 7])),
+    1: (np.array([1, 2, 5, 4, 6, 0, 3]), np.array([0, 4, 6, 7])),
+}
+
+
+def test_batches_that_are_given_come_as_they_are_and_go_on_from_a_state():
+    given = {"documents": None, "steps": lambda epoch: STEPS[epoch]}
+    found = sampler(**given)
+    assert [batch.documents.tolist() for batch in epoch_of(found)] == [[6, 0], [3], [1, 2, 5, 4]]
+    assert found.next_batch().documents.tolist() == [1, 2, 5, 4]
+    again = sampler(**given)
+    again.load_state_dict(found.state_dict())
+    assert again.next_batch() == found.next_batch()
+    others = {0: (STEPS[0][0], np.array([0, 3, 7])), 1: STEPS[1]}
+    for other in (sampler(), sampler(documents=None, steps=lambda epoch: others[epoch])):
+        with pytest.raises(SeqloomError, match="of other batches"):
+            other.load_state_dict(found.state_dict())
+    with pytest.raises(SeqloomError, match="of other batches"):
+        sampler(**given).load_state_dict(sampler().state_dict())
+
+
 def test_peeking_does_not_move():
     found = sampler()
     ahead = found.peek(8)
@@ -100,8 +122,9 @@ def test_a_state_of_another_run_is_refused(change, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 10}, "give one of the two"),
-        ({"documents": None}, "give one of the two"),
+        ({"tokens": 10}, "give one of the three"),
+        ({"documents": None}, "give one of the three"),
+        ({"steps": lambda epoch: STEPS[epoch]}, "give one of the three"),
         ({"documents": 0}, "at least 1"),
         ({"seed": -1}, "at least 0"),
     ],
