@@ -1,6 +1,5 @@
 """Runs with a pipeline: the same losses and the same model as without, and checkpoints that go on either way."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqloom.data import StoreWriter
-from seqloom.planners.ahead import StepPlan
-from seqloom.testing.tiny_specs import TINY
+from seqloom.testing.runs import logged, train_here, write_run
 from seqloom.train.config import Config
-from seqloom.train.loop import Trainer
-from seqloom.train.metrics import read_steps
-from seqloom.train.setup import Setup
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 4
@@ -46,41 +40,16 @@ every = 2
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A config, a tiny model of four layers with a tied head, and documents of which one is long."""
+    """A config, a tiny model, and documents of which one is long."""
     folder = tmp_path_factory.mktemp("stages")
-    draw = np.random.default_rng(0)
-    with StoreWriter(folder / "store", vocabulary=257) as writer:
-        for length in (96, *draw.integers(2, 20, 29)):
-            writer.add(draw.integers(0, 20, length))
-    (folder / "tiny.toml").write_text(TINY.replace("layers = 2", "layers = 4"))
-    (folder / "run.toml").write_text(CONFIG)
+    write_run(folder, CONFIG, (96, *np.random.default_rng(1).integers(2, 20, 29)))
     return folder
-
-
-class Now:
-    """Plans at once, in this process: workers of a pool may not start others."""
-
-    def __init__(self, setup):
-        self._setup = setup
-
-    def submit(self, step, lengths):
-        pass
-
-    def take(self, step, lengths):
-        return StepPlan(step, self._setup.planners.planner.plan(lengths, self._setup.cost), 0, 0)
-
-
-class NowTrainer(Trainer):
-    def _planner(self):
-        return Now(self.setup) if self.transport.rank == 0 else None
 
 
 def train(transport, config: Config):
     """One rank of a run; returns the number of its stages and the loss of every step."""
-    setup = Setup.of(config, transport.ranks)
-    with NowTrainer(setup.config, setup, transport) as trainer:
-        trainer.run()
-    return len(setup.planners.stages), [record.loss for record in read_steps(config.metrics)]
+    setup, records = train_here(transport, config)
+    return len(setup.planners.stages), [record.loss for record in records]
 
 
 def run(gloo_pool, place: Path, name: str, *settings: str) -> tuple[int, list[float]]:
@@ -104,17 +73,12 @@ def piped(gloo_pool, place):
     return losses
 
 
-def evaluations(place: Path, name: str) -> list[float]:
-    lines = map(json.loads, (place / name / "metrics.jsonl").read_text().splitlines())
-    return [line["evaluation_loss"] for line in lines if "evaluation_loss" in line]
-
-
 def test_a_pipeline_trains_the_same_model(place, whole, piped):
     assert np.allclose(piped, whole, rtol=1e-9, atol=0)
     mine, theirs = (load_file(place / name / "model" / "model.safetensors") for name in ("piped", "whole"))
     assert mine.keys() == theirs.keys()
     assert all(torch.allclose(mine[name], theirs[name], rtol=1e-7, atol=1e-10) for name in mine)
-    mine, theirs = (evaluations(place, name) for name in ("piped", "whole"))
+    mine, theirs = (logged(place / name, "evaluation_loss") for name in ("piped", "whole"))
     assert len(mine) == 2 and np.allclose(mine, theirs, rtol=1e-9, atol=0)
 
 

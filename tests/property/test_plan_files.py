@@ -22,7 +22,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [place for key, inner in pairs for place in ((value, key), *places(inner))]
 
 
-def read_or_refused(read: Callable[[str], Plan], text: str) -> None:
+def assert_read_or_refused(read: Callable[[str], Plan], text: str) -> None:
     """Read and check a file: it is refused by a rule that has a name, or a plan that both forms can hold."""
     try:
         plan = read(text)
@@ -42,7 +42,7 @@ def test_edited_json(plan: Plan, data: st.DataObject) -> None:
         container[key] = data.draw(ODD)
     else:
         del container[key]
-    read_or_refused(Plan.from_json, json.dumps(value))
+    assert_read_or_refused(Plan.from_json, json.dumps(value))
 
 
 @relaxed
@@ -52,7 +52,7 @@ def test_edited_text(plan: Plan, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
     stop = data.draw(st.integers(start, min(len(text), start + 12)))
     fresh = data.draw(st.text(alphabet="0123456789 -,:[)\nFBxrankstge", max_size=4))
-    read_or_refused(Plan.from_text, text[:start] + fresh + text[stop:])
+    assert_read_or_refused(Plan.from_text, text[:start] + fresh + text[stop:])
 
 
 @relaxed
@@ -61,10 +61,10 @@ def test_lines_in_another_order(plan: Plan, data: st.DataObject) -> None:
     lines = plan.to_text().splitlines()
     first, second = (data.draw(st.integers(0, len(lines) - 1)) for _ in range(2))
     lines[first], lines[second] = lines[second], lines[first]
-    read_or_refused(Plan.from_text, "\n".join(lines))
+    assert_read_or_refused(Plan.from_text, "\n".join(lines))
 
 
 @given(st.text(max_size=60))
 def test_any_text(text: str) -> None:
     for read in (Plan.from_json, Plan.from_text):
-        read_or_refused(read, text)
+        assert_read_or_refused(read, text)

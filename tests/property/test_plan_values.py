@@ -18,7 +18,7 @@ relaxed = settings(max_examples=80, deadline=None)
 @relaxed
 @given(plans())
 def test_drawn_plans_are_valid(plan: Plan) -> None:
-    plan.validate()
+    assert plan.validate() is None
 
 
 @pytest.mark.parametrize("shape", ["0101", "0110", "00", "010"])

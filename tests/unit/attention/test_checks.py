@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 WORK = Work((Group((0, 1), 2, 1, (Span(0, 0, 6),)),), Checkpoint.NONE)
 
 
-def refused(call, *words, work=WORK):
+def assert_refused(call, *words, work=WORK):
     """Every rank refuses, says all the words, and has sent nothing."""
 
     def body(transport):
@@ -38,59 +38,63 @@ def with_options(**options):
 
 
 def test_options_that_no_kernel_has():
-    refused(with_options(dropout=0.1), "dropout 0.1", "depend on the plan", "use 0")
-    refused(with_options(softcap=30.0), "softcap 30.0", "use None")
+    assert_refused(with_options(dropout=0.1), "dropout 0.1", "depend on the plan", "use 0")
+    assert_refused(with_options(softcap=30.0), "softcap 30.0", "use None")
 
 
 @pytest.mark.parametrize("window, causal", [(0, True), (-3, True), (2.5, True), (4, False)])
 def test_windows(window, causal):
-    refused(with_options(window=window, causal=causal), f"window {window}", f"causal={causal}", "leave it out")
+    assert_refused(with_options(window=window, causal=causal), f"window {window}", f"causal={causal}", "leave it out")
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_scales(scale):
-    refused(with_options(scale=scale), f"scale {scale}", "finite")
+    assert_refused(with_options(scale=scale), f"scale {scale}", "finite")
 
 
 def test_dtypes():
-    refused(lambda c: attention(*tensors(dtype=torch.int32), c), "torch.int32", "float64, float32, bfloat16, float16")
+    assert_refused(
+        lambda c: attention(*tensors(dtype=torch.int32), c), "torch.int32", "float64, float32, bfloat16, float16"
+    )
     q, k, v = tensors()
-    refused(lambda c: attention(q, k.double(), v, c), "k torch.float64", "one dtype")
+    assert_refused(lambda c: attention(q, k.double(), v, c), "k torch.float64", "one dtype")
 
 
 def test_head_counts():
-    refused(lambda c: attention(*tensors(heads=4, kv_heads=3), c), "3 kv heads for 4 heads", "[1, 2, 4]")
-    refused(lambda c: attention(*tensors(heads=1, kv_heads=1), c), "ulysses 2", "1 heads", "a ring for the rest")
+    assert_refused(lambda c: attention(*tensors(heads=4, kv_heads=3), c), "3 kv heads for 4 heads", "[1, 2, 4]")
+    assert_refused(lambda c: attention(*tensors(heads=1, kv_heads=1), c), "ulysses 2", "1 heads", "a ring for the rest")
 
 
 def test_all_ranks_refuse_what_concerns_one():
     """Rank 0 is not in the group that cannot be served, but it would wait for one that has failed."""
     work = Work((Group((0, 1), 1, 2, (Span(0, 0, 6),)), Group((1,), 1, 1, (Span(1, 3, 4),))), Checkpoint.NONE)
-    refused(lambda c: attention(*tensors(tokens=c.tokens), c), "document 1 begins at token 3", work=work)
+    assert_refused(lambda c: attention(*tensors(tokens=c.tokens), c), "document 1 begins at token 3", work=work)
 
 
 def test_shapes():
     q, k, v = tensors()
-    refused(lambda c: attention(q[None], k, v, c), "q (1, 3, 4, 8)", "[tokens, heads, dim]")
-    refused(lambda c: attention(q, k, v[:, :1], c), "v (3, 1, 8)", "[tokens, kv_heads, dim]")
-    refused(lambda c: attention(q, k[..., :4], v[..., :4], c), "k (3, 2, 4)", "same tokens and dim")
-    refused(lambda c: attention(q, k[:2], v[:2], c), "k (2, 2, 8)", "same tokens")
+    assert_refused(lambda c: attention(q[None], k, v, c), "q (1, 3, 4, 8)", "[tokens, heads, dim]")
+    assert_refused(lambda c: attention(q, k, v[:, :1], c), "v (3, 1, 8)", "[tokens, kv_heads, dim]")
+    assert_refused(lambda c: attention(q, k[..., :4], v[..., :4], c), "k (3, 2, 4)", "same tokens and dim")
+    assert_refused(lambda c: attention(q, k[:2], v[:2], c), "k (2, 2, 8)", "same tokens")
 
 
 def test_lengths():
-    refused(lambda c: attention(*tensors(tokens=5), c), "5 rows", "holds 3 tokens", "context.spans")
+    assert_refused(lambda c: attention(*tensors(tokens=5), c), "5 rows", "holds 3 tokens", "context.spans")
 
 
 def test_devices():
     q, k, v = tensors()
-    refused(lambda c: attention(q.to("meta"), k, v, c), "q on meta", "bound to cpu")
+    assert_refused(lambda c: attention(q.to("meta"), k, v, c), "q on meta", "bound to cpu")
     everything = [x.to("meta") for x in (q, k, v)]
-    refused(lambda c: attention(*everything, c), "device='meta'")
+    assert_refused(lambda c: attention(*everything, c), "device='meta'")
 
 
 def test_pieces_of_documents():
     work = Work((Group((0, 1), 1, 2, (Span(4, 2, 8),)),), Checkpoint.NONE)
-    refused(lambda c: attention(*tensors(), c), "document 4 begins at token 2", "plan whole documents", work=work)
+    assert_refused(
+        lambda c: attention(*tensors(), c), "document 4 begins at token 2", "plan whole documents", work=work
+    )
 
 
 def test_what_a_kernel_cannot_do():
@@ -102,4 +106,4 @@ def test_what_a_kernel_cannot_do():
         def prepare(self, segments, shape):
             raise AssertionError("it must be asked first")
 
-    refused(lambda c: attention(*tensors(), c, kernels=Narrow()), "narrow: head dim 8", "at most 4")
+    assert_refused(lambda c: attention(*tensors(), c, kernels=Narrow()), "narrow: head dim 8", "at most 4")
