@@ -102,7 +102,7 @@ def _print_rows(rows: list[Verified], dtype: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("planner", box=None)
+    table = Table("planner", box=None, pad_edge=False)
     for name in ("plan", "rounds", "groups", "loss", "grad norm", "difference", ""):
         table.add_column(name, no_wrap=True)
     for row in rows:
