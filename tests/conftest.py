@@ -1,5 +1,6 @@
 """Settings for all tests. `make test` repeats exactly; `make test-full` draws more, and new, examples."""
 
+import gc
 import io
 import multiprocessing
 import os
@@ -80,6 +81,16 @@ def gloo_pool(gloo_processes):
     """
     yield gloo_processes
     gloo_processes.close()
+
+
+@pytest.fixture
+def held_tickets():
+    """The tickets that are held. What earlier tests have left to the garbage collector is not among them."""
+    from seqloom.attention import tickets
+
+    gc.collect()
+    assert not tickets._held
+    return tickets._held
 
 
 @pytest.fixture(scope="module")

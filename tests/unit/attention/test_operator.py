@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from seqloom.attention import attention, operator, tickets
+from seqloom.attention import attention, operator
 from seqloom.attention.kernels.registry import default
 from seqloom.attention.tickets import holder, ticket
 from seqloom.comm import bind, bind_alone, run_ranks
@@ -63,7 +63,7 @@ def test_operator_and_function_give_the_same_bits(window):
 
 
 @pytest.mark.parametrize("method", Method)
-def test_operator_and_function_give_the_same_bits_in_several_groups(method):
+def test_operator_and_function_give_the_same_bits_in_several_groups(method, held_tickets):
     """Rank 0 is in three groups at once, rank 1 only passes on what ranks 0 and 2 send, rank 3 holds nothing else."""
     groups = (
         Group((0, 2), 1, 2, (Span(0, 0, 21),), method, Route((1, 3), 2)),
@@ -81,10 +81,10 @@ def test_operator_and_function_give_the_same_bits_in_several_groups(method):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         return context.tokens
 
-    assert run_ranks(4, body, strict=True) == [22, 0, 14, 4] and not tickets._held
+    assert run_ranks(4, body, strict=True) == [22, 0, 14, 4] and not held_tickets
 
 
-def test_memory_is_that_of_the_graph_and_goes_with_it():
+def test_memory_is_that_of_the_graph_and_goes_with_it(held_tickets):
     """The ticket of what is kept has none of q, k, v and out: the graph may use their memory again."""
     inputs = tensors()
     out, kept = torch.ops.seqloom.attention(*inputs, ticket(bind_alone(LENGTHS)), *OPTIONS)
@@ -93,7 +93,7 @@ def test_memory_is_that_of_the_graph_and_goes_with_it():
     assert [each.shape for each in of_groups] == [(4, TOKENS)]
     assert not pointers & {each.untyped_storage().data_ptr() for each in of_groups}
     del out, kept, of_groups
-    assert not tickets._held
+    assert not held_tickets
 
 
 def test_a_row_of_nobody_on_a_rank_without_tokens():

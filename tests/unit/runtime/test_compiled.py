@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from seqloom.attention import tickets
 from seqloom.attention.kernels.registry import default
 from seqloom.comm import Alone, bind_alone
 from seqloom.errors import SeqloomError
@@ -123,19 +122,19 @@ def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forward
 
 
 @pytest.mark.parametrize("checkpoint", KINDS)
-def test_nothing_is_left_behind_with_or_without_a_backward(checkpoint):
+def test_nothing_is_left_behind_with_or_without_a_backward(checkpoint, held_tickets):
     step = replace(STEP, lengths=(20, 9))
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
     network, context = compiled(step), bind_plan(plan, Alone()).rounds[0].context
     once(network, step, context)
     loss = LossOf(network)(*step.rows()(context), context)
-    kept = len(tickets._held)
+    kept = len(held_tickets)
     assert kept == (LAYERS if checkpoint == Checkpoint.NONE else 0)  # those that recompute have forgotten them
     del loss
-    assert not tickets._held
+    assert not held_tickets
     with torch.no_grad():
         LossOf(network)(*step.rows()(context), context)
-    assert not tickets._held
+    assert not held_tickets
 
 
 def test_names_and_classes_stay_and_the_order_is_checked():

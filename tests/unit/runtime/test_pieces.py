@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from seqloom.attention import Carry, tickets
+from seqloom.attention import Carry
 from seqloom.comm import Alone, bind, bind_alone
 from seqloom.plan import Checkpoint, Group, Span, Work
 from seqloom.runtime.checkpoint import recompute_layers
@@ -54,7 +54,7 @@ def test_layers_keep_their_keys_apart(checkpoint):
     assert_same(in_pieces(network, checkpoint), whole())
 
 
-def test_one_compiled_graph_serves_all_layers():
+def test_one_compiled_graph_serves_all_layers(held_tickets):
     torch._dynamo.reset()
     counters.clear()
     network = Network.of(STEP.model())
@@ -63,4 +63,4 @@ def test_one_compiled_graph_serves_all_layers():
     for checkpoint in (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL):
         assert_same(in_pieces(network, checkpoint), whole())
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert not tickets._held
+    assert not held_tickets
