@@ -104,4 +104,5 @@ def test_what_goes_wrong_in_a_stage_is_raised_by_wait():
 
 def test_a_rank_outside_sends_nothing():
     passage = Passage.of(move_of((0, 4, 0, 0, 8)), Route((1, 5)), NODE, 3)
-    start_routed(passage, None, {}, {}, unit=4, device=CPU).wait()
+    nowhere = None  # whoever sends or receives anything fails
+    assert start_routed(passage, nowhere, {}, {}, unit=4, device=CPU).wait() is None

@@ -92,8 +92,9 @@ def test_an_exchange_without_parcels_takes_part_in_nothing():
     def body(transport):
         if transport.rank:
             transport.exchange([], []).wait()
+        return transport.rank
 
-    strictly(2, body)
+    assert strictly(2, body) == [0, 1]
 
 
 def test_blocks_and_exchange_are_separate_communicators():

@@ -32,7 +32,7 @@ def hooks(model):
     return [hook for part in model.modules() for hook in (*part._forward_hooks, *part._forward_pre_hooks)]
 
 
-def same(
+def assert_same(
     plain, tensor, ranks, rounds, checkpoint=Checkpoint.NONE, *, pieces=None, split=False, stages=False, tolerance=1e-9
 ):
     """Assert that teams find the gradients of plain transformers; `rounds` are lists of groups."""
@@ -72,21 +72,21 @@ def same(
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "qwen2-windows", "granite"])
 def test_gradients_are_those_of_plain_transformers(name):
-    same(tiny_model(name), 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
+    assert_same(tiny_model(name), 2, 4, [[Group((0, 1, 2, 3), 4, 1, SPANS)]])
 
 
 def test_fused_projections_and_both_parts_beside_each_other():
     """GPT-NeoX: q, k and v of a head side by side, attention and MLP of the same input, biases everywhere."""
     keys = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     plain = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**{**SIZES, **keys})).double().train()
-    same(randomised(plain, 0), 2, 2, [[Group((0, 1), 2, 1, SPANS)]])
+    assert_same(randomised(plain, 0), 2, 2, [[Group((0, 1), 2, 1, SPANS)]])
 
 
 @pytest.mark.parametrize("checkpoint", [Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     groups = [Group((0, 1), 2, 1, SPANS[1:2]), Group((2, 3), 2, 1, SPANS[2:])]
     rounds = [[Group((0, 1, 2, 3), 2, 2, SPANS[:1])], groups]
-    same(tiny_model("llama", attention_bias=True, mlp_bias=True), 2, 4, rounds, checkpoint, split=True)
+    assert_same(tiny_model("llama", attention_bias=True, mlp_bias=True), 2, 4, rounds, checkpoint, split=True)
 
 
 def test_a_team_without_tokens_or_without_a_group():
@@ -95,20 +95,20 @@ def test_a_team_without_tokens_or_without_a_group():
         [Group((0, 1), 2, 1, SPANS[:1])],
         [Group((2, 3), 2, 1, SPANS[2:])],
     ]
-    same(tiny_model("llama"), 2, 4, rounds, Checkpoint.SELECTIVE)
+    assert_same(tiny_model("llama"), 2, 4, rounds, Checkpoint.SELECTIVE)
 
 
 def test_four_members_two_stages_and_a_document_in_pieces():
     pieces = (Span(0, 0, 6), Span(0, 6, 13))
     rounds = [[Group((0, 1, 2, 3), 4, 1, pieces[:1])], [Group((0, 1, 2, 3), 4, 1, (pieces[1], *SPANS[1:]))]]
-    same(tiny_model("mistral", **WIDE), 4, 4, rounds, pieces={0: pieces}, stages=True)
+    assert_same(tiny_model("mistral", **WIDE), 4, 4, rounds, pieces={0: pieces}, stages=True)
 
 
 def test_norms_around_both_parts():
     """Gemma 3, tied, with windows. Its norms add up the gradients of their weights in float32, whatever it is in."""
     config = hf.Gemma3TextConfig(**SIZES, head_dim=4, sliding_window=4, layer_types=["sliding_attention"] * 2)
     plain = hf.Gemma3ForCausalLM(config).double().train()
-    same(plain, 2, 2, [[Group((0, 1), 2, 1, SPANS)]], Checkpoint.SELECTIVE, tolerance=1e-6)
+    assert_same(plain, 2, 2, [[Group((0, 1), 2, 1, SPANS)]], Checkpoint.SELECTIVE, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(
