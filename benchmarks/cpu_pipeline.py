@@ -3,9 +3,9 @@
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
 machine is measured first (`seqloom.train.calibration`): plans of one stage, and what a handover takes. Then every batch
 is run on 4 and on 8 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the
-planner chooses, in an order that turns from batch to batch, each twice, of which the faster counts. A step is bind,
-forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences through
-torch's schedules and ours, forwards and backwards alone.
+planner chooses. All sides of a batch run once to warm up, then in turns, and the fastest step of each counts. A step is
+bind, forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences
+through torch's schedules and ours, forwards and backwards alone.
 
     python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
@@ -34,16 +34,16 @@ from seqloom.simulate import simulate
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 2
+LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 3
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
 QUICK = {"longest": 512, "steps": 1}
 
 
 def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.ndarray]:
-    """The batch of the warm-up and those of the benchmark, each with one document of the longest length."""
+    """The batches, each with one document of the longest length."""
     size = PER_RANK * arguments.ranks
     lengths = lengths_from(arguments.lengths, seed=arguments.seed, count=(steps + 1) * size, max_length=10**9)
-    batches = np.minimum(lengths[: (steps + 1) * size], longest).reshape(-1, size)
+    batches = np.minimum(lengths[size : (steps + 1) * size], longest).reshape(-1, size)
     batches[:, 0] = longest
     return list(batches)
 
@@ -86,13 +86,14 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
         timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, line_of(cost, stages).stages)
         for number, batch in enumerate(drawn(arguments, longest, steps)):
             plans = plans_of(batch, cost, stages)
-            turn = [*plans][number % len(plans) :] + [*plans][: number % len(plans)]
-            timed = {name: min((timer.seconds(plans[name]), busy(timer)) for _ in range(REPEATS)) for name in turn}
+            turns = [
+                {name: (timer.seconds(plan), busy(timer)) for name, plan in plans.items()} for _ in range(1 + REPEATS)
+            ]
+            timed = {name: min(turn[name] for turn in turns[1:]) for name in plans}  # the first turn warms up
             row = {name: report.entry(plans[name], simulate(plans[name], cost), *timed[name]) for name in plans}
             say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
-            if number:  # the first batch warms up
-                report.rows.setdefault(stages, []).append(row)
-                save()
+            report.rows.setdefault(stages, []).append(row)
+            save()
     deep = CostModel(where[0], replace(where[1], layers=LAYERS, windows=()), found.profile, sharding="none")
     for chunks in (1, 2):
         report.torch.append(beside_torch(deep, transport, chunks, 64 if quick else 512))

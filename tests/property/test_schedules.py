@@ -28,7 +28,8 @@ def schedules(draw):
 def times_of(draw, schedule: Schedule, least: int = 0) -> Times:
     numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = len(schedule.hosts), len(schedule.units)
-    return Times(*(numbers.integers(least, 20, shape) for _ in range(3)))
+    apart = numbers.integers(0, 4, (shape[0], 1)) if draw(st.booleans()) else 0
+    return Times(*(numbers.integers(least, 20, shape) for _ in range(3)), apart)
 
 
 @given(schedules())
@@ -62,7 +63,7 @@ def test_playing_is_what_an_event_by_event_run_does(data):
     assert [list(row) for row in played.stop] == stop
     assert played.makespan == max(max(row) for row in stop)
     assert played.span == max(ends[-1] - begins[0] for begins, ends in zip(start, stop, strict=True))
-    busy = sum(int(column.sum()) for column in times)
+    busy = sum(sum(ends) - sum(begins) for begins, ends in zip(start, stop, strict=True))
     if played.span:
         assert math.isclose(played.bubble, 1 - busy / (played.span * len(start)), abs_tol=1e-12)
     assert list(played.peak) == [most_held(schedule, host, held) for host in range(len(start))]
@@ -74,8 +75,9 @@ def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list
     duration, ends = {}, {}
     for row in schedule.rows:
         for a in row:
-            forward, backward, weights = (int(column[a.stage, a.round]) for column in times)
-            whole = {"F": forward, "B": backward + weights, "I": backward, "W": weights}
+            forward, backward, weights = (int(column[a.stage, a.round]) for column in times[:3])
+            apart = times.apart if isinstance(times.apart, int) else int(times.apart[a.stage, 0])
+            whole = {"F": forward, "B": backward + weights, "I": backward, "W": weights + apart}
             duration[a], ends[a] = whole[a.kind.value], 0
     by_name = {(a.stage, a.kind.value, a.round): a for a in ends}
     changed = True

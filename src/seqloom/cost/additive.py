@@ -157,6 +157,14 @@ class AdditiveEngine:
         """float64[n] ns per document however short: the published model has none."""
         return np.zeros(len(lengths))
 
+    def prefix_work(self, prefix: np.ndarray, shape: Shape, variant: Variant) -> np.ndarray:
+        """float64[n] ns of a piece because tokens are in front of it: the published model has none."""
+        return np.zeros(len(prefix))
+
+    def split_ns(self, layers: int) -> int:
+        """ns of splitting a unit's backward: the published model has no halves."""
+        return 0
+
     def attention_share(self, shape: Shape) -> float:
         """The share of ``attention`` that falls on one rank of the group."""
         return 1.0 / shape.degree

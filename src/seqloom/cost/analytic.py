@@ -218,6 +218,22 @@ class AnalyticEngine:
         each = self.model.layers * ring * passes * self.profile.document_us * 1e3
         return np.where(lengths > 0, each, 0.0)
 
+    def prefix_work(self, prefix: np.ndarray, shape: Shape, variant: Variant) -> np.ndarray:
+        """float64[n] ns of what a piece costs because tokens are in front of it, beyond the pairs that it reads.
+
+        The kernels are called once more and their results merged; gradients of the prefix are added to what later
+        pieces left for it. A rank meets all tokens of the prefix that a layer's window shows, of its own heads.
+        """
+        calls = self.document_calls(prefix, shape.kernels, variant)
+        passes = 3 / 2 if variant.checkpoint == Checkpoint.FULL else 1.0
+        merging = self.model.layers * passes * self.profile.piece_us * 1e3
+        met = sum(layers * np.minimum(prefix, window or np.inf) for window, layers in self.compute.windows)
+        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(column_shape(shape, self.tensor)) * met
+
+    def split_ns(self, layers: int) -> int:
+        """ns that a unit's backward through so many layers takes more in two halves than whole."""
+        return round(layers * self.profile.split_us * 1e3)
+
     def attention_share(self, shape: Shape) -> float:
         """Share of the heads on the fullest Ulysses rank."""
         return -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads

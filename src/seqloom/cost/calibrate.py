@@ -29,6 +29,8 @@ CONSTANTS = (
     "tile",
     "document",
     "gathered",
+    "piece",
+    "prefix",
     "layer",
     "ring_step",
     "step",
@@ -128,6 +130,8 @@ def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticPr
         ring_step_us=profile.ring_step_us * dearer["ring_step"],
         document_us=profile.document_us * dearer["document"],
         gathered_us=profile.gathered_us * dearer["gathered"],
+        piece_us=profile.piece_us * dearer["piece"],
+        prefix_us=profile.prefix_us * dearer["prefix"],
         step_us=profile.step_us * dearer["step"],
     )
 

@@ -89,6 +89,10 @@ class Communication:
         size = self.model.layers * self._kv_values(shape) * KV_GRADIENT_BYTES
         return size / MIB * self.profile.gathered_us * 1e3
 
+    def prefix(self, shape: Shape) -> float:
+        """ns per token in front of a piece and layer of adding up the gradients of its keys and values."""
+        return self._kv_values(shape) * KV_GRADIENT_BYTES / MIB * self.profile.prefix_us * 1e3
+
     def _sharing(self, message: float, kind: str, reach: Reach, crossing: Traffic, wanted: Traffic) -> Flow:
         """ns of messages of so many bytes, routed where the reach says so."""
         link, card = self.message_ns(message, kind)

@@ -21,8 +21,8 @@ def span_sums(
     """int64[G] per part: ns that the spans of each of these alike groups add up to.
 
     A piece adds what the document up to its end costs beyond the document up to its start, so pieces add up to their
-    document, and to two things that every further piece has of its own: the kernels are called once more, and in a
-    ring the keys and values of the prefix are shared once more.
+    document, and to what every further piece has of its own: the kernels are called once more, gradients of the prefix
+    are added up, and in a ring its keys and values are shared once more.
     """
     shape, reach = place
     edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
@@ -36,8 +36,8 @@ def span_sums(
         np.add.at(sums[name], owner, values[0, stop] - values[0, start])
     prefix = edges[:, 0].astype(np.float64)
     if prefix.any():
-        calls = cost.engine.document_calls(prefix, shape.kernels, variant)
-        np.add.at(sums["attention"], owner, np.rint(calls).astype(np.int64))
+        work = cost.engine.prefix_work(prefix, shape, variant)
+        np.add.at(sums["attention"], owner, np.rint(work).astype(np.int64))
     if prefix.any() and shape.ring > 1:
         for name, rate in cost.engine.prefix_rates(shape, variant, reach).items():
             np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))

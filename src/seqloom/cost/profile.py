@@ -138,6 +138,11 @@ class AnalyticProfile(Profile):
     sources: dict[str, str]
     document_us: float = 0.0  # per document, layer and kernel call: kernels that take one document at a time
     gathered_us: float = 0.0  # per MiB of float32 keys and values gathered in a layer: sorting, adding up gradients
+    piece_us: float = (
+        0.0  # per piece that has a prefix and layer: a kernel call more, forward and backward, and merging
+    )
+    prefix_us: float = 0.0  # per MiB of float32 keys and values in front of a piece in a layer: adding up gradients
+    split_us: float = 0.0  # per unit and layer whose backward is split in halves, beyond what a whole one takes
     handover_us: float = 0.0  # from stage to stage, beyond a message's bytes and latency: until the next one notices it
     step_us: float = 0.0  # host time of a step beyond its rounds
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing

@@ -33,10 +33,16 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
             priced = list(islice(parts, len(work.groups)))
             times = own_cost.round_times(work, variant, shares[place.stage], priced)
             copied = _copied(own_cost, work, shares[place.stage])
-            window = window_of(work, times, islands, own_cost.engine.products, copied)
+            apart = own_cost.engine.split_ns(_layers(own_cost, shares[place.stage]))
+            window = window_of(work, times, islands, own_cost.engine.products, copied, apart)
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
+
+
+def _layers(cost: CostModel, share: Part | None) -> int:
+    """Layers of a stage; None: all of them."""
+    return cost.model.layers if share is None else share.stop - share.first
 
 
 def _copied(cost: CostModel, work: Work, share: Part | None) -> int:

@@ -11,6 +11,7 @@ checkpointing counting what is recomputed as backward:
                    K and V travel in both; dK and dV in backward, in float32
     remap, tensor  like ulysses; what tensor ranks repeat is a whole forward
     gather         once for forward and once for backward; gradients are reduced in backward
+    fixed          what a layer costs however few tokens it has: as much in forward as in backward
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PLAIN = {
     "tensor": _WHOLE // 2,
     "gather": _WHOLE // 2,
     "network": _WHOLE // 3,
-    "fixed": _WHOLE // 3,
+    "fixed": _WHOLE // 2,
 }
 _SELECTIVE = {
     "linear": _WHOLE // 4,
@@ -55,6 +56,7 @@ _FULL = {
     "kv_gather": _WHOLE // 5,
     "remap": _WHOLE // 3,
     "tensor": _WHOLE // 3,
+    "fixed": _WHOLE // 3,
 }
 FORWARD = {
     Checkpoint.NONE: _PLAIN,

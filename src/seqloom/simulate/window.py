@@ -49,6 +49,7 @@ class Window:
     length: np.ndarray  # int64[components] forward and backward of the longest rank, card or link
     forward: np.ndarray  # int64[components] where forward ends, in units of 2**-20 of the length
     weights: np.ndarray  # int64[components] where the weight half begins
+    apart: int  # what the weight half takes more where it runs by itself
     islands: tuple[tuple[int, ...], ...]  # of every component
     held: np.ndarray  # int64[components] ranks, also those without tokens
     nic: np.ndarray  # int64[nodes, nics] how long each card is taken
@@ -73,6 +74,8 @@ class Window:
         start = np.minimum(between(self.before, low, high), most)
         stop = np.minimum(between(self.before + self.total, low, high), most)
         comm = np.minimum(between(self.comm, low, high), stop - start)
+        if kind is ActionKind.W and self.apart:
+            duration, start, stop = duration + self.apart, start + self.apart * (self.before > 0), stop + self.apart
         return Phase(duration, start, stop, comm)
 
 
@@ -121,7 +124,9 @@ class Islands:
         return cls({rank: i for i, island in enumerate(islands) for rank in island}, tuple(map(len, islands)))
 
 
-def window_of(work: Work, times: RoundTimes, islands: Islands, products: float, copied: int = 0) -> Window:
+def window_of(
+    work: Work, times: RoundTimes, islands: Islands, products: float, copied: int = 0, apart: int = 0
+) -> Window:
     """Find out who waits for whom.
 
     Args:
@@ -130,6 +135,7 @@ def window_of(work: Work, times: RoundTimes, islands: Islands, products: float, 
         islands: of the plan; all ranks of an island that the round touches take part in it.
         products: share of linear layers' time that is matrix products.
         copied: ns of copying what is kept to host memory, behind the forward, and back, behind the backward.
+        apart: ns that the halves of a backward take more than a whole one.
     """
     rank, group = times.member_rank, times.member_group
     component, joined = _components(work, islands.of_rank)
@@ -151,6 +157,7 @@ def window_of(work: Work, times: RoundTimes, islands: Islands, products: float, 
         length=length,
         forward=forward,
         weights=weights,
+        apart=apart,
         islands=joined,
         held=np.array([sum(islands.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
         nic=times.nic_ns,

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from seqloom.cost.fit import fit_curve
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.train.handover import measured_handover
+from seqloom.plan import Plan
+from seqloom.train.stage_costs import with_stage_costs
 from seqloom.train.trials import StepTimer, described, trial_plans
 
 REPEATS = 3
@@ -37,7 +39,14 @@ MESSAGES = (1 << 12, 1 << 22)
 """Bytes of the messages whose times give a link's latency and bandwidth."""
 TOKENS = 2048
 """Rows of the matrix products."""
-START_US = {"step_us": 1_000.0, "layer_us": 500.0, "ring_step_us": 300.0, "round_us": 0.0}
+START_US = {
+    "step_us": 1_000.0,
+    "layer_us": 500.0,
+    "ring_step_us": 300.0,
+    "piece_us": 300.0,
+    "prefix_us": 1_000.0,
+    "round_us": 0.0,
+}
 """Where the fit of constants begins that cannot be measured apart."""
 GATHERED_US = 1_000.0
 """The same for work on gathered keys; on a CPU alone, since elsewhere it is a kernel that hides among others."""
@@ -76,20 +85,31 @@ class Machine:
         """
         report("kernels, matrix products, messages")
         start, cost = self._start(), self.cost
-        trials = []
-        for plan in trial_plans(cost, longest, widest):
-            report(f"trial {len(trials) + 1}: {described(plan)}")
-            repeats = REPEATS if self.timer.seconds(plan) > BRIEF_S else OFTENER * REPEATS
-            trials.append(Trial(plan, 1e9 * statistics.median(self.timer.seconds(plan) for _ in range(repeats))))
+        trials = self._trials(list(trial_plans(cost, longest, widest)), report)
         apart = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
             apart.append(f"{self._links}.collective.bytes")
         found = calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
         if stages == 1:
             return found
-        report(f"handovers between {stages} stages")
+        report(f"handovers between {stages} stages, backwards in halves")
         own = under(cost, found.profile)
-        return replace(found, profile=measured_handover(own, self.transport, self.device, self.dtype, stages))
+        return replace(found, profile=with_stage_costs(own, self.transport, self.device, self.dtype, stages))
+
+    def _trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
+        """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
+        seconds = [inf] * len(plans)
+        for turn in range(REPEATS + 1):
+            for number, plan in enumerate(plans):
+                if turn:
+                    repeats = 1 if seconds[number] > BRIEF_S else OFTENER
+                    seconds[number] = min(seconds[number], *(self.timer.seconds(plan) for _ in range(repeats)))
+                else:
+                    report(f"trial {number + 1} of {len(plans)}: {described(plan)}")
+                    seconds[number] = self.timer.seconds(plan)
+            if turn < REPEATS:
+                report(f"all trials again, {turn + 1} of {REPEATS}")
+        return [Trial(plan, 1e9 * each) for plan, each in zip(plans, seconds, strict=True)]
 
     def _start(self) -> AnalyticProfile:
         """What is measured apart, in the place of the given profile's."""

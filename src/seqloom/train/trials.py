@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from seqloom.train.sections import Optimiser
 
 TINY, SHORT = 64, 256
 """Tokens per rank of a group with next to nothing to do, and of a short document."""
+PIECES = (4, 16)
+"""Pieces of a document on one rank, few and many: what a piece costs, and what the tokens in front of it."""
 
 
 class StepTimer:
@@ -79,6 +82,13 @@ class StepTimer:
         ids = (context.documents * 7919 + context.positions) % self._vocabulary
         return ids, (ids + 1) % self._vocabulary
 
+    def mean_busy(self) -> float:
+        """Seconds that ranks spent in forwards and backwards of the last step, their mean; all ranks call it."""
+        assert self.last is not None
+        total = torch.tensor([self.last.forward_s + self.last.backward_s], dtype=torch.float64, device=self._device)
+        self._transport.all_reduce(total, range(self._transport.ranks))
+        return float(total) / self._transport.ranks
+
     def slowest(self, seconds: float) -> float:
         """The longest time of all ranks, which wait for each other here."""
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._device)
@@ -93,6 +103,8 @@ class Load(NamedTuple):
     documents: int
     length: int
     rounds: int = 1
+    pieces: int = 1
+    """Of every document, one after another in rounds of their own."""
 
 
 def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Iterator[Plan]:
@@ -123,7 +135,8 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
             Load(max(1, degree * capacity // room), room),
         ]
         first, *others = (shape for shape in shapes if shape.degree == degree)
-        yield from (equal_groups(cost, first, load, kept[0]) for load in most)
+        cut = [most[-1]._replace(pieces=pieces) for pieces in PIECES] if degree == 1 else []
+        yield from (equal_groups(cost, first, load, kept[0]) for load in (*most, *cut))
         for variant in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
             yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
         narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
@@ -136,20 +149,20 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
 def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:
     """The plan in which every block of the shape's degree has the same load."""
     blocks = cost.family.blocks(shape.degree)
-    rounds, first = [], 0
-    for _ in range(load.rounds):
-        groups = []
-        for block in blocks:
-            spans = tuple(Span(document, 0, load.length) for document in range(first, first + load.documents))
-            groups.append(cost.group(shape, block, spans))
-            first += load.documents
-        rounds.append(Round((Work(tuple(groups), variant.checkpoint),)))
+    rounds, own = [], load.documents * len(blocks)  # documents of a round
+    edges = [load.length * piece // load.pieces for piece in range(load.pieces + 1)]
+    for first in range(0, load.rounds * own, own):
+        for start, stop in pairwise(edges):
+            starts = range(first, first + own, load.documents)
+            spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in starts)
+            groups = [cost.group(shape, block, tuple(some)) for block, some in zip(blocks, spans, strict=True)]
+            rounds.append(Round((Work(tuple(groups), variant.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce)
     plan = Plan(
         limits=cost.limits(variant.reduce),
         sharding=cost.sharding,
         reduce=variant.reduce,
-        documents=(load.length,) * first,
+        documents=(load.length,) * (load.rounds * own),
         pipelines=(pipeline,),
         planner="trial",
     )
@@ -161,7 +174,9 @@ def described(plan: Plan) -> str:
     """For example: 8 of 2x1, each 16 x 256 tokens, 3 rounds."""
     rounds = plan.pipelines[0].rounds
     groups = rounds[0].work[0].groups
-    first, more = groups[0], f", {len(rounds)} rounds" if len(rounds) > 1 else ""
-    load = f"{len(first.spans)} x {first.spans[0].tokens} tokens"
+    first, length = groups[0], plan.documents[0]
+    what = "rounds" if first.spans[0].tokens == length else "pieces"
+    more = f", {len(rounds)} {what}" if len(rounds) > 1 else ""
+    load = f"{len(first.spans)} x {length} tokens"
     shape = Shape(first.ulysses, first.ring, first.method)
     return f"{len(groups)} of {shape}, each {load}{more}"

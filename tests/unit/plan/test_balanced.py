@@ -120,7 +120,7 @@ def orders(units):
 
 def finish(first, last, times):
     """When two hosts are done, by a plain walk; None where they wait for each other."""
-    forward, backward, weights = (column.tolist() for column in times)
+    forward, backward, weights = (column.tolist() for column in times[:3])
     clock, at, done = [0, 0], [0, 0], {}
     while at[0] < len(first) or at[1] < len(last):
         stuck = True

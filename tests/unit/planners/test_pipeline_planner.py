@@ -1,6 +1,7 @@
 """Planner `pipeline`: valid plans within memory, never slower than the strict orders, above the bound; refusals."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, Profile, Variant
 from seqloom.cost.stage_limits import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
@@ -33,10 +34,11 @@ KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 @cache
-def cost_of(cluster="2x4xH100", sharding="full", budget=None, layers=8, name="h100", vocabulary=32000):
+def cost_of(cluster="2x4xH100", sharding="full", budget=None, layers=8, vocabulary=32000, own=()):
     model = ModelSpec("small", layers, 2048, 16, 4, 128, 8192, True, vocabulary, False)
     sizes = {"sharding": sharding, "budget_gib": budget, "max_length": 65536}
-    return CostModel(Cluster.parse(cluster), model, **sizes, stages=8)
+    profile = replace(Profile.load("h100"), **dict(own))
+    return CostModel(Cluster.parse(cluster), model, profile, **sizes, stages=8)
 
 
 def lengths_of(seed, count=24, longest=40_000):
@@ -118,11 +120,17 @@ def searched(cost, stages, lengths):
     return Search(cost, line, limits, lengths, ("seq1f1b",), None)
 
 
+def test_a_number_of_pieces_is_not_refused_for_many_documents():
+    plan = plan_pipeline(np.full(80, 1024), cost_of("1x2xH100"), stages=2, schedule="1f1b", pieces=1)
+    assert len(plan.pipelines[0].rounds) == 80
+
+
 @pytest.mark.parametrize("sharding", ["full", "none"])
 @pytest.mark.parametrize("level", [Level(Checkpoint.NONE), Level(Checkpoint.SELECTIVE), Level(Checkpoint.FULL, True)])
 def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
     """Up to a stage whose groups are apart: there the planner has the whole unit wait for its longest group."""
-    cost, lengths = cost_of(sharding=sharding), lengths_of(7)
+    own = (("piece_us", 40.0), ("prefix_us", 2.0), ("split_us", 50.0))
+    cost, lengths = cost_of(sharding=sharding, own=own), lengths_of(7)
     search = searched(cost, 4, lengths)
     made = list(search._drafts(0))[-1]
     prices = UnitPrices(cost, search.line, made, lengths)
@@ -136,7 +144,7 @@ def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
         window = windows[Place(0, stage, unit)]
         longest = window.length.argmax()
         found = [int(window.phase(kind).duration[longest]) for kind in KINDS]
-        assert found == [int(column[stage, unit]) for column in times]
+        assert found == [int(column[stage, unit]) for column in (times.forward, times.backward, times.alone)]
 
 
 def test_the_ledger_knows_what_the_simulator_finds():

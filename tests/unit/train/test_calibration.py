@@ -14,7 +14,7 @@ from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
 from seqloom.simulate import predicted_ns, simulate  # noqa: E402
 from seqloom.train.calibration import matmul_tflops  # noqa: E402
-from seqloom.train.handover import solved  # noqa: E402
+from seqloom.train.stage_costs import solved  # noqa: E402
 from seqloom.train.trials import described, trial_plans  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)

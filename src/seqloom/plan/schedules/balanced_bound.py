@@ -21,7 +21,7 @@ def least_makespan(hosts: Sequence[int], times: Times) -> int:
     best = 0
     for host in range(max(hosts) + 1):
         own = [stage for stage, other in enumerate(hosts) if other == host]
-        forward, backward, weights = (int(column[own].sum()) for column in times)
+        forward, backward, weights = (int(column[own].sum()) for column in times[:3])
         head = int(times.forward[: own[0], 0].sum())
         tail = int((times.backward[: own[0]].sum(axis=0) + times.weights[0] * (own[0] > 0)).min())
         best = max(best, head + forward + backward + max(weights, tail))

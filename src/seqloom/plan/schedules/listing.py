@@ -66,7 +66,7 @@ class Problem:
         return cls(
             tuple(hosts),
             tuple(units),
-            np.concatenate([column.ravel() for column in times]).tolist(),
+            np.concatenate([column.ravel() for column in (times.forward, times.backward, times.alone)]).tolist(),
             held.ravel().tolist(),
             needs.tolist(),
             np.where(before < 0, -1, first + before).ravel().tolist(),

@@ -21,13 +21,20 @@ I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backwa
 
 
 class Times(NamedTuple):
-    """int64[stages, units] each. A whole backward (B) takes `backward + weights`."""
+    """int64[stages, units] each. A whole backward (B) takes `backward + weights`, W by itself `alone`."""
 
     forward: np.ndarray
     backward: np.ndarray
     """The half with respect to the input (I)."""
     weights: np.ndarray
     """The half with respect to the weights (W)."""
+    apart: np.ndarray | int = 0
+    """What both halves take more than a whole backward; any shape that fits."""
+
+    @property
+    def alone(self) -> np.ndarray:
+        """W with what splitting costs."""
+        return self.weights + self.apart
 
     @classmethod
     def equal(cls, schedule: Schedule, forward: int = 1, backward: int = 1, weights: int = 1) -> Times:
@@ -88,7 +95,7 @@ def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[in
     """
     hosts, rows = schedule.hosts, schedule.rows
     last = len(hosts) - 1
-    forward, backward, weights = (column.tolist() for column in times)
+    forward, backward, weights, alone = (column.tolist() for column in (*times[:3], times.alone))
     gone: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when F has ended, by stage and unit
     back: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when B or I has
     late = [message if s and hosts[s] != hosts[s - 1] else 0 for s in range(len(hosts))]
@@ -114,7 +121,7 @@ def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[in
                 gone[s][u] = now = now + forward[s][u]
             elif kind is W:
                 begins.append(now)
-                now += weights[s][u]
+                now += alone[s][u]
             else:
                 if s < last:
                     there = back[s + 1][u]

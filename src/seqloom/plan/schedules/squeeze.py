@@ -100,7 +100,9 @@ class _Run:
         self.caps, self.freedom = caps, freedom
         self.held: list[list[int]] = held.tolist()
         self.last = len(schedule.hosts) - 1
-        self.forward, self.backward, self.weights = (column.tolist() for column in times)
+        self.forward, self.backward, self.weights = (
+            column.tolist() for column in (times.forward, times.backward, times.alone)
+        )
         width = len(schedule.rows)
         self.lanes = [_lanes(row) for row in schedule.rows]
         self.done: dict[tuple[int, bool, int], int] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from seqloom.errors import unknown
 from seqloom.plan import Action, ActionKind, PlanError
-from seqloom.plan.schedules import NAMES, Schedule, Times, Unit, schedule_of
+from seqloom.plan.schedules import NAMES, Schedule, Times, schedule_of
 from seqloom.plan.schedules.balanced import balanced
 from seqloom.planners.pipelines.ledger import Choice, Ledger
 
@@ -36,26 +36,25 @@ def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
 
 
 def order_of(
-    name: str, places: Sequence[int], units: Sequence[Unit], times: Times, ledger: Ledger, choice: Choice, budget: int
+    name: str, places: Sequence[int], times: Times, ledger: Ledger, choice: Choice, budget: int
 ) -> Schedule | None:
     """The order of that name for these units; None where it cannot hold them.
 
     Args:
         name: one of `ALL_NAMES`.
         places: the host of every stage.
-        units: in forward order.
         times: of the units.
-        ledger: what they hold.
+        ledger: what they are and what they hold.
         choice: which level they hold it at.
         budget: list schedules to try.
     """
-    hosts = max(places) + 1
+    hosts, prices = max(places) + 1, ledger.prices
+    units = prices.draft.units
     if name == "balanced":
         whole = ledger.whole(choice)
         try:
-            found = balanced(
-                places, units, fused(times, whole), ledger.held(choice), ledger.caps(choice), budget=budget
-            )
+            held, caps = ledger.held(choice), ledger.caps(choice)
+            found = balanced(places, units, fused(times, whole), held, caps, message=prices.message, budget=budget)
         except PlanError:
             return None
         return joined(found, whole)
@@ -68,7 +67,7 @@ def order_of(
 def fused(times: Times, whole: np.ndarray) -> Times:
     """The same work with nothing left for the weight half where backwards shall be whole, bool[stages, units]."""
     late = np.where(whole, times.weights, 0)
-    return Times(times.forward, times.backward + late, times.weights - late)
+    return Times(times.forward, times.backward + late, times.weights - late, np.where(whole, 0, times.apart))
 
 
 def joined(order: Schedule, whole: np.ndarray) -> Schedule:

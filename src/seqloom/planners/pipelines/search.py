@@ -133,7 +133,7 @@ class Search:
             return True
         times = UnitPrices(self.cost, self.line, fastest.draft, self.lengths).times(self.levels[base])
         work = np.zeros(self.line.hosts, dtype=np.int64)
-        np.add.at(work, list(self.line.places), sum(column.sum(axis=1) for column in times))
+        np.add.at(work, list(self.line.places), sum(column.sum(axis=1) for column in times[:3]))
         return int(work.max()) >= fastest.makespan
 
     def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
@@ -188,8 +188,9 @@ class Search:
 
     @property
     def most_units(self) -> int:
-        """Units that a plan may have."""
-        return MOST_UNITS * self.line.hosts
+        """Units that a plan may have: as many as documents and pieces ask for where somebody says how many pieces."""
+        wanted = len(self.lengths) * (self.pieces or 0)
+        return max(wanted, MOST_UNITS * self.line.hosts)
 
     def _degrees(self, hall: Hall) -> list[int]:
         """Ranks of the groups of documents in pieces: of a whole host, of a node, or as few as the longest can do with.
@@ -222,7 +223,7 @@ class Search:
     def _answer(self, name: str, prices: UnitPrices, ledger: Ledger, choice: Choice, budget: int) -> Answer | None:
         """The units in one order, keeping what `choice` says or as much less as memory asks for; None: too much."""
         times = self._times(prices, choice)
-        order = order_of(name, self.line.places, prices.draft.units, times, ledger, choice, budget)
+        order = order_of(name, self.line.places, times, ledger, choice, budget)
         if order is None:
             return None
         kept: Choice | None = choice
@@ -240,8 +241,9 @@ class Search:
         if (choice == first).all():
             return prices.times(self.levels[first])
         times = [prices.times(level) for level in self.levels]
-        picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in zip(*times, strict=True)]
-        return Times(*picked)
+        columns = zip(*(each[:3] for each in times), strict=True)
+        picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in columns]
+        return Times(*picked, times[0].apart)
 
 
 def _fastest(best: dict[str, Answer]) -> Answer | None:

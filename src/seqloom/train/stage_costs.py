@@ -1,13 +1,14 @@
-"""What it takes to hand something from stage to stage: a pipeline of small units, timed, beside what its parts say.
+"""What stages cost beside their work: a handover to the next one, and a backward in two halves instead of one.
 
 A message has its bytes and its link's latency, and somebody must notice that it has come. On a CPU that is another
-thread, which waits for its turn on the core. So it is measured where it matters: in a step whose stages are busy.
+thread, which waits for its turn on the core. So it is measured where it matters: in a step whose stages are busy. The
+same units with split backwards tell what splitting costs.
 """
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +28,19 @@ MOST_US = 1 << 17
 """No handover takes longer."""
 
 
-def measured_handover(
+class Taken(NamedTuple):
+    """What a step took: the fastest of several."""
+
+    step_ns: float
+    """The slowest rank, from beginning to end."""
+    busy_ns: float
+    """In forwards and backwards, the mean over ranks."""
+
+
+def with_stage_costs(
     cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype, stages: int
 ) -> AnalyticProfile:
-    """Return the profile of `cost` with its `handover_us` measured. All ranks call it and find the same.
+    """Return the profile of `cost` with `handover_us` and `split_us` measured. All ranks call it and find the same.
 
     Args:
         cost: of the machine; everything else of its profile is measured already.
@@ -41,13 +51,21 @@ def measured_handover(
     """
     profile = cost.profile
     assert isinstance(profile, AnalyticProfile)
-    plan = plan_pipeline(np.full(UNITS * stages, TOKENS), cost, stages=stages, schedule="1f1b", pieces=1)
-    timer = StepTimer(cost, transport, device, dtype, plan.pipelines[0].stages)
-    timer.seconds(plan)
-    seconds, busy = zip(*((timer.seconds(plan), _mean_busy(timer, transport)) for _ in range(REPEATS)), strict=True)
-    found = solved(plan, cost, 1e9 * statistics.median(seconds), 1e9 * statistics.median(busy))
-    source = f"a pipeline of {stages} stages with {UNITS * stages} documents of {TOKENS} tokens, 1F1B"
-    return replace(profile, handover_us=found, sources=profile.sources | {"handover_us": source})
+    documents = np.full(UNITS * stages, TOKENS)
+    whole, split = (
+        plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")
+    )
+    timer = StepTimer(cost, transport, device, dtype, whole.pipelines[0].stages)
+    taken = [[_taken(timer, plan) for plan in (whole, split)] for _ in range(REPEATS + 1)][1:]
+    at_once, in_halves = (Taken(*map(min, zip(*turns, strict=True))) for turns in zip(*taken, strict=True))
+    passes = len(whole.pipelines[0].rounds) * cost.model.layers / stages  # of a layer by a unit, on a rank
+    found = {
+        "handover_us": solved(whole, cost, *at_once),
+        "split_us": max(0.0, in_halves.busy_ns - at_once.busy_ns) / passes / 1e3,
+    }
+    source = f"a pipeline of {stages} stages with {UNITS * stages} documents of {TOKENS} tokens, "
+    sources = {"handover_us": source + "1F1B", "split_us": source + "ZB-H1 less 1F1B"}
+    return replace(profile, **found, sources=profile.sources | sources)
 
 
 def solved(plan: Plan, cost: CostModel, step_ns: float, busy_ns: float) -> float:
@@ -77,9 +95,7 @@ def solved(plan: Plan, cost: CostModel, step_ns: float, busy_ns: float) -> float
     return float(low)
 
 
-def _mean_busy(timer: StepTimer, transport: Transport) -> float:
-    """Seconds that ranks spent in forwards and backwards of the last step, their mean."""
-    assert timer.last is not None
-    total = torch.tensor([timer.last.forward_s + timer.last.backward_s], dtype=torch.float64)
-    transport.all_reduce(total, range(transport.ranks))
-    return float(total) / transport.ranks
+def _taken(timer: StepTimer, plan: Plan) -> Taken:
+    """Run a step."""
+    seconds = timer.seconds(plan)
+    return Taken(1e9 * seconds, 1e9 * timer.mean_busy())
