@@ -161,6 +161,11 @@ class AdditiveEngine:
         """float64[n] ns of a piece because tokens are in front of it: the published model has none."""
         return np.zeros(len(prefix))
 
+    @property
+    def alone(self) -> float:
+        """A rank's time while all others wait, of that while all are busy: published ranks share nothing."""
+        return 1.0
+
     def split_ns(self, layers: int) -> int:
         """ns of splitting a unit's backward: the published model has no halves."""
         return 0

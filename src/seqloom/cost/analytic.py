@@ -230,6 +230,11 @@ class AnalyticEngine:
         met = sum(layers * np.minimum(prefix, window or np.inf) for window, layers in self.compute.windows)
         return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(column_shape(shape, self.tensor)) * met
 
+    @property
+    def alone(self) -> float:
+        """A rank's time while all others wait, of that while all are busy."""
+        return self.profile.alone
+
     def split_ns(self, layers: int) -> int:
         """ns that a unit's backward through so many layers takes more in two halves than whole."""
         return round(layers * self.profile.split_us * 1e3)

@@ -44,8 +44,9 @@ def _build(cls: type, data: Any, where: str) -> Any:
     built = cls(**{key: _value(str(names[key].type), value, f"{where}.{key}") for key, value in data.items()})
     if isinstance(built, Curve):
         _check_curve(built, where)
-    if isinstance(built, AnalyticProfile) and built.overlap > 1:
-        raise SeqloomError(f"{where}.overlap is {built.overlap}; it is a share, from 0 to 1")
+    for share in ("overlap", "alone") if isinstance(built, AnalyticProfile) else ():
+        if getattr(built, share) > 1:
+            raise SeqloomError(f"{where}.{share} is {getattr(built, share)}; it is a share, from 0 to 1")
     return built
 
 

@@ -145,6 +145,7 @@ class AnalyticProfile(Profile):
     split_us: float = 0.0  # per unit and layer whose backward is split in halves, beyond what a whole one takes
     handover_us: float = 0.0  # from stage to stage, beyond a message's bytes and latency: until the next one notices it
     step_us: float = 0.0  # host time of a step beyond its rounds
+    alone: float = 1.0  # a rank's time while all others wait, of that while all are busy: they share memory and clock
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
 
     def save(self, path: str | Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from seqloom.cost import CostModel
 from seqloom.plan import Plan
-from seqloom.simulate.price import end_ns, price
-from seqloom.simulate.translate import translate
+from seqloom.simulate.on_paper import run_on_paper
+from seqloom.simulate.price import end_ns
 
 
 def predicted_ns(plan: Plan, cost: CostModel) -> int:
@@ -15,7 +15,5 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
     """
     if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
         return cost.plan_ns(plan)
-    windows = price(plan, cost)
-    program = translate(plan, cost, windows)
-    _, stops = program.engine.run(program.name)
-    return int(stops.max(initial=0)) + end_ns(plan, cost, windows)[0]
+    found = run_on_paper(plan, cost)
+    return int(found.stops.max(initial=0)) + end_ns(plan, cost, found.windows)[0]

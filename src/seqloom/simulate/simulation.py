@@ -12,8 +12,8 @@ from seqloom.plan import Plan
 from seqloom.simulate.cards import CardTable, busy_ns, record_cards
 from seqloom.simulate.events import EventTable, record
 from seqloom.simulate.memory import peak_memory
-from seqloom.simulate.price import end_ns, price
-from seqloom.simulate.translate import translate
+from seqloom.simulate.on_paper import run_on_paper
+from seqloom.simulate.price import end_ns
 from seqloom.simulate.twins import Place
 from seqloom.simulate.window import Window
 
@@ -124,9 +124,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     `DeadlockError`.
     """
     _require_match(plan, cost)
-    windows = price(plan, cost)
-    program = translate(plan, cost, windows)
-    starts, stops = program.engine.run(program.name)
+    windows, program, starts, stops = run_on_paper(plan, cost)
     end, end_comm = end_ns(plan, cost, windows)
     step = int(stops.max(initial=0)) + end
     events = record(program, windows, starts, cost.ranks, (end, end_comm))

@@ -14,7 +14,7 @@ that works longest. So a component's forward and backward are exactly as long as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,11 @@ class Window:
     held: np.ndarray  # int64[components] ranks, also those without tokens
     nic: np.ndarray  # int64[nodes, nics] how long each card is taken
     link: np.ndarray  # int64[ranks] how long each NVLink port is taken
+
+    def scaled(self, share: int) -> Window:
+        """The window with all its times a share of what they are, in units of 2**-20."""
+        times = ("before", "total", "comm", "length", "apart")
+        return replace(self, **{name: getattr(self, name) * share >> _BITS for name in times})
 
     def phase(self, kind: ActionKind) -> Phase:
         """Return what F, B, I or W of this window takes.

@@ -28,7 +28,7 @@ from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.train.stage_costs import with_stage_costs
-from seqloom.train.trials import StepTimer, described, trial_plans
+from seqloom.train.trials import StepTimer, described, one_and_all, trial_plans
 
 REPEATS = 3
 BRIEF_S, OFTENER = 0.25, 3
@@ -92,9 +92,26 @@ class Machine:
         found = calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
         if stages == 1:
             return found
+        report("ranks by themselves")
+        found = replace(found, profile=self._alone(found.profile, longest))
         report(f"handovers between {stages} stages, backwards in halves")
         own = under(cost, found.profile)
         return replace(found, profile=with_stage_costs(own, self.transport, self.device, self.dtype, stages))
+
+    def _alone(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
+        """The profile with what a rank's work takes while all others wait, as a share of that while all are busy."""
+        plans = [pair for tokens in (longest // 2, longest) for pair in one_and_all(self.cost, tokens)]
+        turns = [[self._busy(plan) for plan in plans] for _ in range(REPEATS + 1)][1:]
+        fastest = [min(times) for times in zip(*turns, strict=True)]
+        source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
+        sources = profile.sources | {"alone": source}
+        return replace(profile, alone=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
+
+    def _busy(self, plan: Plan) -> float:
+        """Seconds in forwards and backwards of the rank that works longest."""
+        self.timer.seconds(plan)
+        assert self.timer.last is not None
+        return self.timer.slowest(self.timer.last.forward_s + self.timer.last.backward_s)
 
     def _trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""

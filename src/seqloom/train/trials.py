@@ -146,9 +146,17 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
         yield from (equal_groups(cost, shape, load, kept[0]) for shape in gathers for load in most)
 
 
-def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant) -> Plan:
-    """The plan in which every block of the shape's degree has the same load."""
-    blocks = cost.family.blocks(shape.degree)
+def one_and_all(cost: CostModel, tokens: int) -> tuple[Plan, Plan]:
+    """A document of at most so many tokens on the first rank alone, and one on every rank."""
+    variant = next(variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE)
+    load = Load(1, min(tokens, cost.capacity(variant)))
+    one, every = (equal_groups(cost, Shape(1, 1), load, variant, most) for most in (1, cost.ranks))
+    return one, every
+
+
+def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant, most: int | None = None) -> Plan:
+    """The plan in which every block of the shape's degree, or the first `most` of them, has the same load."""
+    blocks = cost.family.blocks(shape.degree)[:most]
     rounds, own = [], load.documents * len(blocks)  # documents of a round
     edges = [load.length * piece // load.pieces for piece in range(load.pieces + 1)]
     for first in range(0, load.rounds * own, own):

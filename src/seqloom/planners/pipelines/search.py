@@ -243,7 +243,7 @@ class Search:
         times = [prices.times(level) for level in self.levels]
         columns = zip(*(each[:3] for each in times), strict=True)
         picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in columns]
-        return Times(*picked, times[0].apart)
+        return Times(*picked, apart=times[0].apart)
 
 
 def _fastest(best: dict[str, Answer]) -> Answer | None:
