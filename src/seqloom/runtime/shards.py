@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from seqloom.attention.merge import sum_dtype
+from seqloom.compat import laid_out_like
 from seqloom.runtime.parameters import BUCKET, local
 
 
@@ -32,11 +33,13 @@ class ShardedParameter:
         master: what the optimiser updates: a DTensor, this rank's rows of the parameter.
         copy: the whole parameter, in the dtype that layers compute in; without memory while it is not needed.
             Its gradient adds up in float32 or wider.
+        shard: this rank's rows, the master's own memory: asking a DTensor for them takes longer than small layers do.
         width: ranks that have shards.
     """
 
     master: nn.Parameter
     copy: nn.Parameter
+    shard: torch.Tensor
     width: int
 
     @classmethod
@@ -56,12 +59,7 @@ class ShardedParameter:
         copy = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         if copy.requires_grad and dtype != sum_dtype(dtype):
             copy.grad_dtype = sum_dtype(dtype)
-        return cls(master, copy, width)
-
-    @property
-    def shard(self) -> torch.Tensor:
-        """This rank's rows."""
-        return local(self.master.detach())
+        return cls(master, copy, own, width)
 
     @property
     def share(self) -> int:
@@ -93,7 +91,7 @@ class ShardedParameter:
         shard = self.shard
         found = own[: shard.numel()].view(shard.shape).to(shard.dtype)
         if self.master.grad is None:
-            self.master.grad = distributed(found, self.master, cast("DTensor", self.master).device_mesh)
+            self.master.grad = laid_out_like(cast("DTensor", self.master), found)
         else:
             local(self.master.grad).add_(found)
 
