@@ -1,11 +1,10 @@
-"""Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted; and torch's runtime.
+"""Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted.
 
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
 machine is measured first (`seqloom.train.calibration`): plans of one stage, and what a handover takes. Then every batch
 is run on 4 and on 8 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the
 planner chooses. All sides of a batch run once to warm up, then in turns, and the fastest step of each counts. A step is
-bind, forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank. Last, equal sequences
-through torch's schedules and ours, forwards and backwards alone.
+bind, forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank.
 
     python benchmarks/cpu_pipeline.py --ranks 8 --lengths wikipedia_lengths.npz --out results/cpu_pipeline_8.json
 """
@@ -13,7 +12,6 @@ through torch's schedules and ours, forwards and backwards alone.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from cpu_ranks import Say, rank_options, start
 from pipeline_report import Report
-from pipeline_rivals import LAYERS, beside_torch, fixed_chunks
+from pipeline_rivals import fixed_chunks
 
 from seqloom.comm import Distributed
 from seqloom.cost import CostModel
@@ -67,7 +65,7 @@ def busy(timer: StepTimer) -> list[float]:
 
 
 def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
-    """Measure the machine, then every batch on every number of stages, then torch's runtime."""
+    """Measure the machine, then every batch on every number of stages."""
     ranks, quick = transport.ranks, arguments.quick
     longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
@@ -94,11 +92,6 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
             say(f"{stages} stages, batch {number}, ms, in brackets predicted: {report.line(row)}")
             report.rows.setdefault(stages, []).append(row)
             save()
-    deep = CostModel(where[0], replace(where[1], layers=LAYERS, windows=()), found.profile, sharding="none")
-    for chunks in (1, 2):
-        report.torch.append(beside_torch(deep, transport, chunks, 64 if quick else 512))
-        say(f"torch's schedule, {chunks} stages per process: {report.torch[-1]}")
-        save()
     if transport.rank == 0:
         report.show()
 

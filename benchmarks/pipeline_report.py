@@ -27,7 +27,6 @@ class Report:
     settings: dict[str, Any]
     rows: dict[int, list[Row]] = field(default_factory=dict)
     """By number of stages."""
-    torch: list[dict[str, float]] = field(default_factory=list)
 
     @staticmethod
     def entry(plan: Plan, predicted: Simulation, seconds: float, busy: list[float]) -> dict[str, Any]:
@@ -74,18 +73,14 @@ class Report:
         sides = self.sides()
         off = 100 * max(abs(side["predicted_off"]) for side in sides)
         least = min(side["auto_faster"] for side in sides if side["side"] != "auto")
-        speeds = [
-            Check(f"ours / torch, {t['chunks']:.0f} per process", t["speed"], 0.97, True) for t in self.torch if t
-        ]
         return [
             Check("predicted step time off, the worst side, %", off, 15),
             Check("auto / the best other side, speed", least, 1.0, True),
-            *speeds,
         ]
 
     def write(self, script: str, arguments: argparse.Namespace) -> None:
         """Write the result."""
-        figures: dict[str, Any] = self.settings | {"sides": self.sides(), "steps": self.rows, "torch": self.torch}
+        figures: dict[str, Any] = self.settings | {"sides": self.sides(), "steps": self.rows}
         figures["profile"] = asdict(self.calibration.profile)
         pairs = zip(self.calibration.trials, self.calibration.predicted_ns, strict=True)
         figures["calibration"] = [described(trial, predicted) for trial, predicted in pairs]

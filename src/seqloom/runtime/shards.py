@@ -99,11 +99,14 @@ class ShardedParameter:
 def buckets(kept: Iterable[ShardedParameter], most: int = BUCKET) -> Iterator[list[ShardedParameter]]:
     """Yield parameters in turn, together at most `most` elements or a single one."""
     bucket: list[ShardedParameter] = []
+    size = 0
     for each in kept:
-        if bucket and sum(one.copy.numel() for one in bucket) + each.copy.numel() > most:
+        own = each.copy.numel()
+        if bucket and size + own > most:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(each)
+        size += own
     if bucket:
         yield bucket
 

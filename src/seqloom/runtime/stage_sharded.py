@@ -76,6 +76,8 @@ class StageSharded:
         self._mesh = DeviceMesh(device.type, table, mesh_dim_names=(HOST, REPLICA, SHARD))
         for axis in (HOST, REPLICA, SHARD):
             inherit_timeout(self._mesh.get_group(axis))
+        self._replicas = self._mesh[REPLICA].size()
+        self._sharers: tuple[int, ...] = tuple(self._mesh[SHARD].mesh.flatten().tolist())
         self._holders = {
             name: [host for host, names in enumerate(hosts) if name in names]
             for name, _ in network.module.named_parameters()
@@ -96,7 +98,7 @@ class StageSharded:
     @property
     def sharers(self) -> tuple[int, ...]:
         """See `Parameters.sharers`."""
-        return tuple(self._mesh[SHARD].mesh.flatten().tolist())
+        return self._sharers
 
     @property
     def weights(self) -> WeightGradients:
@@ -163,7 +165,7 @@ class StageSharded:
             if part in self._due:  # the plan left it to this
                 self.reduce(part)
         masters = self.masters()
-        if self._mesh[REPLICA].size() > 1:
+        if self._replicas > 1:
             group = self._mesh.get_group(REPLICA)
             sum_gradients(masters.values(), lambda flat: dist.all_reduce(flat, group=group))
         complete_gradients(masters.values())
