@@ -30,7 +30,8 @@ from seqloom.plan import Plan
 from seqloom.train.stage_costs import with_stage_costs
 from seqloom.train.trials import StepTimer, described, one_and_all, trial_plans
 
-REPEATS = 3
+REPEATS, TURNS = 3, 3
+"""How often what is measured apart is timed, and how often all trials are; the first turn of them is the slowest."""
 BRIEF_S, OFTENER = 0.25, 3
 """Steps of fewer seconds are repeated that many times as often: a delay of the host weighs more in them."""
 KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
@@ -101,7 +102,7 @@ class Machine:
     def _alone(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
         """The profile with what a rank's work takes while all others wait, as a share of that while all are busy."""
         plans = [pair for tokens in (longest // 2, longest) for pair in one_and_all(self.cost, tokens)]
-        turns = [[self._busy(plan) for plan in plans] for _ in range(REPEATS + 1)][1:]
+        turns = [[self._busy(plan) for plan in plans] for _ in range(TURNS)]
         fastest = [min(times) for times in zip(*turns, strict=True)]
         source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
         sources = profile.sources | {"alone": source}
@@ -116,7 +117,7 @@ class Machine:
     def _trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
         seconds = [inf] * len(plans)
-        for turn in range(REPEATS + 1):
+        for turn in range(TURNS):
             for number, plan in enumerate(plans):
                 if turn:
                     repeats = 1 if seconds[number] > BRIEF_S else OFTENER
@@ -124,8 +125,8 @@ class Machine:
                 else:
                     report(f"trial {number + 1} of {len(plans)}: {described(plan)}")
                     seconds[number] = self.timer.seconds(plan)
-            if turn < REPEATS:
-                report(f"all trials again, {turn + 1} of {REPEATS}")
+            if turn + 1 < TURNS:
+                report(f"all trials again, turn {turn + 2} of {TURNS}")
         return [Trial(plan, 1e9 * each) for plan, each in zip(plans, seconds, strict=True)]
 
     def _start(self) -> AnalyticProfile:
