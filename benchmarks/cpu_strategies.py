@@ -4,7 +4,7 @@ Fixed before measuring: the model below, two documents a rank and step, Wikipedi
 first of a step has 512, 2K and 8K tokens in turn: so the mix changes from step to step. Plans may use so much memory
 that a process with all parameters holds 256 tokens: a copy of the parameters has its price, as on GPUs. The machine is
 measured first (`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes over the
-batches take turns, several times, and a batch's median counts:
+batches take turns, several times, and the fastest step of a batch in a pass counts:
 
     switching   every step under the strategy that is predicted to be fastest for it
     fixed       every step under the strategy that is predicted to be fastest for all of them together

@@ -26,8 +26,8 @@ from seqloom.train.sections import Optimiser
 
 TINY, SHORT = 64, 256
 """Tokens per rank of a group with next to nothing to do, and of a short document."""
-PIECES = (4, 16)
-"""Pieces of a document on one rank, few and many: what a piece costs, and what the tokens in front of it."""
+PIECES = 16
+"""Of a short and of a long document on one rank: what a piece costs is told from what the tokens before it cost."""
 
 
 class StepTimer:
@@ -135,7 +135,7 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
             Load(max(1, degree * capacity // room), room),
         ]
         first, *others = (shape for shape in shapes if shape.degree == degree)
-        cut = [most[-1]._replace(pieces=pieces) for pieces in PIECES] if degree == 1 else []
+        cut = [Load(1, size, pieces=min(size, PIECES)) for size in (room // 8, room)] if degree == 1 else []
         yield from (equal_groups(cost, first, load, kept[0]) for load in (*most, *cut))
         for variant in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
             yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
