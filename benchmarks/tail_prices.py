@@ -1,4 +1,4 @@
-"""Documents and prices of `bench_pipeline_tail`: one layer a stage, one rate for products and attention, units with a fee."""
+"""Documents and prices of `bench_pipeline_tail`: one layer a stage, one rate for all it computes, units with a fee."""
 
 from __future__ import annotations
 
