@@ -95,6 +95,8 @@ def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] |
     if strategies:
         where = config.run.output / FILE if config.plan.strategies == "auto" else config.plan.strategies
         yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
+    if config.model.compile and any(pipe.scheme.tensor > 1 for each in strategies for pipe in each.pipelines):
+        yield "model.compile = true: layers of stages that split weights (tensor > 1) run uncompiled, others compiled"
     if former is not None and list(former) != [each.as_dict() for each in strategies]:
         other = f"{len(former)} other strategies" if former else "no strategies"
         yield f"the checkpoint was made with {other}; nothing in it depends on them"

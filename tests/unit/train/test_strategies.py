@@ -91,6 +91,9 @@ def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
         == [first]
     )
     assert list(told(run, [], [])) == []
+    compiled = config(tmp_path, "model.compile=true")
+    said = list(told(compiled, [SIDE_BY_SIDE], None))
+    assert said[0] == first and "(tensor > 1) run uncompiled" in said[1] and len(said) == 2
     changed = "the checkpoint was made with {}; nothing in it depends on them"
     assert list(told(run, [SIDE_BY_SIDE], [])) == [first, changed.format("no strategies")]
     assert list(told(run, [], plain)) == [changed.format("1 other strategies")]
