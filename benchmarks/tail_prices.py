@@ -44,7 +44,7 @@ def priced(budget_gib: float) -> CostModel:
     own |= {"intra": Links(free, free, free), "layer_us": 6 * PARAMETERS * OVERHEAD / (TFLOPS * 1e6)}
     own |= dict.fromkeys(("round_us", "ring_step_us", "piece_us", "prefix_us", "step_us"), 0.0)
     profile = replace(Profile.load("h100"), **own)
-    return CostModel(cluster, MODEL, profile, "none", budget_gib, LONGEST)
+    return CostModel(cluster, MODEL, profile, "none", budget_gib, LONGEST, stages=HOSTS)
 
 
 def budget(memory: float, longest: int) -> float:
