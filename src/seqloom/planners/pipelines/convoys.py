@@ -27,21 +27,20 @@ Convoy = list[list[Seat]]
 """The seats of every unit."""
 
 
-def convoys(hall: Hall, variant: Variant, documents: list[int], degree: int, target: int, room: int) -> list[Convoy]:
+def convoys(hall: Hall, variant: Variant, targets: dict[int, int], degree: int, room: int) -> list[Convoy]:
     """Seat documents that are too long for one unit, the longest first.
 
     Args:
         hall: the batch.
         variant: by whose prices documents are cut.
-        documents: which.
+        targets: which, and ns that a piece of each shall take.
         degree: ranks of their groups.
-        target: ns that a unit shall take.
         room: tokens that a rank may hold in a unit.
     """
-    cuts = {k: _cut_of(hall, variant, k, degree, target, room) for k in documents}
+    cuts = {k: _cut_of(hall, variant, k, degree, target, room) for k, target in targets.items()}
     found: list[Convoy] = []
     lanes: list[list[int]] = []  # of every convoy, the units that each lane has used
-    for k in sorted(documents, key=lambda k: (-len(cuts[k][1]), -int(hall.tokens[k]), k)):
+    for k in sorted(targets, key=lambda k: (-len(cuts[k][1]), -int(hall.tokens[k]), k)):
         shape, spans = cuts[k]
         offsets = hall.offsets[shape]
         for number, used in enumerate(lanes):

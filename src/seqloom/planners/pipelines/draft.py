@@ -30,6 +30,9 @@ class Size(NamedTuple):
     """How many small units of each kind come first: the sooner the last stage has work, the better."""
     packs: int = 100
     """What packs of whole documents take, in percent of the target; a document that takes no more stays whole."""
+    later: int = 100
+    """What pieces of documents take that have less than half the work of the longest, in percent of the target: when
+    these come, the pipeline is full, and other work hides how long a piece takes to come through."""
 
 
 class Draft(NamedTuple):
@@ -48,11 +51,14 @@ def draft(hall: Hall, variant: Variant, size: Size) -> Draft:
         variant: by whose prices documents are cut.
         size: of the units.
     """
-    degree, target, room, starters, percent = size
-    longer = max(1, target * percent // 100)
+    degree, target, room, starters = size[:4]
+    longer = max(1, target * size.packs // 100)
     shape_of = fitting_shapes(hall, degree, longer, room)
     long = np.flatnonzero(shape_of < 0).tolist()
-    carried = convoys(hall, variant, long, degree, target, room)
+    time = {k: hall.least(k, degree) for k in long}
+    half = max(time.values(), default=0) // 2
+    targets = {k: target if time[k] >= half else max(1, target * size.later // 100) for k in long}
+    carried = convoys(hall, variant, targets, degree, room)
     begun = [unit for convoy in carried for unit in convoy]
     short = sorted(np.flatnonzero(shape_of >= 0).tolist(), key=lambda k: (-int(hall.tokens[k]), k))
     first = [

@@ -31,17 +31,20 @@ APART_PERCENT = 140
 """Sizes nearer to each other than this are not tried both."""
 WORTH_PERCENT = 105
 """Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
-MOST_UNITS = 32
+MOST_UNITS = 64
 """Units per stage that a plan may have."""
 BINDING_PERCENT = 90
 """A plan that fills less of the memory than this gains nothing by keeping less."""
 
 
 CHANGES: tuple[Callable[[Size], Size], ...] = (
-    lambda size: size._replace(starters=1),
-    lambda size: size._replace(starters=2),
+    lambda size: size._replace(later=150, packs=200, starters=6, room=size.room * 4 // 3),
+    lambda size: size._replace(room=size.room * 4 // 3),
+    lambda size: size._replace(starters=size.starters // 2),
     lambda size: size._replace(target=max(1, size.target * 5 // 6)),
     lambda size: size._replace(target=size.target * 7 // 6),
+    lambda size: size._replace(starters=max(2, size.starters)),
+    lambda size: size._replace(later=150),
     lambda size: size._replace(packs=150),
     lambda size: size._replace(packs=200),
     lambda size: size._replace(room=max(1, size.room * 3 // 4)),
@@ -118,12 +121,16 @@ class Search:
         return sorted(best.values(), key=lambda answer: answer.makespan)
 
     def _refine(self, base: int, best: dict[str, Answer]) -> None:
-        """Try what lies around the size of the best units, change after change, and go on from what is faster."""
+        """Try what lies around the size of the best units, change after change, and go on from what is faster.
+
+        Where memory has made units smaller than their target, it is one that they nearly reach that is changed.
+        """
         hall, variant, _ = self._hall(base)
         for change in CHANGES:
             fastest = _fastest(best)
             assert fastest is not None  # it was asked for
-            made = draft(hall, variant, change(fastest.draft.size))
+            size, reached = fastest.draft.size, hall.work // (self.line.width * len(fastest.draft.units))
+            made = draft(hall, variant, change(size._replace(target=max(1, min(size.target, reached * 3 // 2)))))
             if len(made.units) <= self.most_units:
                 self._try(made, base, ("balanced",), best, budget=1)
 

@@ -95,10 +95,14 @@ class Hall:
         lanes = self.lanes[:, rows, document] + np.rint(self.prefix[:, rows] * again)
         return rows[int(lanes.max(axis=0).argmin())]
 
+    def least(self, document: int, degree: int) -> int:
+        """ns of a document, whole, in a group of this degree."""
+        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+        return int(self.time[rows, document].min())
+
     def longest(self, degree: int) -> int:
         """ns of the longest document, whole, in a group of this degree."""
-        rows = [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
-        return int(self.time[rows, int(self.lengths.argmax())].min())
+        return self.least(int(self.lengths.argmax()), degree)
 
     @property
     def work(self) -> int:
