@@ -30,6 +30,7 @@ from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES
 from seqloom.cost.stages import stage_parameters
 from seqloom.plan import ActionKind, Part, Sharding
+from seqloom.plan.per_pass import stages_per_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,8 @@ class Relay(NamedTuple):
 
 def relay_times(cost: CostModel, pipelines: Sequence[Pipeline]) -> Relay:
     """What moving parameters and gradients takes under these pipelines; nothing unless sharding is free."""
-    return _relay(cost.whole, tuple(pipeline.stages for pipeline in pipelines))
+    shared = tuple(stages_per_pass(pipeline) for pipeline in pipelines)
+    return _relay(cost.whole, tuple(pipeline.stages for pipeline in pipelines), shared)
 
 
 def relay_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tuple[int, int]]) -> int:
@@ -73,6 +75,8 @@ def relay_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tu
     for pipeline, (first, last) in zip(pipelines, shades, strict=True):
         layers = pipeline.stages[0].layers[1]
         whole = all(action.kind != ActionKind.W for action in pipeline.actions[0])
+        if stages_per_pass(pipeline):  # a pass waits for all shares of a stage, which have their gradients at the end
+            first = last = 0
         forward.append(FORWARD * first * (layers - 1) / layers)
         backward.append(BACKWARD * last * (layers - 1) / layers if whole else 0.0)
     shown = 0.0
@@ -82,33 +86,39 @@ def relay_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tu
     return int(np.rint(shown))
 
 
-def held_parameters(cost: CostModel, lines: Sequence[Sequence[Stage]]) -> tuple[np.ndarray, np.ndarray]:
-    """float64[ranks] each: parameters that a rank computes with; of these, those of embedding and first layer.
+def held_parameters(
+    cost: CostModel, lines: Sequence[Sequence[Stage]], shared: Sequence[frozenset[int]] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64[ranks] each: parameters that a rank keeps for the step; of these, those of embedding and first layer.
 
-    A tied table that a rank needs at both ends is there once.
+    A tied table that a rank needs at both ends is there once. Of stages that are gathered for every pass, by their
+    numbers in each line, a rank keeps a share.
     """
     held, early = np.zeros((2, cost.whole.ranks))
     model = cost.model
-    for line in lines:
-        for stage in line:
+    for line, passing in zip(lines, shared or [frozenset()] * len(lines), strict=True):
+        for number, stage in enumerate(line):
             ranks, part = list(stage.ranks), Part(*stage.layers, line[-1].layers[1])
-            held[ranks] += stage_parameters(cost, part, stage.tensor)
+            share = stage.tensor / len(ranks) if number in passing else 1
+            held[ranks] += share * stage_parameters(cost, part, stage.tensor)
             if part.begins:
-                early[ranks] += stage_parameters(cost, FIRST, stage.tensor)
+                early[ranks] += share * stage_parameters(cost, FIRST, stage.tensor)
             elif part.ends and model.tied:
-                early[ranks] += model.head_parameters  # the table moves with the embedding
+                early[ranks] += share * model.head_parameters  # the table moves with the embedding
         if model.tied and len(line) > 1 and line[0].ranks == line[-1].ranks:
-            held[list(line[0].ranks)] -= model.head_parameters
-            early[list(line[0].ranks)] -= model.head_parameters
+            ranks = list(line[0].ranks)
+            share = min(line[s].tensor / len(ranks) if s in passing else 1 for s in (0, len(line) - 1))
+            held[ranks] -= share * model.head_parameters
+            early[ranks] -= share * model.head_parameters
     return held, early
 
 
 @lru_cache(maxsize=256)
-def _relay(cost: CostModel, lines: tuple[tuple[Stage, ...], ...]) -> Relay:
+def _relay(cost: CostModel, lines: tuple[tuple[Stage, ...], ...], shared: tuple[frozenset[int], ...]) -> Relay:
     engine = cost.engine
     if cost.sharding != Sharding.FREE or cost.ranks == 1 or not isinstance(engine, AnalyticEngine):
         return Relay(0.0, 0.0, 0.0, 0.0)
-    held, early = held_parameters(cost, lines)
+    held, early = held_parameters(cost, lines, shared)
     bundles = cost.model.layers + 2
     times = [
         _way_ns(engine.links, elements, size, calls)

@@ -40,7 +40,8 @@ class Moves:
         gradients: the same for weights that learn; run the other way.
         boxes: what this rank computes with, by weight.
         passes: for every part of this rank that is gathered for every pass: from the step's layout to what it computes
-            with, of the weights that are in shares. Bundle 0 has those that learn, bundle 1 the others.
+            with, of the weights that are in shares. Those that learn are in bundles layer by layer, so that what is
+            packed is small; the last bundle has the others.
     """
 
     values: Relay
@@ -99,12 +100,15 @@ class MoveMaker:
     def _pass(self, moves: Moves, column: tuple[int, ...], part: Part, step: Layout, compute: Layout) -> Relay:
         wanted = [any(needs(home, part) for home in weight.home) for weight in self._weights]
         numbers = [number for number in sorted(moves.shared) if wanted[number]]
-        learning = [number for number in numbers if number in self._learning]
+        learning = [
+            [number for number in own if number in self._learning and number in numbers] for own in self.bundles
+        ]
         others = [number for number in numbers if number not in self._learning]
         source, target = (_only(layout.among(column), numbers) for layout in (step, compute))
         # Not aside: the ranks of a stage run one row, so these meet the stage's other exchanges in one order. Aside
         # they could stand behind gradients that wait for ranks which wait for this stage.
-        return Relay(self._weights, source, target, self._transport, device=self._device, bundles=[learning, others])
+        parts = [*filter(None, learning), others]
+        return Relay(self._weights, source, target, self._transport, device=self._device, bundles=parts)
 
     def _relay(self, source: Layout, target: Layout) -> Relay:
         return Relay(self._weights, source, target, self._transport.aside, device=self._device, bundles=self.bundles)

@@ -17,9 +17,6 @@ from seqloom.comm.relay import Relay
 from seqloom.plan import Part
 from seqloom.runtime.copies import Copies
 
-LEARNING, OTHERS = 0, 1
-"""Bundles of a pass."""
-
 
 class Passes:
     """The shares of one rank in one step."""
@@ -57,7 +54,7 @@ class Passes:
             return
         relay = self._relays[part]
         room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
-        for bundle in (LEARNING, OTHERS):
+        for bundle in range(len(relay.bundles)):  # one at a time: what is packed stays small
             relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
         self._there.add(part)
 
@@ -86,8 +83,9 @@ class Passes:
         if late:
             self._settled.add(part)
         relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
-        found = self._copies.take_gradients(relay.bundles[LEARNING])
-        self._gradients |= relay.start_sum(LEARNING, found, wide, into=self._gradients).wait()
+        for bundle, numbers in enumerate(relay.bundles[:-1]):  # the last has what does not learn
+            found = self._copies.take_gradients(numbers)
+            self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
 
     def finish(self, *, late: bool) -> None:
         """Sum what is left, of all parts; arguments as in `flush`."""
