@@ -1,8 +1,9 @@
 """Planner ``strategies``: the strategy for this batch, and a full plan of every pipeline in it.
 
 Three numbers per scheme choose the few best strategies and deal out the documents. Then every pipeline is planned like
-a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one. How long these plans
-really take corrects the three numbers, and the documents are dealt once more. The best plan by full prices is taken.
+a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one; one that is gathered
+for every pass has the micro-batches of the assignment. How long these plans really take corrects the three numbers, and
+the documents are dealt once more. The best plan by full prices is taken.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from seqloom.planners.flex import plan_flex
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.strategies.assign import Assignment, assign, problem_of, rank_strategies
 from seqloom.planners.strategies.check import check_strategies, costs_of
+from seqloom.planners.strategies.gathered import plan_gathered
 from seqloom.planners.strategies.merge import Planned, merge
 from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCosts
@@ -88,7 +90,7 @@ def plan_strategies(
     switches = [switch_ns(strategy, cost) for strategy in known]
     for assignment in rank_strategies(array, known, costs, switches):
         strategy = known[assignment.strategy]
-        alike = tuple(block[:2] + block.scheme[:2] for block in blocks(strategy, cost.ranks, cost.node_size))
+        alike = tuple(block.planned_like for block in blocks(strategy, cost.ranks, cost.node_size))
         if alike in tried or len(tried) == TRIED:
             continue  # planned together, their pipelines are the same
         tried.add(alike)
@@ -125,6 +127,12 @@ class Block(NamedTuple):
     pipelines: tuple[int, ...]
     """Indices in the strategy."""
 
+    @property
+    def planned_like(self) -> Hashable:
+        """What the plan of a block depends on, beside its documents."""
+        scheme = self.scheme
+        return self.start, self.ranks, scheme if scheme.gathered else (scheme.stages, scheme.tensor)
+
 
 def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
     """Cut a strategy into what is planned together.
@@ -149,7 +157,9 @@ def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
 
 
 def _alike(one: Pipe, other: Pipe) -> bool:
-    return one.scheme.stages == other.scheme.stages == 1 and one.scheme.tensor == other.scheme.tensor
+    """Whether two pipelines may be planned together."""
+    schemes = one.scheme, other.scheme
+    return all(each.stages == 1 and not each.gathered for each in schemes) and schemes[0].tensor == schemes[1].tensor
 
 
 class Built(NamedTuple):
@@ -169,7 +179,11 @@ def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost:
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
             inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            if block.scheme.stages > 1:
+            if block.scheme.gathered:
+                place = {document: number for number, document in enumerate(documents)}
+                batches = [[place[each] for each in batch] for batch in assignment.batches[block.pipelines[0]]]
+                plan = plan_gathered(lengths[documents], batches, inside, block.scheme)
+            elif block.scheme.stages > 1:
                 plan = plan_pipeline(lengths[documents], inside, stages=block.scheme.stages)
             else:
                 plan = plan_flex(lengths[documents], inside, seed=seed)
