@@ -23,14 +23,15 @@ from seqloom.planners.pipelines.line import line_of
 from seqloom.planners.strategies.values import Scheme
 
 
-def gathered_holdings(inside: CostModel, scheme: Scheme) -> dict[Variant, int]:
+def gathered_holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
     """Tokens of a micro-batch that a rank can hold, by what is kept; as many are in flight as 1F1B has."""
-    line, column = line_of(inside, scheme.stages), scheme.width // scheme.tensor
+    line = line_of(inside, stages)
+    column = line.width // line.tensor
     holding = {}
     for checkpoint in pipeline_checkpoints(inside):
         if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
             rooms = [
-                tokens_in_passes(inside, part, column, checkpoint, scheme.stages - host)
+                tokens_in_passes(inside, part, column, checkpoint, stages - host)
                 for host, part in enumerate(line.shares)
             ]
             holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(rooms)
@@ -55,7 +56,7 @@ def plan_gathered(lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: C
         cost: prices of the pipeline's ranks.
         scheme: of the pipeline.
     """
-    holding = {variant: tokens for variant, tokens in gathered_holdings(cost, scheme).items() if tokens > 0}
+    holding = {variant: tokens for variant, tokens in gathered_holdings(cost, scheme.stages).items() if tokens > 0}
     needs = [-(-int(cost.tokens(lengths[list(batch)]).sum()) // scheme.width) for batch in batches]
     if scheme.stages > 1:  # several are in flight, and each may have as much of the memory as the largest
         needs = [max(needs)] * len(needs)

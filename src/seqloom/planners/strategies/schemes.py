@@ -40,6 +40,7 @@ LOADS = (1, 2**14, 2**18)
 NEAR_PERCENT = 103
 
 _known: WeakKeyDictionary[CostModel, dict[Scheme, SchemeCost | None]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[CostModel, dict[tuple[int, bool], dict[Variant, int]]] = WeakKeyDictionary()
 
 
 class Keeping(NamedTuple):
@@ -145,21 +146,27 @@ def keepings(inside: CostModel, scheme: Scheme, shapes: list[Shape]) -> Iterator
 
 
 def holdings(inside: CostModel, scheme: Scheme) -> dict[Variant, int]:
-    """Tokens of a micro-batch that a rank can hold under every choice of what is kept."""
-    if scheme.gathered:
-        return gathered_holdings(inside, scheme)
+    """Tokens of a micro-batch that a rank can hold under every choice of what is kept; made once per cost model."""
+    known, key = _held.setdefault(inside, {}), (scheme.stages, scheme.gathered)
+    if key not in known:
+        known[key] = (gathered_holdings if scheme.gathered else _holdings)(inside, scheme.stages)
+    return known[key]
+
+
+def _holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
+    """The same of parameters that stay for the step."""
     holding: dict[Variant, int] = {}
-    if scheme.stages == 1:
+    if stages == 1:
         with suppress(SeqloomError):  # none holds a token
             holding = {variant: inside.capacity(variant) for variant in inside.variants}
     else:
-        line = line_of(inside, scheme.stages)
+        line = line_of(inside, stages)
         for checkpoint in pipeline_checkpoints(inside):
             least = []
             for host, shares in enumerate(line.of_hosts):
                 room = inside.budget_bytes - host_bytes(inside, shares, island_of(inside, line))
                 own = [StageMemory(inside, share).holding(checkpoint, offload=False) for share in shares]
-                held = (scheme.stages - host) * sum(each.held for each in own)
+                held = (stages - host) * sum(each.held for each in own)
                 least.append(int(room // (held + max(max(each.forward, each.backward) for each in own))))
             if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
                 holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(least)
