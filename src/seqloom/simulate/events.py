@@ -38,7 +38,8 @@ class EventTable:
     """One row per rank and piece of work, int64, sorted by rank and start. Waiting has no rows.
 
     `round`, `group`, `pipeline` and `stage` are -1 where they make no sense (messages have no group, the
-    end of the step has none of them); `degree` is then 0.
+    end of the step has none of them); `degree` is then 0. A gather for one pass, or a sum after it, has no group and the
+    ranks of its stage as degree.
     """
 
     rank: np.ndarray
@@ -117,8 +118,9 @@ def record(
     for place, _, move, ns, task in program.gatherings:
         begin = int(starts[task])
         finish = max(finish, begin + ns)
-        rows = _alike(np.unique(windows[place].rank), begin, begin + ns, EventKind[move.name])
-        blocks.append(rows | place._asdict() | {"comm": ns})
+        ranks_there = np.unique(windows[place].rank)
+        rows = _alike(ranks_there, begin, begin + ns, EventKind[move.name])
+        blocks.append(rows | place._asdict() | {"comm": ns, "degree": len(ranks_there)})
     last = _alike(np.arange(ranks), finish, finish + end[0], EventKind.STEP)
     blocks.append(last | {"comm": end[1], "pipeline": -1, "stage": -1, "round": -1})
     return _join(blocks)
