@@ -38,8 +38,8 @@ class EventTable:
     """One row per rank and piece of work, int64, sorted by rank and start. Waiting has no rows.
 
     `round`, `group`, `pipeline` and `stage` are -1 where they make no sense (messages have no group, the
-    end of the step has none of them); `degree` is then 0. Gathers for one pass, and sums after it, have no group and the
-    ranks of their stage as degree.
+    end of the step has none of them); `degree` is then 0. Gathers for one pass, and sums after it, have no group
+    and the ranks of their stage as degree.
     """
 
     rank: np.ndarray

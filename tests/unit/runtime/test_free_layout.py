@@ -11,6 +11,7 @@ from seqloom.plan import Group, Reduce, Sharding, Span
 from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
 from seqloom.runtime.network import LossOf
 from seqloom.runtime.parameters import check_fixed
+from seqloom.runtime.passes import Passes
 from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
 from seqloom.testing.tiny_models import tiny_model
@@ -92,6 +93,33 @@ def test_stages_may_be_gathered_for_every_pass(threads, name):
     for rank, (found, (kept, every, again)) in enumerate(threads(4).run(body, strict=True)):
         assert max(each.worst(wanted) for each in found) < 1e-9
         assert kept == again <= every and (kept < every) == (rank in fewer)
+
+
+def test_ranks_without_tokens_take_part_in_every_pass(threads):
+    """Documents of fewer tokens than their group has ranks, under every way of keeping activations."""
+    step = Step((3, 1, 2, 1), SPEC)
+    plan = gathered_per_pass(planned(Shape(1, 1, 2, 2), step=step), (0,))
+    for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):
+        assert found.worst(step.alone()) < 1e-9
+
+
+def test_a_layer_s_gradients_are_in_shares_before_the_next_layer_s(threads, monkeypatch):
+    """Of whole gradients a backward has one layer's, the head's, and at its end the embedding's."""
+    step = replace(STEP, spec=tiny_spec(layers=4))
+    plan = gathered_per_pass(planned(Shape(1, 1, 2, 2), step=step), (0,))
+    sizes = {name: each.numel() for name, each in step.model().named_parameters()}
+    layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    outside = sum(size for name, size in sizes.items() if ".layers." not in name)
+    most, plain = [], Passes._sum
+
+    def noted(passes, part, bundle):
+        most.append(sum(copy.grad.numel() for copy in passes._copies.all if copy.grad is not None))
+        plain(passes, part, bundle)
+
+    monkeypatch.setattr(Passes, "_sum", noted)
+    for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):
+        assert found.worst(step.alone()) < 1e-9
+    assert len(most) == 4 * 3 * (4 + 2) and layer < max(most) <= layer + outside
 
 
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
