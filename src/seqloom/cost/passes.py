@@ -1,16 +1,17 @@
 """Stages that are gathered for every pass: what the messages take, and what a rank then holds.
 
 Messages. The ranks of a stage with the same slice of its weights, ``column`` of them, have ``1 / column`` each. Before
-a pass every one sends its share to the others, in bf16; after a backward it sends them their shares of its gradients,
-in float32. An exchange goes straight from rank to rank, a bundle after the other, one for every layer, one for the
-embedding and one for norm and head. It is over before the pass begins, or the next action, so nothing of it hides.
+a pass every one sends its share to the others, in bf16; in a backward it sends them their shares of its gradients, in
+float32, as soon as a layer has them. An exchange goes straight from rank to rank, a bundle after the other, one for
+every layer, one for the embedding and one for norm and head. Computing waits for it, so nothing of it hides.
 
 Memory, with P parameters on a rank while it computes:
 
     always                  (2 + 4) P / column      shares of parameters and gradients
+                            4 bytes of the head     its gradient is made in a forward and waits for the backward
     in every pass           2 P                     the copies
-    in a backward           4 P                     their gradients: none where it begins and all activations are there,
-                                                    all of them where it ends and the unit's own have gone
+    in a backward           4 bytes of a layer      the gradients of the layer that goes backward
+    where a backward ends   4 bytes of the rest     embedding, positions and norm; the unit's activations have gone
     from the first W on     4 P                     gradients of weight halves, until the REDUCE
 
 A stage whose parameters stay for the step has 6 P all the time.
@@ -89,21 +90,29 @@ def column_of(stage: Stage) -> int:
 
 
 class PassMemory(NamedTuple):
-    """Bytes of parameters and gradients on a rank of a stage that is gathered for every pass."""
+    """Bytes of parameters and gradients on a rank of a stage that is gathered for every pass, see above."""
 
-    shares: int  # always
-    copies: int  # in every pass
-    gradients: int  # where a backward ends
+    always: int
+    copies: int
+    layer: int
+    rest: int
+    halves: int
 
     @classmethod
     def of(cls, cost: CostModel, part: Part, column: int) -> PassMemory:
         """Of a part of the model, by the cost model's tensor degree, over so many ranks."""
         parameters = stage_parameters(cost, part)
         if column == 1:  # nobody to share with: they stay for the step
-            return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0)
-        share = -(-parameters // column)
-        copies, gradients = PARAMETER_BYTES * parameters, GRADIENT_BYTES * parameters
-        return cls((PARAMETER_BYTES + GRADIENT_BYTES) * share, copies, gradients)
+            return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0, 0, 0)
+        head = cost.model.head_parameters if part.ends else 0
+        layers = [cost.model.layer_parameters(layer, cost.tensor) for layer in range(part.first, part.stop)]
+        return cls(
+            always=(PARAMETER_BYTES + GRADIENT_BYTES) * -(-parameters // column) + GRADIENT_BYTES * head,
+            copies=PARAMETER_BYTES * parameters,
+            layer=GRADIENT_BYTES * max(layers),
+            rest=GRADIENT_BYTES * (parameters - sum(layers) - head),
+            halves=GRADIENT_BYTES * (parameters - head),
+        )
 
 
 def one_stage_bytes(cost: CostModel, column: int, checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray:
@@ -118,16 +127,19 @@ def one_stage_bytes(cost: CostModel, column: int, checkpoint: Checkpoint, tokens
     part = Part(0, cost.model.layers, cost.model.layers)
     stage, moved = StageMemory(cost, part), PassMemory.of(cost, part, column)
     held, forward, backward, *_ = stage.holding(checkpoint, offload=False)
-    most = np.maximum(tokens * (held + max(forward, backward)), tokens * backward + moved.gradients)
-    return stage.working_bytes() + moved.shares + moved.copies + np.ceil(most).astype(np.int64)
+    begins = np.maximum(tokens * (held + forward), tokens * (held + backward) + moved.layer)
+    most = np.maximum(begins, tokens * backward + moved.layer + moved.rest)
+    return stage.working_bytes() + moved.always + moved.copies + np.ceil(most).astype(np.int64)
 
 
 def tokens_in_passes(cost: CostModel, part: Part, column: int, checkpoint: Checkpoint, units: int) -> int:
     """Tokens of a unit that a rank of a stage gathered for every pass can hold, with so many units in flight."""
     stage, moved = StageMemory(cost, part), PassMemory.of(cost, part, column)
-    room = cost.budget_bytes - stage.working_bytes() - moved.shares - moved.copies
+    room = cost.budget_bytes - stage.working_bytes() - moved.always - moved.copies
     held, forward, backward, *_ = stage.holding(checkpoint, offload=False)
-    whole, ending = units * held + max(forward, backward), (units - 1) * held + backward
-    fits = max(0, int(min(room // whole, (room - moved.gradients) // ending)))
+    in_forward = room // (units * held + forward)
+    in_backward = (room - moved.layer) // (units * held + backward)
+    at_its_end = (room - moved.layer - moved.rest) // ((units - 1) * held + backward)
+    fits = max(0, int(min(in_forward, in_backward, at_its_end)))
     fits = fits if cost.most is None else min(fits, cost.most)
     return fits - fits % cost.granule

@@ -46,7 +46,7 @@ def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.nda
     for island in plan.limits.islands(plan.sharding, pipeline.hosts[host]):
         own = working
         for number, stage in stages.items():
-            own += passes[number].shares if number in passes else stage.state_bytes(len(island))
+            own += passes[number].always if number in passes else stage.state_bytes(len(island))
         state |= dict.fromkeys(island, own)
     return np.array([state[rank] for rank in pipeline.hosts[host]], dtype=np.float64)
 
@@ -81,26 +81,26 @@ def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndar
         if action.kind not in _CHANGES or key not in loads:
             continue
         load, carry = loads[key], carries[key]
-        _, copies, gradients = passes.get(action.stage, _STAYS)
+        _, copies, layer, rest, halves = passes.get(action.stage, _STAYS)
         if action.kind == ActionKind.F:
             live = live + load.held + carry.begun
             most = np.maximum(most, live + load.forward + copies)
         elif action.kind == ActionKind.W:
-            live = live + (0 if action.stage in late else gradients)
+            live = live + (0 if action.stage in late else halves)
             late.add(action.stage)
             most = np.maximum(most, live + copies)
             live = live - load.deferred
         else:
             live = live + carry.returning
             split = action.kind == ActionKind.I
-            most = np.maximum(most, live + load.backward + copies + (load.split if split else 0.0))
+            most = np.maximum(most, live + load.backward + copies + layer + (load.split if split else 0.0))
             live = live - load.held - carry.done + (load.deferred if split else 0.0)
-            ending = load.backward + copies + gradients if gradients and not split else 0.0
+            ending = load.backward + copies + layer + rest if copies else 0.0
             most = np.maximum(most, live + ending)
     return most
 
 
-_STAYS = PassMemory(0, 0, 0)  # what a stage has stays for the step: it is in its state
+_STAYS = PassMemory(0, 0, 0, 0, 0)  # what a stage has stays for the step: it is in its state
 _CHANGES = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
 

@@ -156,12 +156,15 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
 @pytest.mark.parametrize("kept", [Checkpoint.NONE, Checkpoint.FULL])
 @pytest.mark.parametrize("name", ["one stage", "teams", "two stages"])
 def test_memory_is_what_the_layouts_hold(name, kept):
-    """Shares of parameters and gradients for the step; copies in a pass; whole gradients where a backward ends."""
+    """Shares of parameters and gradients for the step; copies in a pass; gradients of the head, and of a layer."""
     cost = cost_of()
     _, plan = plans(name, kept)
     per_pass = [(number, stage) for number, line in enumerate(plan.pipelines) for stage in range(len(line.stages))]
     layouts = step_layout(WEIGHTS, plan.pipelines, per_pass), compute_layout(WEIGHTS, plan.pipelines)
     shares, copies = (np.bincount(layout.rank, layout.sizes, 8) for layout in layouts)
+    homes = np.array([[4 * (own in weight.home) for own in ("embedding", 0, "head")] for weight in WEIGHTS])
+    table, layer, head = (np.bincount(layouts[1].rank, layouts[1].sizes * each[layouts[1].item], 8) for each in homes.T)
+    head -= 4 * 64 * (head > 0)  # the norm's gradient comes in the backward
     found = simulate(plan, cost).peak_memory
     for line in plan.pipelines:
         for stage, own in enumerate(line.stages):
@@ -177,10 +180,12 @@ def test_memory_is_what_the_layouts_hold(name, kept):
                         live += each.held * tokens
                         most = max(most, live + each.forward * tokens)
                     else:
-                        most = max(most, live + each.backward * tokens)
+                        own_layer = layer.max() if own.tensor == 1 else layer[rank]  # layers are alike
+                        most = max(most, live + each.backward * tokens + own_layer)
                         live -= each.held * tokens
-                        most = max(most, live + each.backward * tokens + 4 * copies[rank])
-                state = memory.working_bytes() + 6 * shares[rank] + 2 * copies[rank]
+                        ends = table[rank] + (4 * 64 if head[rank] else 0)
+                        most = max(most, live + each.backward * tokens + own_layer + ends)
+                state = memory.working_bytes() + 6 * shares[rank] + 2 * copies[rank] + head[rank]
                 assert found[rank] == pytest.approx(state + most, abs=1)
 
 

@@ -52,8 +52,8 @@ def test_it_is_looked_at_where_memory_binds():
 
 
 def test_the_planner_gathers_where_that_beats_recomputing():
-    """A document with which parameters that stay leave no room for anything but full recomputation."""
-    lengths = np.array([250_000])
+    """A document for which parameters that stay leave room with more tensor ranks, or recomputed in full."""
+    lengths = np.array([225_000])
     plan = plan_strategies(lengths, COST)
     plan.validate()
     assert [stages_per_pass(line) for line in plan.pipelines] == [{0}]
@@ -62,7 +62,7 @@ def test_the_planner_gathers_where_that_beats_recomputing():
     assert plan_bound(plan, COST) <= found.step_ns == predicted_ns(plan, COST)
     assert Plan.from_json(plan.to_json()) == plan
     for scheme in (Scheme(1, 2, 1, 4), Scheme(1, 4, 1, 2), Scheme(1, 8), Scheme(2, 2, 2)):
-        stays = plan_strategies(lengths, COST, strategies=[alone(scheme, 250_000)])
+        stays = plan_strategies(lengths, COST, strategies=[alone(scheme, 225_000)])
         assert not stages_per_pass(stays.pipelines[0]) and predicted_ns(stays, COST) > found.step_ns
 
 
@@ -82,12 +82,12 @@ def test_plans_of_any_scheme_fit(scheme):
     assert stages_per_pass(small_plans([given], COST)[0].pipelines[0])
 
 
-SPEC = tiny_spec(layers=1, hidden=32, heads=4, kv_heads=1, head_dim=8, ffn=48, vocabulary=97)
-STEP = Step((600, 60, 20), SPEC)
+SPEC = tiny_spec(layers=3, hidden=32, heads=4, kv_heads=1, head_dim=8, ffn=96)
+STEP = Step((450, 60, 20), SPEC)
 
 
 def tight():
-    """Room for 536 tokens beside parameters that stay, on all four ranks."""
+    """Room for 404 tokens beside parameters that stay, on all four ranks."""
     cluster = Cluster.parse("1x4xH100")
     ample = CostModel(cluster, SPEC, sharding="free", max_length=1024)
     budget = ample.fixed_bytes(ample.variants[0]) + 200_000
@@ -96,7 +96,7 @@ def tight():
 
 def test_a_document_that_no_other_pipeline_holds_is_one_process_result(threads):
     cost = tight()
-    assert max(each.longest for scheme, each in scheme_costs(cost, 600).items() if not scheme.gathered) < 600
+    assert max(each.longest for scheme, each in scheme_costs(cost, 450).items() if not scheme.gathered) < 450
     proposed = propose_strategies(np.array(STEP.lengths), cost)
     assert any(pipe.scheme.gathered for each in proposed for pipe in each.pipelines)
     plan = plan_strategies(np.array(STEP.lengths), cost, strategies=proposed)

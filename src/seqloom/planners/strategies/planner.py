@@ -198,7 +198,7 @@ def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built
     order = np.argsort(-lengths, kind="stable")
     problem = problem_of(lengths[order], strategy, costs)
     expected = built.assignment.pipelines_ns
-    scale = np.array([built.pipelines_ns.get(j, ns) / max(ns, 1) for j, ns in enumerate(expected)])
+    scale = np.array([built.pipelines_ns.get(j, ns) / ns if ns else 1.0 for j, ns in enumerate(expected)])
     return assign(
         problem._replace(
             cost=np.rint(problem.cost * scale[:, None]).astype(np.int64),
