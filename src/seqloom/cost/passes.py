@@ -12,6 +12,7 @@ Memory, with P parameters on a rank while it computes:
     in every pass           2 P                     the copies
     in a backward           4 bytes of a layer      the gradients of the layer that goes backward
     where a backward ends   4 bytes of the rest     embedding, positions and norm; the unit's activations have gone
+                            8 bytes of a table      packed and received, beyond a layer's, which `StageMemory` has
     from the first W on     4 P                     gradients of weight halves, until the REDUCE
 
 A stage whose parameters stay for the step has 6 P all the time.
@@ -106,11 +107,13 @@ class PassMemory(NamedTuple):
             return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0, 0, 0)
         head = cost.model.head_parameters if part.ends else 0
         layers = [cost.model.layer_parameters(layer, cost.tensor) for layer in range(part.first, part.stop)]
+        table = cost.model.head_parameters if part.begins or part.ends else 0
+        packed = 2 * max(0, table - max(layers))
         return cls(
             always=(PARAMETER_BYTES + GRADIENT_BYTES) * -(-parameters // column) + GRADIENT_BYTES * head,
             copies=PARAMETER_BYTES * parameters,
             layer=GRADIENT_BYTES * max(layers),
-            rest=GRADIENT_BYTES * (parameters - sum(layers) - head),
+            rest=GRADIENT_BYTES * (parameters - sum(layers) - head + packed),
             halves=GRADIENT_BYTES * (parameters - head),
         )
 
