@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from seqloom.plan.boxes import Column
+from seqloom.plan.landing import landing_layout
 from seqloom.plan.layout import Layout
 from seqloom.plan.move import Move, move_between
 
@@ -35,6 +36,28 @@ def move_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | 
         move_between(source, mine)  # names what nobody holds
     sent = _overlaps(source, order[source.rank[order] == rank], target)
     return _join(_pick(sent, sent.receiver != rank), received)
+
+
+def hops_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | None = None) -> tuple[Move, ...]:
+    """Return what a rank sends and receives so that nothing crosses the network twice for one node.
+
+    Two moves where several ranks of a node, any node, want what nobody there has, and all ranks hold different rows in
+    the source: to the landing layout, and from there inside the node. The second has only what travels. Otherwise one
+    move: that of `move_of_rank`. All ranks find the same number.
+
+    Args:
+        rank, source, target, node_size: see `move_of_rank`.
+    """
+    order = np.lexsort([source.start, source.item])
+    if node_size is not None and source.axes == target.axes == 2 and _rows_differ(source, order):
+        landing = landing_layout(source, target, node_size)
+        if int(landing.sizes.sum()) < int(target.sizes.sum()):
+            first = rank // node_size * node_size
+            node = range(first, first + node_size)
+            inside = move_between(landing.among(node), target.among(node))
+            travels = inside.remote & ((inside.sender == rank) | (inside.receiver == rank))
+            return move_of_rank(rank, source, landing), _pick(inside, travels)
+    return (move_of_rank(rank, source, target, node_size=node_size),)
 
 
 def _rows_differ(source: Layout, order: Column) -> bool:
