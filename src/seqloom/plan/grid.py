@@ -1,4 +1,4 @@
-"""Layouts cut into cells: all starts and stops cut every item into a grid, and every box is a rectangle of whole cells."""
+"""Layouts cut into cells: starts and stops cut every item into a grid, and every box is a rectangle of whole cells."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What crosses the network once for a node in which several ranks want it.
 
-Weights go from their owners to all ranks that compute with them in two hops. After the first every rank has its landing:
+Weights go in two hops from their owners to all ranks that compute with them. After the first a rank has its landing:
 
-    what owners in its node have        all that it wants of it: this never crosses the network
-    what owners elsewhere have          its share, where ranks of its node want the same: n of them 1 / n of the rows each
+    what owners in its node have     all that it wants of it: this never crosses the network
+    what owners elsewhere have       of what n ranks of its node want, 1 / n of the rows
 
 In the second, ranks of a node give each other what is missing. So every rank still receives every element once, and
 nobody receives what it does not want. Two nodes of two ranks, a weight of 8 rows that all want:
