@@ -2,11 +2,11 @@
 
 Every rank of the cluster owns 1 / ranks of every weight. Before the step each rank gets what its stages compute with
 from the owners, in bf16; after it each owner gets the gradients of all copies, in float32. There are ``W`` ranks in
-nodes of ``G``. Rank ``r`` of node ``n`` computes with ``h(r)`` parameters, its node with ``d(n)`` different ones. Of what
-``k`` ranks of the node want, ``1 / k`` lands on each: ``l(r)`` in all, which add up to ``d(n)``. In the first hop
+nodes of ``G``. Rank ``r`` of node ``n`` computes with ``h(r)`` parameters, its node with ``d(n)`` different ones. Of
+what ``k`` ranks of the node want, ``1 / k`` lands on each: ``l(r)`` in all, which add up to ``d(n)``. In the first hop
 
     rank r takes in     h(r) (G - 1) / W over the link inside its node, l(r) (W - G) / W through its card
-    and gives out       1 / W of h of the others in its node over the link, 1 / W of d of all other nodes through its card
+    and gives out       1 / W of h of the others in its node over the link, 1 / W of d of other nodes through its card
 
 and in the second, inside the node,
 
