@@ -92,7 +92,8 @@ def in_stream(begin: Callable[[], Leg], device: torch.device, used: Iterable[tor
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         result = Pending(begin(), deque()).wait()
-        done = stream.record_event()
+    done = torch.cuda.Event()
+    done.record(stream)
     for tensor in used:
         tensor.record_stream(stream)
     return Pending(Leg(_Done(done, result, device), None, lambda: result), deque())

@@ -78,7 +78,7 @@ def _sizes(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
 def _counted(held: np.ndarray, whole: np.ndarray, cut: np.ndarray, node_size: int) -> Holdings:
     """Add up units of these sizes."""
     by_node = held.reshape(-1, node_size, *held.shape[1:])
-    entire = by_node.any(axis=3)
+    entire = np.asarray(by_node.any(axis=3))
     parts, wholes = (each * (1 - 1 / np.maximum(each.sum(axis=1, keepdims=True), 1)) for each in (by_node, entire))
     return Holdings(
         rank=(entire @ whole + by_node.mean(axis=3) @ cut).ravel(),
