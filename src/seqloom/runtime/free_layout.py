@@ -93,7 +93,7 @@ class FreeLayout:
         return torch.empty((tokens, self._hidden), dtype=self._copies.dtype, device=self._device)
 
     def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`. Returns at once; layers wait for what they need."""
+        """See `Parameters.arrange`. Layers wait for what they need, see `Arrivals.start`."""
         self._check(plan)
         self.settle()
         rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
@@ -232,7 +232,7 @@ class FreeLayout:
 
     def _moves_of(self, plan: Plan) -> Moves:
         per_pass = gathered_per_pass(plan)
-        strategy = (tuple(line.stages for line in plan.pipelines), per_pass)
+        strategy = (tuple(line.stages for line in plan.pipelines), per_pass, plan.limits.node_size)
         if strategy not in self._moves:
             if len(self._moves) == KEPT:
                 del self._moves[next(iter(self._moves))]

@@ -81,6 +81,13 @@ def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[
     return Pipeline(tuple(stages), renamed(rounds, documents), schedule.rows_of_plan())
 
 
+def in_nodes_of(size: int, plan: Plan) -> Plan:
+    """Return a plan on nodes of so many ranks."""
+    changed = replace(plan, limits=replace(plan.limits, node_size=size))
+    changed.validate()
+    return changed
+
+
 def gathered_per_pass(plan: Plan, stages: Sequence[int]) -> Plan:
     """Return a plan in which stages of these numbers, in every pipeline, are gathered for each of their passes."""
     changed = replace(plan, pipelines=tuple(gathered_for_passes(line, stages) for line in plan.pipelines))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Variant
+from seqloom.cost.holdings import holdings
 from seqloom.cost.passes import pass_times
-from seqloom.cost.relaying import held_parameters, relay_ns
+from seqloom.cost.relaying import relay_ns
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import Action, Checkpoint, Part, Reduce, Stage, Weight, compute_layout, move_between, step_layout
@@ -192,7 +193,8 @@ def test_memory_is_what_the_layouts_hold(name, kept):
 def test_shares_are_what_a_step_brings():
     whole, plan = plans("teams")
     shared = [stages_per_pass(line) for line in plan.pipelines]
-    held, _ = held_parameters(cost_of(), [line.stages for line in plan.pipelines], shared)
+    held, _ = holdings(cost_of("2x4xH100"), [line.stages for line in plan.pipelines], shared)
     layout = step_layout(WEIGHTS, plan.pipelines, [(0, 0), (1, 0)])
-    assert held.tolist() == np.bincount(layout.rank, layout.sizes, 8).tolist()
+    assert held.rank.tolist() == np.bincount(layout.rank, layout.sizes, 8).tolist()
+    assert not held.others.any() and held.node.tolist() == held.rank.reshape(2, 4).sum(axis=1).tolist()
     assert not stages_per_pass(whole.pipelines[0])
