@@ -73,9 +73,8 @@ def unit_of(costs: Mapping[Scheme, SchemeCost], ranks: int) -> int:
 
 
 def interval_times(histogram: Histogram, cost: SchemeCost, stages: int, copies: np.ndarray) -> np.ndarray:
-    """int64[d, classes + 1, classes + 1]: ns of classes r to s - 1 on `copies` pipelines of one scheme; NEVER elsewhere.
+    """int64[d, classes + 1, classes + 1]: ns of classes r to s - 1 on int64[d] copies of one scheme; NEVER elsewhere.
 
-    There is one table for every number of copies, int64[d].
     Documents are shared out evenly, but the longest class has at least one document, which is on one pipeline. The
     number of micro-batches is the best one, as in `clock.estimate`.
     """

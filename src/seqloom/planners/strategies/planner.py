@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ def plan_strategies(
         known = tuple(map(Strategy.from_dict, strategies))
         check_strategies(known, cost)
     costs = costs_of(known, cost)
-    built: list[Built] = []
+    best: Built | None = None
     refused: list[SeqloomError] = []
     tried: set[tuple[Hashable, ...]] = set()
     switches = [switch_ns(strategy, cost) for strategy in known]
@@ -93,17 +94,16 @@ def plan_strategies(
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            built.append(build(array, strategy, assignment, cost, seed))
+            best = faster(best, array, strategy, assignment, cost, seed)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
-    if not built:
+    if best is None:
         raise refused[0]
-    best = min(built, key=lambda made: made.ns)
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = min(best, build(array, known[again.strategy], again, cost, seed), key=lambda made: made.ns)
+            best = faster(best, array, known[again.strategy], again, cost, seed)
     return best.plan
 
 
@@ -164,19 +164,41 @@ class Built(NamedTuple):
 
 def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
     """The full plan of an assignment."""
+    return faster(None, lengths, strategy, assignment, cost, seed)
+
+
+def faster(
+    best: Built | None, lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int
+) -> Built:
+    """The full plan of an assignment, or `best` where that is no slower.
+
+    What should take longest is planned first: once it alone is slower than `best`, the rest need not be planned.
+    """
     parts, taken = [], {}
-    for block in blocks(strategy, cost.ranks, cost.node_size):
+    slow_first = sorted(
+        blocks(strategy, cost.ranks, cost.node_size),
+        key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines),
+    )
+    for block in slow_first:
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
             inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            if block.scheme.stages > 1:
-                plan = plan_pipeline(lengths[documents], inside, stages=block.scheme.stages)
-            else:
-                plan = plan_flex(lengths[documents], inside, seed=seed)
+            plan, ns = _planned(inside, block.scheme.stages, tuple(lengths[documents].tolist()), seed)
+            if best is not None and ns > best.ns:
+                return best
             parts.append(Planned(plan, block.start, documents))
-            taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
-    merged = merge(parts, lengths, cost, "strategies")
-    return Built(merged, predicted_ns(merged, cost), assignment, taken)
+            taken |= dict.fromkeys(block.pipelines, ns)
+    merged = merge(sorted(parts, key=lambda part: part.start), lengths, cost, "strategies")
+    made = Built(merged, predicted_ns(merged, cost), assignment, taken)
+    return made if best is None or made.ns < best.ns else best
+
+
+@lru_cache(maxsize=256)
+def _planned(inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int) -> tuple[Plan, int]:
+    """Plan documents for the ranks of a block, and say what it takes, ns; strategies share blocks."""
+    array = np.array(lengths, dtype=np.int64)
+    plan = plan_pipeline(array, inside, stages=stages) if stages > 1 else plan_flex(array, inside, seed=seed)
+    return plan, predicted_ns(plan, inside)
 
 
 def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built: Built) -> Assignment:
