@@ -35,6 +35,8 @@ TRIED = 3
 """Strategies that are planned in full, the ones with different blocks."""
 CORRECTIONS = 1
 """Times that the documents are dealt again, by what the plans of the best strategy take."""
+QUICK = 32
+"""Decodings of ``flex`` in plans that strategies are compared by; only the best is searched in full."""
 
 
 def propose_strategies(
@@ -94,7 +96,7 @@ def plan_strategies(
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            best = faster(best, array, strategy, assignment, cost, seed)
+            best = faster(best, array, strategy, assignment, cost, seed, QUICK)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
@@ -103,7 +105,8 @@ def plan_strategies(
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = faster(best, array, known[again.strategy], again, cost, seed)
+            best = faster(best, array, known[again.strategy], again, cost, seed, QUICK)
+    best = faster(best, array, known[best.assignment.strategy], best.assignment, cost, seed)
     return best.plan
 
 
@@ -168,7 +171,13 @@ def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost:
 
 
 def faster(
-    best: Built | None, lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int
+    best: Built | None,
+    lengths: np.ndarray,
+    strategy: Strategy,
+    assignment: Assignment,
+    cost: CostModel,
+    seed: int,
+    evaluations: int | None = None,
 ) -> Built:
     """The full plan of an assignment, or `best` where that is no slower.
 
@@ -183,7 +192,7 @@ def faster(
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
             inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            plan, ns = _planned(inside, block.scheme.stages, tuple(lengths[documents].tolist()), seed)
+            plan, ns = _planned(inside, block.scheme.stages, tuple(lengths[documents].tolist()), seed, evaluations)
             if best is not None and ns > best.ns:
                 return best
             parts.append(Planned(plan, block.start, documents))
@@ -193,11 +202,23 @@ def faster(
     return made if best is None or made.ns < best.ns else best
 
 
-@lru_cache(maxsize=256)
-def _planned(inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int) -> tuple[Plan, int]:
-    """Plan documents for the ranks of a block, and say what it takes, ns; strategies share blocks."""
-    array = np.array(lengths, dtype=np.int64)
-    plan = plan_pipeline(array, inside, stages=stages) if stages > 1 else plan_flex(array, inside, seed=seed)
+def _planned(
+    inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int, evaluations: int | None
+) -> tuple[Plan, int]:
+    """Plan documents for the ranks of a block, and say what it takes, ns."""
+    return _staged(inside, stages, lengths) if stages > 1 else _flexible(inside, lengths, seed, evaluations)
+
+
+@lru_cache(maxsize=128)
+def _staged(inside: CostModel, stages: int, lengths: tuple[int, ...]) -> tuple[Plan, int]:
+    """Made once: strategies share blocks, and often these get the same documents again."""
+    plan = plan_pipeline(np.array(lengths, dtype=np.int64), inside, stages=stages)
+    return plan, predicted_ns(plan, inside)
+
+
+@lru_cache(maxsize=128)
+def _flexible(inside: CostModel, lengths: tuple[int, ...], seed: int, evaluations: int | None) -> tuple[Plan, int]:
+    plan = plan_flex(np.array(lengths, dtype=np.int64), inside, evaluations=evaluations, seed=seed)
     return plan, predicted_ns(plan, inside)
 
 
