@@ -35,8 +35,6 @@ TRIED = 3
 """Strategies that are planned in full, the ones with different blocks."""
 CORRECTIONS = 1
 """Times that the documents are dealt again, by what the plans of the best strategy take."""
-QUICK = 32
-"""Decodings of ``flex`` in plans that strategies are compared by; only the best is searched in full."""
 
 
 def propose_strategies(
@@ -96,7 +94,7 @@ def plan_strategies(
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            best = faster(best, array, strategy, assignment, cost, seed, QUICK)
+            best = faster(best, array, strategy, assignment, cost, seed, quick=True)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
@@ -105,7 +103,7 @@ def plan_strategies(
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = faster(best, array, known[again.strategy], again, cost, seed, QUICK)
+            best = faster(best, array, known[again.strategy], again, cost, seed, quick=True)
     best = faster(best, array, known[best.assignment.strategy], best.assignment, cost, seed)
     return best.plan
 
@@ -177,7 +175,8 @@ def faster(
     assignment: Assignment,
     cost: CostModel,
     seed: int,
-    evaluations: int | None = None,
+    *,
+    quick: bool = False,
 ) -> Built:
     """The full plan of an assignment, or `best` where that is no slower.
 
@@ -192,7 +191,7 @@ def faster(
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
             inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            plan, ns = _planned(inside, block.scheme.stages, tuple(lengths[documents].tolist()), seed, evaluations)
+            plan, ns = _planned(inside, block.scheme.stages, tuple(lengths[documents].tolist()), seed, quick)
             if best is not None and ns > best.ns:
                 return best
             parts.append(Planned(plan, block.start, documents))
@@ -202,11 +201,9 @@ def faster(
     return made if best is None or made.ns < best.ns else best
 
 
-def _planned(
-    inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int, evaluations: int | None
-) -> tuple[Plan, int]:
+def _planned(inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int, quick: bool) -> tuple[Plan, int]:
     """Plan documents for the ranks of a block, and say what it takes, ns."""
-    return _staged(inside, stages, lengths) if stages > 1 else _flexible(inside, lengths, seed, evaluations)
+    return _staged(inside, stages, lengths) if stages > 1 else _flexible(inside, lengths, seed, quick)
 
 
 @lru_cache(maxsize=128)
@@ -217,8 +214,8 @@ def _staged(inside: CostModel, stages: int, lengths: tuple[int, ...]) -> tuple[P
 
 
 @lru_cache(maxsize=128)
-def _flexible(inside: CostModel, lengths: tuple[int, ...], seed: int, evaluations: int | None) -> tuple[Plan, int]:
-    plan = plan_flex(np.array(lengths, dtype=np.int64), inside, evaluations=evaluations, seed=seed)
+def _flexible(inside: CostModel, lengths: tuple[int, ...], seed: int, quick: bool) -> tuple[Plan, int]:
+    plan = plan_flex(np.array(lengths, dtype=np.int64), inside, seed=seed, quick=quick)
     return plan, predicted_ns(plan, inside)
 
 
