@@ -94,7 +94,7 @@ def plan_strategies(
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            best = faster(best, array, strategy, assignment, cost, seed, quick=True)
+            best = faster(best, array, strategy, assignment, cost, seed)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
@@ -103,9 +103,8 @@ def plan_strategies(
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = faster(best, array, known[again.strategy], again, cost, seed, quick=True)
-    best = faster(best, array, known[best.assignment.strategy], best.assignment, cost, seed)
-    return best.plan
+            best = faster(best, array, known[again.strategy], again, cost, seed)
+    return searched(best, array, cost, seed).plan
 
 
 def require_free(cost: CostModel) -> None:
@@ -153,36 +152,49 @@ def _alike(one: Pipe, other: Pipe) -> bool:
     return one.scheme.stages == other.scheme.stages == 1 and one.scheme.tensor == other.scheme.tensor
 
 
+class Part(NamedTuple):
+    """The plan of a block."""
+
+    block: Block
+    documents: list[int]
+    plan: Plan
+    ns: int
+
+
 class Built(NamedTuple):
     """A plan, the assignment it was made from, and what it takes."""
 
     plan: Plan
     ns: int
     assignment: Assignment
-    pipelines_ns: dict[int, int]
-    """ns of every pipeline that has documents, by its index in the strategy."""
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], assignment: Assignment, lengths: np.ndarray, cost: CostModel) -> Built:
+        """Put the plans of all blocks side by side."""
+        planned = [Planned(part.plan, part.block.start, part.documents) for part in parts]
+        plan = merge(sorted(planned, key=lambda part: part.start), lengths, cost, "strategies")
+        return cls(plan, predicted_ns(plan, cost), assignment, tuple(parts))
+
+    @property
+    def pipelines_ns(self) -> dict[int, int]:
+        """ns of every pipeline that has documents, by its index in the strategy."""
+        return {index: part.ns for part in self.parts for index in part.block.pipelines}
 
 
 def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
     """The full plan of an assignment."""
-    return faster(None, lengths, strategy, assignment, cost, seed)
+    return searched(faster(None, lengths, strategy, assignment, cost, seed), lengths, cost, seed)
 
 
 def faster(
-    best: Built | None,
-    lengths: np.ndarray,
-    strategy: Strategy,
-    assignment: Assignment,
-    cost: CostModel,
-    seed: int,
-    *,
-    quick: bool = False,
+    best: Built | None, lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int
 ) -> Built:
-    """The full plan of an assignment, or `best` where that is no slower.
+    """The plan of an assignment, quickly made, or `best` where that is no slower.
 
     What should take longest is planned first: once it alone is slower than `best`, the rest need not be planned.
     """
-    parts, taken = [], {}
+    parts = []
     slow_first = sorted(
         blocks(strategy, cost.ranks, cost.node_size),
         key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines),
@@ -190,20 +202,33 @@ def faster(
     for block in slow_first:
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
-            inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            plan, ns = _planned(inside, block.scheme.stages, tuple(lengths[documents].tolist()), seed, quick)
-            if best is not None and ns > best.ns:
+            parts.append(Part(block, documents, *_planned(block, documents, lengths, cost, seed, quick=True)))
+            if best is not None and parts[-1].ns > best.ns:
                 return best
-            parts.append(Planned(plan, block.start, documents))
-            taken |= dict.fromkeys(block.pipelines, ns)
-    merged = merge(sorted(parts, key=lambda part: part.start), lengths, cost, "strategies")
-    made = Built(merged, predicted_ns(merged, cost), assignment, taken)
+    made = Built.of(parts, assignment, lengths, cost)
     return made if best is None or made.ns < best.ns else best
 
 
-def _planned(inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int, quick: bool) -> tuple[Plan, int]:
-    """Plan documents for the ranks of a block, and say what it takes, ns."""
-    return _staged(inside, stages, lengths) if stages > 1 else _flexible(inside, lengths, seed, quick)
+def searched(built: Built, lengths: np.ndarray, cost: CostModel, seed: int) -> Built:
+    """The same assignment with plans that are searched in full, the slowest first, as long as these gain by it."""
+    parts = sorted(built.parts, key=lambda part: -part.ns)
+    for number, part in enumerate(parts):
+        plan, ns = _planned(part.block, part.documents, lengths, cost, seed, quick=False)
+        if ns >= part.ns:
+            break
+        parts[number] = part._replace(plan=plan, ns=ns)
+    made = Built.of(parts, built.assignment, lengths, cost)
+    return made if made.ns < built.ns else built
+
+
+def _planned(
+    block: Block, documents: list[int], lengths: np.ndarray, cost: CostModel, seed: int, *, quick: bool
+) -> tuple[Plan, int]:
+    """A plan of documents for the ranks of a block, and what it takes, ns."""
+    inside, own = cost.on_ranks(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
+    if block.scheme.stages > 1:
+        return _staged(inside, block.scheme.stages, own)
+    return _flexible(inside, own, seed, quick)
 
 
 @lru_cache(maxsize=128)
