@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ TRIED = 3
 """Strategies that are planned in full, the ones with different blocks."""
 CORRECTIONS = 1
 """Times that the documents are dealt again, by what the plans of the best strategy take."""
+NEAR_PERCENT = 101
+"""Plans are made quickly at first; those that are so near to the fastest are searched in full."""
 
 
 def propose_strategies(
@@ -83,7 +86,7 @@ def plan_strategies(
         known = tuple(map(Strategy.from_dict, strategies))
         check_strategies(known, cost)
     costs = costs_of(known, cost)
-    best: Built | None = None
+    built: list[Built] = []
     refused: list[SeqloomError] = []
     tried: set[tuple[Hashable, ...]] = set()
     switches = [switch_ns(strategy, cost) for strategy in known]
@@ -94,17 +97,19 @@ def plan_strategies(
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            best = faster(best, array, strategy, assignment, cost, seed)
+            built += quickly(array, strategy, assignment, cost, seed, built)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
-    if best is None:
+    if not built:
         raise refused[0]
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
+            best = min(built, key=lambda made: made.ns)
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = faster(best, array, known[again.strategy], again, cost, seed)
-    return searched(best, array, cost, seed).plan
+            built += quickly(array, known[again.strategy], again, cost, seed, built)
+    near = [made for made in built if made.ns <= limit_ns(built)]
+    return min((searched(made, array, cost, seed) for made in near), key=lambda made: made.ns).plan
 
 
 def require_free(cost: CostModel) -> None:
@@ -184,17 +189,24 @@ class Built(NamedTuple):
 
 def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
     """The full plan of an assignment."""
-    return searched(faster(None, lengths, strategy, assignment, cost, seed), lengths, cost, seed)
+    return searched(quickly(lengths, strategy, assignment, cost, seed)[0], lengths, cost, seed)
 
 
-def faster(
-    best: Built | None, lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int
-) -> Built:
-    """The plan of an assignment, quickly made, or `best` where that is no slower.
+def quickly(
+    lengths: np.ndarray,
+    strategy: Strategy,
+    assignment: Assignment,
+    cost: CostModel,
+    seed: int,
+    known: Sequence[Built] = (),
+) -> list[Built]:
+    """The plan of an assignment, quickly made; nothing where it is far slower than the best that is known.
 
-    What should take longest is planned first: once it alone is slower than `best`, the rest need not be planned.
+    What should take longest is planned first: once it alone is too slow, the rest need not be planned. Beside stages
+    that wait, ranks that share a machine are faster than in a plan of their own.
     """
     parts = []
+    least = cost.engine.alone if any(pipe.scheme.stages > 1 for pipe in strategy.pipelines) else 1.0
     slow_first = sorted(
         blocks(strategy, cost.ranks, cost.node_size),
         key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines),
@@ -203,10 +215,14 @@ def faster(
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
             parts.append(Part(block, documents, *_planned(block, documents, lengths, cost, seed, quick=True)))
-            if best is not None and parts[-1].ns > best.ns:
-                return best
-    made = Built.of(parts, assignment, lengths, cost)
-    return made if best is None or made.ns < best.ns else best
+            if parts[-1].ns * least > limit_ns(known):
+                return []
+    return [Built.of(parts, assignment, lengths, cost)]
+
+
+def limit_ns(known: Sequence[Built]) -> float:
+    """ns above which a quick plan cannot become the best one."""
+    return min((made.ns for made in known), default=inf) * NEAR_PERCENT / 100
 
 
 def searched(built: Built, lengths: np.ndarray, cost: CostModel, seed: int) -> Built:
