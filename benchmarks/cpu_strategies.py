@@ -40,7 +40,7 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 4
+CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 3
 LOAD = 1_024
 """Tokens of a rank in a round of the calibration, at most."""
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
@@ -116,25 +116,26 @@ def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None
     taken = [min(each, key=lambda strategy: predicted_ns(each[strategy], cost)) for each in plans]
     fixed = best_fixed(plans, cost)
     say(f"{len(strategies)} strategies, taken {', '.join(outline(p[s]) for p, s in zip(plans, taken, strict=True))}")
-    timed = []
+    settings = {
+        "ranks": ranks,
+        "model": SIZES,
+        "cut": cut,
+        "firsts": firsts,
+        "sequences": PER_RANK * ranks,
+        "room": room,
+    }
+    settings |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
+    settings |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
+    timed, rows = [], []
     for turn in range(1 + (QUICK["repeats"] if quick else REPEATS)):
         seconds = passes(machine.timer, plans, taken, fixed)
         say(f"turn {turn}, s: {', '.join(f'{name} {sum(each):.2f}' for name, each in seconds.items())}")
-        if turn:  # the first one warms up
+        if turn and transport.rank == 0:  # the first turn warms up; a run that is cut off still counts
             timed.append(seconds)
-    if transport.rank == 0:
-        settings = {
-            "ranks": ranks,
-            "model": SIZES,
-            "cut": cut,
-            "firsts": firsts,
-            "sequences": PER_RANK * ranks,
-            "room": room,
-        }
-        settings |= {"strategies": [str(each) for each in strategies], "fixed": str(fixed)}
-        settings |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
-        rows = [row(number, plans, taken, fixed, timed, cost) for number in range(len(plans))]
-        record.write(arguments.out, __file__, arguments, settings | {"steps": rows}, judged(rows), gpu=False)
+            rows = [row(number, plans, taken, fixed, timed, cost) for number in range(len(plans))]
+            figures = settings | {"turns": turn, "steps": rows}
+            record.write(arguments.out, __file__, arguments, figures, judged(rows), gpu=False)
+    if rows:
         shown(rows)
 
 

@@ -23,9 +23,12 @@ def measured(transport, sharding):
     calibration.KERNEL_LENGTHS = {"cpu": LENGTHS}  # in this worker only: seconds become milliseconds
     calibration.MESSAGES = (1 << 10, 1 << 18)
     cost = cost_of("cpu", transport.ranks, sharding)
-    said = []
-    found = Machine(cost, transport, torch.device("cpu"), torch.float32).calibrate(128, said.append)
-    assert len(said) == len(found.trials) + 1
+    said, stages = [], 2 if sharding == "none" else 1
+    machine = Machine(cost, transport, torch.device("cpu"), torch.float32)
+    found = machine.calibrate(128, said.append, stages=stages)
+    assert len(said) == len(found.trials) + calibration.TURNS + 2 * (stages > 1)
+    measured = {"handover_us", "split_us", "alone"} <= found.profile.sources.keys()
+    assert measured == (stages > 1) and 0 < found.profile.alone <= 1
     return found.profile, tuple(trial.ns for trial in found.trials)
 
 

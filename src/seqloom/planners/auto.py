@@ -7,7 +7,7 @@ model fits in one stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 
@@ -21,7 +21,7 @@ from seqloom.planners.flex import plan_flex
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.remapping import with_remapping
 from seqloom.planners.static import plan_static
-from seqloom.planners.strategies import plan_strategies
+from seqloom.planners.strategies import Strategy, plan_strategies
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns
 
@@ -42,17 +42,19 @@ def plan_auto(
     seed: int = 0,
     known: Iterable[Plan] = (),
     stages: int = 1,
+    strategies: Sequence[Strategy] | None = None,
 ) -> Plan:
     """Plan a batch with every planner that answers at once, keep the best, and remap its rounds where that pays.
 
     Args:
         known: plans made for this batch before; they take part in the choice.
         stages: with more than one, a pipeline of so many stages takes part too; nobody else cuts the model.
+        strategies: under free sharding, those to choose from; None proposes some for this batch alone.
     """
     if stages > 1:
         known = [*known, plan_pipeline(lengths, cost, stages=stages)]
     if cost.sharding == Sharding.FREE:
-        return best_of([*known, *_free(lengths, cost, evaluations, seed)], cost)
+        return best_of([*known, *_free(lengths, cost, evaluations, seed, strategies)], cost)
     candidates = _whole(lengths, cost, evaluations, seed)
     if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
         from seqloom.planners.flexsp import plan_flexsp
@@ -72,13 +74,15 @@ def _whole(lengths: np.ndarray, cost: CostModel, evaluations: int | None, seed: 
     ]
 
 
-def _free(lengths: np.ndarray, cost: CostModel, evaluations: int | None, seed: int) -> list[Plan]:
-    """Plans of one stage where that holds model and batch, and the best of the strategies proposed for this batch."""
+def _free(
+    lengths: np.ndarray, cost: CostModel, evaluations: int | None, seed: int, strategies: Sequence[Strategy] | None
+) -> list[Plan]:
+    """Plans of one stage where that holds model and batch, and that of the best strategy."""
     candidates: list[Plan] = []
     with suppress(SeqloomError):
         candidates += _whole(lengths, cost, evaluations, seed)
     try:
-        candidates.append(plan_strategies(lengths, cost, seed=seed))
+        candidates.append(plan_strategies(lengths, cost, strategies=strategies, seed=seed))
     except SeqloomError:
         if not candidates:
             raise

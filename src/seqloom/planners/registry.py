@@ -12,7 +12,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Sharding
 
 PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "strategies", "exact", "auto")
 
@@ -113,12 +113,12 @@ def stages_asked(names: Sequence[str]) -> int:
 def makes_stages(name: str) -> bool:
     """Say whether the planner of that name cuts the model into several stages."""
     base = parse_name(name)[0]
-    return _OPTIONS.get(base) == "stages" or chooses_strategies(base)
+    return _OPTIONS.get(base) == "stages" or base == "strategies"
 
 
-def chooses_strategies(name: str) -> bool:
-    """Say whether the planner of that name chooses from a list of strategies."""
-    return parse_name(name)[0] == "strategies"
+def chooses_strategies(name: str, sharding: str) -> bool:
+    """Say whether the planner of that name chooses from a list of strategies, among other plans or alone."""
+    return parse_name(name)[0] in ("strategies", "auto") and sharding == Sharding.FREE
 
 
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:

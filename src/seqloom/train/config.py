@@ -92,10 +92,10 @@ class Config:
                 "set once for all its steps; set plan.sharding to 'free', or set pipeline.stages and leave "
                 "plan.planner out"
             )
-        if self.plan.strategies != Planning().strategies and not chooses_strategies(planner):
+        if self.plan.strategies != Planning().strategies and not chooses_strategies(planner, self.plan.sharding):
             raise SeqloomError(
                 f"plan.strategies = {self.plan.strategies!r} beside plan.planner = {planner!r}, which chooses from no "
-                "list; leave it out, or set plan.planner to 'strategies'"
+                "list; leave it out, or set plan.planner to 'strategies' and plan.sharding to 'free'"
             )
         fixed = isinstance(stages, int) and stages > 1 and planner != Planning().planner
         if fixed or (makes_stages(planner) and stages != 1):

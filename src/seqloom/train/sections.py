@@ -144,7 +144,7 @@ class Planning:
     """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step brings them
     to where its plan computes, so that plans may have any stages."""
     strategies: str = "auto"
-    """What planner strategies chooses from: a .json of `seqloom propose`; auto: proposed for the data's lengths."""
+    """What strategies, and auto under free sharding, choose from: a .json of `seqloom propose`; auto: proposed."""
     budget_gib: Real | None = None
     """Memory of a rank that a plan may use; None: the profile's, or 0.9 of the device's."""
     capacity: Whole | None = None

@@ -13,6 +13,7 @@ from seqloom.plan import Sharding, Stage
 from seqloom.planners.choice import Choice
 from seqloom.planners.pipelines.line import check_stages, line_of
 from seqloom.planners.pipelines.orders import FOLDED, require_order
+from seqloom.planners.registry import makes_stages
 from seqloom.planners.strategies import Strategy
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config
@@ -48,9 +49,13 @@ class Planners:
         return tuple(sorted({pipe.scheme.tensor for each in self.strategies for pipe in each.pipelines}))
 
     def alternatives(self, lengths: np.ndarray) -> list[Choice]:
-        """Return the planner of the run, or one for every strategy that holds documents of these lengths, tokens."""
+        """Return one planner for every strategy that holds documents of these lengths, tokens; and that of the run.
+
+        A planner that makes nothing but such plans has no plan beside them.
+        """
         able = [each for each in self.strategies if each.longest >= lengths.max()]
-        return [replace(self.planner, options={"strategies": (each,)}) for each in able] or [self.planner]
+        every = [replace(self.planner, name="strategies", options={"strategies": (each,)}) for each in able]
+        return every if every and makes_stages(self.planner.name) else [*every, self.planner]
 
     @classmethod
     def of(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> Planners:

@@ -7,6 +7,7 @@ it: parameters and the optimiser's state lie the same way whatever the plans.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.registry import chooses_strategies
+from seqloom.planners.registry import chooses_strategies, makes_stages
 from seqloom.planners.strategies import (
     Strategy,
     check_strategies,
@@ -46,11 +47,14 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
         SeqloomError: a list that cannot be read, that the ranks or the model do not allow, or that holds no document
             as long as the longest.
     """
-    if not chooses_strategies(config.plan.planner):
+    planner, stages = config.plan.planner, config.pipeline.stages
+    if not chooses_strategies(planner, config.plan.sharding) or stages != 1:
         return ()
     if config.plan.strategies == "auto":
         tokens = tokens_of_step(config, lengths)
-        return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
+        with nullcontext() if makes_stages(planner) else suppress(SeqloomError):  # others may do without
+            return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
+        return ()
     strategies = _read(Path(config.plan.strategies), cost)
     room, longest = max(each.longest for each in strategies), int(lengths.max())
     if room < longest:
@@ -95,6 +99,8 @@ def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] |
     if strategies:
         where = config.run.output / FILE if config.plan.strategies == "auto" else config.plan.strategies
         yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
+    if config.model.compile and any(pipe.scheme.tensor > 1 for each in strategies for pipe in each.pipelines):
+        yield "model.compile = true: layers of stages that split weights (tensor > 1) run uncompiled, others compiled"
     if former is not None and list(former) != [each.as_dict() for each in strategies]:
         other = f"{len(former)} other strategies" if former else "no strategies"
         yield f"the checkpoint was made with {other}; nothing in it depends on them"

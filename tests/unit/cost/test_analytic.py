@@ -127,7 +127,10 @@ def test_pieces_add_up(llama):
         parts(Span(0, 4000, 9000)),
         parts(),
     )
-    assert {name: first[name] + rest[name] - empty[name] for name in whole} == whole
+    values = 2 * 4 * 128 * 4000  # keys and values of the four heads that a rank has
+    again = 32 * (llama.profile.piece_us + llama.profile.prefix_us * values * 4 / 2**20) * 1e3
+    more = {name: first[name] + rest[name] - empty[name] - whole[name] for name in whole}
+    assert more.pop("attention") == pytest.approx(again, abs=1) and not any(more.values())
 
 
 def test_astride_two_nodes_costs_more(llama):

@@ -47,7 +47,18 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
     again = pieces.sum(axis=0) - whole
     prefix = sum(edges[1:-1])
     added = {name: again[NAMES.index(name)] for name in NAMES}
-    assert {name for name, value in added.items() if value} <= {"ring", "steps", "network", "link", "kv_gather"}
+    assert {name for name, value in added.items() if value} <= {
+        "attention",
+        "ring",
+        "steps",
+        "network",
+        "link",
+        "kv_gather",
+    }
+    forwards = 1.5 if checkpoint in (Checkpoint.FULL, Checkpoint.STAGE) else 1.0
+    mib = prefix * 2 * 4 // shape[0] * 128 * 4 / 2**20
+    calls = (len(edges) - 2) * forwards * cost.profile.piece_us
+    assert added["attention"] == pytest.approx(9 * (calls + mib * cost.profile.prefix_us) * 1e3, abs=len(edges))
     place = cost.place(Group(ranks, *shape, ()))
     share = cost.engine.links.ring(place[0], place[1], Checkpoint.FULL if checkpoint == "stage" else checkpoint)
     assert added["ring"] == pytest.approx(prefix * share.time, abs=len(edges))

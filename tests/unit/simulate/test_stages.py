@@ -1,13 +1,18 @@
 """Pipelines of several stages: schedules with a closed form, messages, deadlock."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, Profile
+from seqloom.cost.profile import LinkRate, Links
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, Group, Pipeline, Plan, Reduce, Round, Span, Stage, Work
-from seqloom.simulate import DeadlockError, EventKind, simulate
+from seqloom.planners import make_plan
+from seqloom.planners.pipelines import plan_pipeline
+from seqloom.simulate import DeadlockError, EventKind, predicted_ns, simulate
 
 NODE = 8
 
@@ -168,3 +173,39 @@ def test_messages_must_match(lost, message):
     broken = Plan(plan.limits, plan.sharding, plan.reduce, plan.documents, (Pipeline(line.stages, line.rounds, rows),))
     with pytest.raises(SeqloomError, match=message):
         simulate(broken, cost)
+
+
+def sharing(alone, split_us=0.0):
+    """Ranks of one machine, whose messages take no time."""
+    free = LinkRate(1e9, 0.0, 0.0)
+    own = {"intra": Links(free, free, free), "alone": alone, "split_us": split_us, "layer_us": 5_000.0}
+    profile = replace(Profile.load("cpu"), **own, step_us=0.0)
+    cluster = replace(Cluster.parse("1x4xCPU"), intra=replace(Cluster.parse("1x4xCPU").intra, latency_us=0.0))
+    spec = ModelSpec("small", 8, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
+    return CostModel(cluster, spec, profile, sharding="none")
+
+
+def rounds_ns(plan, cost):
+    found = simulate(plan, cost)
+    assert predicted_ns(plan, cost) == found.step_ns
+    return found.step_ns - found.end_ns
+
+
+def test_a_rank_is_faster_while_others_wait():
+    """One document through four stages: one rank works at a time, and three quarters of all rank-time are waiting."""
+    plain, shared = sharing(1.0), sharing(0.6)
+    plan = plan_pipeline(np.array([512]), plain, stages=4, schedule="1f1b", pieces=1)
+    assert rounds_ns(plan, shared) == pytest.approx((1 - 0.4 * 3 / 4) * rounds_ns(plan, plain), rel=1e-3)
+    busy = plan_pipeline(np.full(400, 64), plain, stages=4, schedule="1f1b", pieces=1)
+    assert 0.97 * rounds_ns(busy, plain) < rounds_ns(busy, shared) < rounds_ns(busy, plain)
+    single = make_plan("flex", np.full(4, 64), plain)
+    assert simulate(single, shared).step_ns == simulate(single, plain).step_ns == shared.plan_ns(single)
+
+
+def test_a_backward_in_halves_takes_longer_by_what_splitting_costs():
+    plain, dear = sharing(1.0), sharing(1.0, split_us=700.0)
+    for schedule, more in (("1f1b", 0), ("zb-h1", 2 * 700_000)):  # two layers a stage
+        plan = plan_pipeline(np.array([512]), plain, stages=4, schedule=schedule, pieces=1)
+        found, before = simulate(plan, dear), simulate(plan, plain)
+        assert (found.busy_ns - before.busy_ns == more).all()
+        assert found.step_ns - before.step_ns == more  # the last W of the first stage ends the rounds

@@ -61,6 +61,15 @@ def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp
         assert kept(config(tmp_path), ()) == config(tmp_path)
 
 
+def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_path):
+    planners = Setup.of(config(tmp_path, "plan.planner=auto", listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
+    assert planners.strategies == (SIDE_BY_SIDE,) == planners.planner.options["strategies"]
+    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["strategies:2x1, 1x2", "auto:2x1, 1x2"]
+    proposed = Setup.of(config(tmp_path, "plan.planner=auto"), RANKS).planners
+    assert proposed.strategies == Setup.of(config(tmp_path), RANKS).planners.strategies
+    assert Setup.of(config(tmp_path, "plan.planner=auto", "plan.sharding=full"), RANKS).planners.strategies == ()
+
+
 def test_strategies_that_hold_a_batch_are_its_alternatives(tmp_path):
     short = replace(SIDE_BY_SIDE, pipelines=tuple(replace(each, longest=40) for each in SIDE_BY_SIDE.pipelines))
     planners = Setup.of(config(tmp_path, listed(tmp_path, SIDE_BY_SIDE, short)), RANKS).planners
@@ -91,6 +100,9 @@ def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
         == [first]
     )
     assert list(told(run, [], [])) == []
+    compiled = config(tmp_path, "model.compile=true")
+    said = list(told(compiled, [SIDE_BY_SIDE], None))
+    assert said[0] == first and "(tensor > 1) run uncompiled" in said[1] and len(said) == 2
     changed = "the checkpoint was made with {}; nothing in it depends on them"
     assert list(told(run, [SIDE_BY_SIDE], [])) == [first, changed.format("no strategies")]
     assert list(told(run, [], plain)) == [changed.format("1 other strategies")]
