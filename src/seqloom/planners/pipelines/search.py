@@ -83,7 +83,7 @@ class Search:
     """Orders to try."""
     pieces: int | None
     """Pieces of the longest document; None: several are tried."""
-    _tried: set[tuple[int, Seats]] = field(default_factory=set, init=False, repr=False)
+    _tried: set[tuple[int, tuple[Seats, ...]]] = field(default_factory=set, init=False, repr=False)
     _prices: dict[Draft, UnitPrices] = field(default_factory=dict, init=False, repr=False)
 
     @property
