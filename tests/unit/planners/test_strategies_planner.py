@@ -67,6 +67,20 @@ def test_the_best_of_several_is_taken():
     assert best <= min(predicted_ns(plan_strategies(LENGTHS, COST, strategies=[one]), COST) for one in several)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_strategies_that_are_given_up_early_would_not_have_won(monkeypatch, seed):
+    """Against every candidate planned to the end and searched in full."""
+    several = [
+        MIXED,
+        strategy_of(Scheme(2, 1), Scheme(2, 1), Scheme(1, 2), Scheme(1, 1), Scheme(1, 1)),
+        strategy_of(Scheme(4, 1), *[Scheme(1, 1)] * 4),
+    ]
+    lengths = sample("commoncrawl", 12, seed=seed, max_length=20_000)
+    found = predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
+    monkeypatch.setattr("seqloom.planners.strategies.planner.NEAR_PERCENT", 10**9)
+    assert found == predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
+
+
 def test_empty_pipelines_are_left_out():
     plan = plan_strategies(np.array([500]), COST, strategies=[MIXED])
     plan.validate()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +38,8 @@ TRIED = 3
 """Strategies that are planned in full, the ones with different blocks."""
 CORRECTIONS = 1
 """Times that the documents are dealt again, by what the plans of the best strategy take."""
+NEAR_PERCENT = 101
+"""Plans are made quickly at first; those that are so near to the fastest are searched in full."""
 
 
 def propose_strategies(
@@ -95,18 +99,19 @@ def plan_strategies(
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            built.append(build(array, strategy, assignment, cost, seed))
+            built += quickly(array, strategy, assignment, cost, seed, built)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
     if not built:
         raise refused[0]
-    best = min(built, key=lambda made: made.ns)
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
+            best = min(built, key=lambda made: made.ns)
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = min(best, build(array, known[again.strategy], again, cost, seed), key=lambda made: made.ns)
-    return best.plan
+            built += quickly(array, known[again.strategy], again, cost, seed, built)
+    near = [made for made in built if made.ns <= limit_ns(built)]
+    return min((searched(made, array, cost, seed) for made in near), key=lambda made: made.ns).plan
 
 
 def require_free(cost: CostModel) -> None:
@@ -162,35 +167,120 @@ def _alike(one: Pipe, other: Pipe) -> bool:
     return all(each.stages == 1 and not each.gathered for each in schemes) and schemes[0].tensor == schemes[1].tensor
 
 
+class Part(NamedTuple):
+    """The plan of a block."""
+
+    block: Block
+    documents: list[int]
+    plan: Plan
+    ns: int
+
+
 class Built(NamedTuple):
     """A plan, the assignment it was made from, and what it takes."""
 
     plan: Plan
     ns: int
     assignment: Assignment
-    pipelines_ns: dict[int, int]
-    """ns of every pipeline that has documents, by its index in the strategy."""
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], assignment: Assignment, lengths: np.ndarray, cost: CostModel) -> Built:
+        """Put the plans of all blocks side by side."""
+        planned = [Planned(part.plan, part.block.start, part.documents) for part in parts]
+        plan = merge(sorted(planned, key=lambda part: part.start), lengths, cost, "strategies")
+        return cls(plan, predicted_ns(plan, cost), assignment, tuple(parts))
+
+    @property
+    def pipelines_ns(self) -> dict[int, int]:
+        """ns of every pipeline that has documents, by its index in the strategy."""
+        return {index: part.ns for part in self.parts for index in part.block.pipelines}
 
 
 def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
     """The full plan of an assignment."""
-    parts, taken = [], {}
-    for block in blocks(strategy, cost.ranks, cost.node_size):
+    return searched(quickly(lengths, strategy, assignment, cost, seed)[0], lengths, cost, seed)
+
+
+def quickly(
+    lengths: np.ndarray,
+    strategy: Strategy,
+    assignment: Assignment,
+    cost: CostModel,
+    seed: int,
+    known: Sequence[Built] = (),
+) -> list[Built]:
+    """The plan of an assignment, quickly made; nothing where it is far slower than the best that is known.
+
+    What should take longest is planned first: once it alone is too slow, the rest need not be planned. Beside stages
+    that wait, ranks that share a machine are faster than in a plan of their own.
+    """
+    parts = []
+    least = cost.engine.alone if any(pipe.scheme.stages > 1 for pipe in strategy.pipelines) else 1.0
+    slow_first = sorted(
+        blocks(strategy, cost.ranks, cost.node_size),
+        key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines),
+    )
+    for block in slow_first:
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
-            inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            if block.scheme.gathered:
-                place = {document: number for number, document in enumerate(documents)}
-                batches = [[place[each] for each in batch] for batch in assignment.batches[block.pipelines[0]]]
-                plan = plan_gathered(lengths[documents], batches, inside, block.scheme)
-            elif block.scheme.stages > 1:
-                plan = plan_pipeline(lengths[documents], inside, stages=block.scheme.stages)
-            else:
-                plan = plan_flex(lengths[documents], inside, seed=seed)
-            parts.append(Planned(plan, block.start, documents))
-            taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
-    merged = merge(parts, lengths, cost, "strategies")
-    return Built(merged, predicted_ns(merged, cost), assignment, taken)
+            made = _planned(block, documents, assignment, lengths, cost, seed, quick=True)
+            parts.append(Part(block, documents, *made))
+            if parts[-1].ns * least > limit_ns(known):
+                return []
+    return [Built.of(parts, assignment, lengths, cost)]
+
+
+def limit_ns(known: Sequence[Built]) -> float:
+    """ns above which a quick plan cannot become the best one."""
+    return min((made.ns for made in known), default=inf) * NEAR_PERCENT / 100
+
+
+def searched(built: Built, lengths: np.ndarray, cost: CostModel, seed: int) -> Built:
+    """The same assignment with plans that are searched in full, the slowest first, as long as these gain by it."""
+    parts = sorted(built.parts, key=lambda part: -part.ns)
+    for number, part in enumerate(parts):
+        plan, ns = _planned(part.block, part.documents, built.assignment, lengths, cost, seed, quick=False)
+        if ns >= part.ns:
+            break
+        parts[number] = part._replace(plan=plan, ns=ns)
+    made = Built.of(parts, built.assignment, lengths, cost)
+    return made if made.ns < built.ns else built
+
+
+def _planned(
+    block: Block,
+    documents: list[int],
+    assignment: Assignment,
+    lengths: np.ndarray,
+    cost: CostModel,
+    seed: int,
+    *,
+    quick: bool,
+) -> tuple[Plan, int]:
+    """A plan of documents for the ranks of a block, and what it takes, ns."""
+    inside, own = cost.on_ranks(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
+    if block.scheme.gathered:
+        place = {document: number for number, document in enumerate(documents)}
+        batches = [[place[each] for each in batch] for batch in assignment.batches[block.pipelines[0]]]
+        plan = plan_gathered(lengths[documents], batches, inside, block.scheme)
+        return plan, predicted_ns(plan, inside)
+    if block.scheme.stages > 1:
+        return _staged(inside, block.scheme.stages, own)
+    return _flexible(inside, own, seed, quick)
+
+
+@lru_cache(maxsize=128)
+def _staged(inside: CostModel, stages: int, lengths: tuple[int, ...]) -> tuple[Plan, int]:
+    """Made once: strategies share blocks, and often these get the same documents again."""
+    plan = plan_pipeline(np.array(lengths, dtype=np.int64), inside, stages=stages)
+    return plan, predicted_ns(plan, inside)
+
+
+@lru_cache(maxsize=128)
+def _flexible(inside: CostModel, lengths: tuple[int, ...], seed: int, quick: bool) -> tuple[Plan, int]:
+    plan = plan_flex(np.array(lengths, dtype=np.int64), inside, seed=seed, quick=quick)
+    return plan, predicted_ns(plan, inside)
 
 
 def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built: Built) -> Assignment:
