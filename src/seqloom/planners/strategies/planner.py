@@ -200,23 +200,25 @@ def quickly(
     seed: int,
     known: Sequence[Built] = (),
 ) -> list[Built]:
-    """The plan of an assignment, quickly made; nothing where it is far slower than the best that is known.
+    """The plan of an assignment, quickly made; nothing where it is known or far slower than the best that is.
 
     What should take longest is planned first: once it alone is too slow, the rest need not be planned. Beside stages
     that wait, ranks that share a machine are faster than in a plan of their own.
     """
-    parts = []
-    least = cost.engine.alone if any(pipe.scheme.stages > 1 for pipe in strategy.pipelines) else 1.0
-    slow_first = sorted(
-        blocks(strategy, cost.ranks, cost.node_size),
-        key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines),
-    )
-    for block in slow_first:
+    shares = {}
+    for block in blocks(strategy, cost.ranks, cost.node_size):
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
-            parts.append(Part(block, documents, *_planned(block, documents, lengths, cost, seed, quick=True)))
-            if parts[-1].ns * least > limit_ns(known):
-                return []
+            shares[block] = documents
+    if any(shares == {part.block: part.documents for part in made.parts} for made in known):
+        return []
+    parts = []
+    least = cost.engine.alone if any(block.scheme.stages > 1 for block in shares) else 1.0
+    for block in sorted(shares, key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines)):
+        planned = _planned(block, shares[block], lengths, cost, seed, quick=True)
+        parts.append(Part(block, shares[block], *planned))
+        if parts[-1].ns * least > limit_ns(known):
+            return []
     return [Built.of(parts, assignment, lengths, cost)]
 
 
@@ -228,11 +230,15 @@ def limit_ns(known: Sequence[Built]) -> float:
 def searched(built: Built, lengths: np.ndarray, cost: CostModel, seed: int) -> Built:
     """The same assignment with plans that are searched in full, the slowest first, as long as these gain by it."""
     parts = sorted(built.parts, key=lambda part: -part.ns)
-    for number, part in enumerate(parts):
+    gained = 0
+    for part in parts:
         plan, ns = _planned(part.block, part.documents, lengths, cost, seed, quick=False)
         if ns >= part.ns:
             break
-        parts[number] = part._replace(plan=plan, ns=ns)
+        parts[gained] = part._replace(plan=plan, ns=ns)
+        gained += 1
+    if not gained:
+        return built
     made = Built.of(parts, built.assignment, lengths, cost)
     return made if made.ns < built.ns else built
 
