@@ -23,7 +23,7 @@ from seqloom.planners.strategies import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.strategies.planner import blocks
+from seqloom.planners.strategies.blocks import blocks
 from seqloom.planners.strategies.schemes import fit, legal_schemes, relative_fit, scheme_costs
 from seqloom.planners.strategies.switch import switch_ns
 from seqloom.simulate import predicted_ns, simulate

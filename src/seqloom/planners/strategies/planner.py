@@ -8,7 +8,7 @@ the documents are dealt once more. The best plan by full prices is taken.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import inf
@@ -23,15 +23,15 @@ from seqloom.plan import Plan, Sharding
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.strategies.assign import Assignment, assign, problem_of, rank_strategies
+from seqloom.planners.strategies.blocks import Block, blocks
 from seqloom.planners.strategies.check import check_strategies, costs_of
 from seqloom.planners.strategies.gathered import plan_gathered
 from seqloom.planners.strategies.merge import Planned, merge
-from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCosts
 from seqloom.planners.strategies.propose import MOST, propose
 from seqloom.planners.strategies.schemes import scheme_costs
 from seqloom.planners.strategies.switch import switch_ns
-from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
+from seqloom.planners.strategies.values import Strategy
 from seqloom.simulate import predicted_ns
 
 TRIED = 3
@@ -123,50 +123,6 @@ def require_free(cost: CostModel) -> None:
         )
 
 
-class Block(NamedTuple):
-    """Ranks that are planned together: one pipeline of several stages, or one-stage pipelines that are neighbours."""
-
-    start: int
-    ranks: int
-    scheme: Scheme
-    pipelines: tuple[int, ...]
-    """Indices in the strategy."""
-
-    @property
-    def planned_like(self) -> Hashable:
-        """What the plan of a block depends on, beside its documents."""
-        scheme = self.scheme
-        return self.start, self.ranks, scheme if scheme.gathered else (scheme.stages, scheme.tensor)
-
-
-def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
-    """Cut a strategy into what is planned together.
-
-    Neighbours of one stage and one tensor degree hold the same parameters. Planned together they may share a long
-    document, and nothing is lost.
-    """
-    pipes = sorted(enumerate(strategy.pipelines), key=lambda entry: entry[1].ranks)
-    at = 0
-    while at < len(pipes):
-        last = at
-        for stop in range(at + 1, len(pipes)):
-            if not _alike(pipes[at][1], pipes[stop][1]):
-                break
-            start, size = pipes[at][1].ranks[0], pipes[stop][1].ranks[-1] + 1 - pipes[at][1].ranks[0]
-            wide = Scheme(1, pipes[at][1].scheme.tensor, size // pipes[at][1].scheme.tensor)
-            if start % size == 0 and fits_nodes(wide, ranks, node_size):
-                last = stop
-        first, end = pipes[at][1].ranks[0], pipes[last][1].ranks[-1] + 1
-        yield Block(first, end - first, pipes[at][1].scheme, tuple(index for index, _ in pipes[at : last + 1]))
-        at = last + 1
-
-
-def _alike(one: Pipe, other: Pipe) -> bool:
-    """Whether two pipelines may be planned together."""
-    schemes = one.scheme, other.scheme
-    return all(each.stages == 1 and not each.gathered for each in schemes) and schemes[0].tensor == schemes[1].tensor
-
-
 class Part(NamedTuple):
     """The plan of a block."""
 
@@ -210,24 +166,25 @@ def quickly(
     seed: int,
     known: Sequence[Built] = (),
 ) -> list[Built]:
-    """The plan of an assignment, quickly made; nothing where it is far slower than the best that is known.
+    """The plan of an assignment, quickly made; nothing where it is known or far slower than the best that is.
 
     What should take longest is planned first: once it alone is too slow, the rest need not be planned. Beside stages
     that wait, ranks that share a machine are faster than in a plan of their own.
     """
-    parts = []
-    least = cost.engine.alone if any(pipe.scheme.stages > 1 for pipe in strategy.pipelines) else 1.0
-    slow_first = sorted(
-        blocks(strategy, cost.ranks, cost.node_size),
-        key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines),
-    )
-    for block in slow_first:
+    shares = {}
+    for block in blocks(strategy, cost.ranks, cost.node_size):
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
-            made = _planned(block, documents, assignment, lengths, cost, seed, quick=True)
-            parts.append(Part(block, documents, *made))
-            if parts[-1].ns * least > limit_ns(known):
-                return []
+            shares[block] = documents
+    if any(shares == {part.block: part.documents for part in made.parts} for made in known):
+        return []
+    parts = []
+    least = cost.engine.alone if any(block.scheme.stages > 1 for block in shares) else 1.0
+    for block in sorted(shares, key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines)):
+        planned = _planned(block, shares[block], assignment, lengths, cost, seed, quick=True)
+        parts.append(Part(block, shares[block], *planned))
+        if parts[-1].ns * least > limit_ns(known):
+            return []
     return [Built.of(parts, assignment, lengths, cost)]
 
 
@@ -239,11 +196,15 @@ def limit_ns(known: Sequence[Built]) -> float:
 def searched(built: Built, lengths: np.ndarray, cost: CostModel, seed: int) -> Built:
     """The same assignment with plans that are searched in full, the slowest first, as long as these gain by it."""
     parts = sorted(built.parts, key=lambda part: -part.ns)
-    for number, part in enumerate(parts):
+    gained = 0
+    for part in parts:
         plan, ns = _planned(part.block, part.documents, built.assignment, lengths, cost, seed, quick=False)
         if ns >= part.ns:
             break
-        parts[number] = part._replace(plan=plan, ns=ns)
+        parts[gained] = part._replace(plan=plan, ns=ns)
+        gained += 1
+    if not gained:
+        return built
     made = Built.of(parts, built.assignment, lengths, cost)
     return made if made.ns < built.ns else built
 
