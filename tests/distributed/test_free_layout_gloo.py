@@ -11,7 +11,7 @@ from seqloom.comm import bind_alone
 from seqloom.plan import Sharding, Stage
 from seqloom.runtime import FreeLayout, Placement, Sharded, StageSharded, bind_plan, run_step, scale_gradients
 from seqloom.runtime.loss import IGNORED
-from seqloom.testing.shapes import STRATEGIES, twenty_plans
+from seqloom.testing.shapes import STRATEGIES, in_nodes_of, twenty_plans
 from seqloom.testing.steps import Step, tiny_spec
 from seqloom.train.checkpoints import Checkpoints, latest
 from seqloom.train.model import made_ready
@@ -104,9 +104,11 @@ def furthest(curve, other):
 
 @pytest.fixture(scope="module")
 def plans():
-    """The plan of every step, by number."""
+    """The plan of every step, by number; every other one in nodes of 2 or 4, whose ranks then share what crosses."""
     assert len(set(STRATEGIES)) == len(STEPS) - 1
-    return dict(enumerate(twenty_plans([step.lengths for step in STEPS])))
+    made = twenty_plans([step.lengths for step in STEPS])
+    sizes = [(RANKS, 4, RANKS, 2)[number % 4] for number in range(len(made))]
+    return {k: in_nodes_of(size, plan) for k, (plan, size) in enumerate(zip(made, sizes, strict=True))}
 
 
 RUNS = {

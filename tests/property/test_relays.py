@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -55,6 +57,19 @@ def missing(case: RelayCase, rank: int) -> int:
     return sum(int((~torch.isin(each, kept.get(weight, each.new_empty(0)))).sum()) for weight, each in used.items())
 
 
+def crossing(case: RelayCase, node_size: int) -> int:
+    """Elements that the ranks of a node compute with and none of them keeps, each once, over all nodes."""
+    total = 0
+    for first in range(0, case.ranks, node_size):
+        wanted: set[tuple[int, int]] = set()
+        there: set[tuple[int, int]] = set()
+        for rank in range(first, min(first + node_size, case.ranks)):
+            for found, held in ((wanted, case.used), (there, case.kept)):
+                found |= {(k, n) for k, each in held(case.numbers(), rank).items() for n in each.flatten().tolist()}
+        total += len(wanted - there)
+    return total
+
+
 @settings(max_examples=30)
 @given(case=relay_cases(), node_size=node_sizes, strict=st.booleans(), narrow=st.booleans(), holes=st.integers(0, 3))
 def test_values_reach_every_holder_and_gradients_of_all_are_summed(
@@ -64,25 +79,33 @@ def test_values_reach_every_holder_and_gradients_of_all_are_summed(
     before = [torch.full_like(whole, 3.0) for whole in wholes]
     source, target = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
 
+    def far(counting: Counting) -> int:
+        """Bytes for ranks of other nodes."""
+        others = (peer for peer in range(case.ranks) if node_size and peer // node_size != counting.rank // node_size)
+        return sum(counting.bytes_to(peer) for peer in others)
+
     def body(transport: Transport) -> tuple[Held, Held, list[tuple[int, int]], int]:
         counting = Counting(transport)
         relay = Relay(case.weights, source, target, counting, device="cpu", node_size=node_size)
         copies = brought(relay, case.kept(wholes, transport.rank), dtype)
-        sent = counting.traffic("exchange").bytes // dtype.itemsize
+        sent, across = (size // dtype.itemsize for size in (counting.traffic("exchange").bytes, far(counting)))
         counting.reset()
         into = case.kept(before, transport.rank) if holes % 2 else None
         sums = summed(relay, gradients(case, transport.rank, holes), torch.float32, into)
         back = counting.traffic("exchange").bytes // 4
-        return copies, sums, [relay.volume(), (sent, back)], transport.rank
+        return copies, sums, [relay.volume(), (sent, back), (across, far(counting) // 4)], transport.rank
 
     results = run_ranks(case.ranks, body, strict=strict)
     wanted = [total + (3.0 if holes % 2 else 0.0) for total in totals(case, holes)]
-    for copies, sums, (said, counted), rank in results:
+    for copies, sums, (said, counted, _), rank in results:
         assert same(copies, case.used([whole.to(dtype) for whole in wholes], rank))
         assert same(sums, case.kept(wanted, rank))
         assert said == counted
         assert said[1] == missing(case, rank), "more than what the rank lacks"
-    assert sum(counted[0] for *_, (_, counted), _ in results) == sum(missing(case, rank) for rank in range(case.ranks))
+    assert sum(counted[0] for *_, (_, counted, _), _ in results) == sum(map(partial(missing, case), range(case.ranks)))
+    if node_size is not None:
+        crossed = [sum(way) for way in zip(*(across for *_, (_, _, across), _ in results), strict=True)]
+        assert crossed == [crossing(case, node_size)] * 2, "more than once for a node"
 
 
 @settings(max_examples=20)

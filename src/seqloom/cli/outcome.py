@@ -75,8 +75,12 @@ def _ms(ns: int | None) -> float | None:
 
 
 def staged(plan: Plan) -> bool:
-    """Whether a plan has a pipeline of several stages: its bound is that of its stages."""
-    return any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
+    """Whether the bound of a plan is that of its stages: several, teams, or gathered for every pass."""
+    from seqloom.plan.per_pass import stages_per_pass
+
+    lines = plan.pipelines
+    teams = any(stage.tensor > 1 for line in lines for stage in line.stages)
+    return teams or any(len(line.stages) > 1 or stages_per_pass(line) for line in lines)
 
 
 def outcomes(

@@ -9,8 +9,9 @@ from seqloom.comm.distributed import Distributed
 from seqloom.comm.groups import Communicator, Communicators
 from seqloom.comm.in_process import Ranks, run_ranks
 from seqloom.comm.lanes import Lane, Message, Way
+from seqloom.comm.pending import Pending
 from seqloom.comm.pieces import pieces_of_plan
-from seqloom.comm.relay import Pending, Relay, Volume
+from seqloom.comm.relay import Relay, Volume
 from seqloom.comm.remap import remapped
 from seqloom.comm.team import Team, attention_context, gathered, summed
 from seqloom.comm.transport import Handle, Parcel, Transport

@@ -9,28 +9,32 @@ Every element travels once to every rank that needs it and has none, in one mess
 way back is the same with both ends exchanged: what a rank got from another it gives back to that one, which adds up
 what comes.
 
+Where several ranks of a node need what only ranks of other nodes have, it crosses the network once and goes on inside
+the node: two hops, see `plan.landing`. Gradients are then summed inside the node before they cross.
+
 All ranks that hold something of a bundle, in the source or in the target, start it, all bundles in one order; the
-others may. Several may be under way. They share the transport's `exchange` with everything else that uses it.
+others may. Several may be under way. They share the transport's `exchange` with everything else that uses it. With two
+hops, see `pending`: ranks also have to wait alike, or call `Pending.go_on`, before they use it for anything else.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from seqloom.comm.parcels import exchange_filled
+from seqloom.comm.hop import Flight, Hop, Tensors
+from seqloom.comm.pending import Leg, Pending, Result, in_stream
 from seqloom.comm.relay_index import boxes_of, index_bundles
-from seqloom.comm.relay_parts import Box, Index, Strip
-from seqloom.comm.transport import Handle, Parcel, Transport
+from seqloom.comm.relay_parts import Box
+from seqloom.comm.transport import Transport
 from seqloom.errors import SeqloomError
 from seqloom.plan.layout import Layout
-from seqloom.plan.rank_move import move_of_rank
+from seqloom.plan.rank_move import hops_of_rank
 from seqloom.plan.weights import Weight
 from seqloom.plan.weights import bundles as bundles_of
-
-Tensors = Mapping[int, torch.Tensor]
 
 
 class Volume(NamedTuple):
@@ -38,29 +42,6 @@ class Volume(NamedTuple):
 
     sent: int
     received: int
-
-
-class Pending:
-    """A bundle under way."""
-
-    def __init__(self, handle: Handle, sent: torch.Tensor, finish: Callable[[], dict[int, torch.Tensor]]) -> None:
-        """Wait for `handle`, then `finish`; `sent` stays as long."""
-        self._handle: Handle | None = handle
-        self._sent: torch.Tensor | None = sent
-        self._finish: Callable[[], dict[int, torch.Tensor]] | None = finish
-        self._result: dict[int, torch.Tensor] = {}
-
-    def wait(self) -> dict[int, torch.Tensor]:
-        """Return what this rank holds after the move: {weight: [rows, columns] of its box}. Waiting twice is fine.
-
-        On a GPU it is in the current stream's order, where the transport waits in stream; the host goes on.
-        """
-        if self._handle is not None and self._finish is not None:
-            self._handle.wait()
-            with torch.no_grad():
-                self._result = self._finish()
-            self._handle = self._sent = self._finish = None
-        return self._result
 
 
 class Relay:
@@ -90,20 +71,27 @@ class Relay:
             target: who shall have what after. Neither gives a rank two boxes of one weight.
             transport: this rank's; one whose exchanges nothing else uses, where bundles move beside the computation.
             device: of all tensors.
-            node_size: ranks per node; where several ranks hold something, one of the receiver's node sends it.
+            node_size: ranks per node. Nothing crosses to a node twice, where ranks have different rows in the source;
+                where several hold something, one of the receiver's node sends it. None: all ranks are alike.
             bundles: what moves together; None: `plan.weights.bundles`.
         """
         self.bundles = tuple(map(tuple, bundles_of(weights) if bundles is None else bundles))
         self.source, self.target = (boxes_of(layout, transport.rank) for layout in (source, target))
-        move = move_of_rank(transport.rank, source, target, node_size=node_size)
-        self._indices = index_bundles(move, transport.rank, self.bundles, self.source, self.target)
         self._names = [weight.name for weight in weights]
-        self._transport, self._device = transport, torch.device(device)
+        self._device, self._streams = torch.device(device), transport.waits_in_stream
+        # A rank lands only what it wants: after the first hop that is in the tensors of its target boxes.
+        moves = hops_of_rank(transport.rank, source, target, node_size=node_size)
+        self._hops = [
+            Hop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
+            for move, held in zip(moves, (self.source, self.target), strict=False)
+        ]
+        self._line: deque[Pending] = deque()
 
     def volume(self, bundle: int | None = None) -> Volume:
         """Return what `start` moves, of one bundle or of all; `start_sum` moves the same the other way."""
-        indices = self._indices if bundle is None else self._indices[bundle : bundle + 1]
-        return Volume(sum(each.outgoing for each in indices), sum(each.incoming for each in indices))
+        chosen = range(len(self.bundles)) if bundle is None else (bundle,)
+        ends = [hop.volume(each) for hop in self._hops for each in chosen]
+        return Volume(sum(left for left, _ in ends), sum(came for _, came in ends))
 
     @torch.no_grad()
     def start(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
@@ -120,18 +108,24 @@ class Relay:
                 there `wait` makes a tensor; or it returns the given one itself, where the source's box is the target's
                 and the dtype is right.
         """
-        index, rooms = self._indices[bundle], self._rooms(bundle, self.target, into or {}, dtype)
+        rooms = self._rooms(bundle, self.target, into or {}, dtype)
         held = self._views(bundle, self.source, tensors)
         self._refuse_missing(bundle, held)
-        leaving = [form for form in index.forms if form.peers != (index.rank,)]
-        sent = self._new(sum(form.size for form in leaving), dtype)
-        outgoing = []
-        for form, message in zip(leaving, sent.split([form.size for form in leaving]), strict=True):
-            _pack(message, held, form.strips)
-            outgoing += [Parcel(peer, message) for peer in form.peers if peer != index.rank]
-        received = self._new(index.incoming, dtype)
-        handle = exchange_filled(self._transport, outgoing, _messages(index, received))
-        return Pending(handle, sent, lambda: self._unpacked(bundle, held, received, rooms))
+
+        def begin() -> Leg:
+            first, *others = self._hops
+            flight = first.send(bundle, held, dtype)
+
+            def landed() -> Result:
+                result = self._filled(bundle, held, rooms, dtype)
+                first.put(bundle, flight, held, result)
+                return result
+
+            if not others:
+                return Leg(flight.handle, flight, landed)
+            return Leg(flight.handle, flight, onward=lambda: _passed_on(others[0], bundle, landed(), dtype))
+
+        return self._under_way(begin, {})
 
     @torch.no_grad()
     def start_sum(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
@@ -139,59 +133,77 @@ class Relay:
 
         Each holder's part goes where `start` brings its value from: to the only rank that has it in the source, or to
         one of several, which then have parts of the sum. Sums are in float32 or wider, in one order: parts of ranks
-        with the same boxes in rank order, then the sums of these in the order of their first ranks. What is given may
-        be changed after this call (on a GPU: in this stream).
+        with the same boxes in rank order, then the sums of these in the order of their first ranks. In two hops a node
+        has one part of what it does not own: its ranks' in this order, added to that of the rank where they land.
+
+        What is given belongs to the relay from here on: in two hops that rank adds to it, where it is wide enough.
+        With one hop it may be changed after this call (on a GPU: in this stream).
 
         Args:
             bundle: number.
             tensors: {weight: contiguous tensor of this rank's target box}; a weight that is not there counts as zero.
-            dtype: of the gradients on their way, the same on all ranks; the sender casts.
+            dtype: of the gradients on their way, the same on all ranks; the sender casts. Sums of a node cross in
+                float32 or wider.
             into: {weight: contiguous tensor of the source box, in `dtype` or float32, whichever is wider}: `wait` adds
                 the sums to it. For weights that are not there it makes a tensor.
         """
         wide = torch.promote_types(dtype, torch.float32)
-        index, rooms = self._indices[bundle], self._rooms(bundle, self.source, into or {}, wide)
+        rooms = self._rooms(bundle, self.source, into or {}, wide)
         held = self._views(bundle, self.target, tensors)
-        sent = self._new(index.incoming, dtype)
-        own = self._new(sum(source.size for source, _ in index.local), dtype)
-        _pack(sent, held, index.strips)
-        _pack(own, held, [target for _, target in index.local])
-        ends = [(peer, form.size) for form in index.forms for peer in form.peers if peer != index.rank]
-        received = self._new(index.outgoing, dtype).split([size for _, size in ends])
-        incoming = [Parcel(peer, part) for (peer, _), part in zip(ends, received, strict=True)]
-        handle = exchange_filled(self._transport, _messages(index, sent), incoming)
-        parts = dict(incoming) | {index.rank: own}
-        return Pending(handle, sent, lambda: self._added(bundle, parts, wide, rooms))
 
-    def _unpacked(self, bundle: int, held: Tensors, received: torch.Tensor, rooms: Tensors) -> dict[int, torch.Tensor]:
-        """Return the target's boxes, filled with what has come and what was here."""
-        index, result = self._indices[bundle], dict(rooms)
+        def begin() -> Leg:
+            if len(self._hops) == 1:
+                return self._home(bundle, held, dtype, rooms)
+            second = self._hops[1]
+            flight = second.send_back(bundle, held, dtype)
+
+            def onward() -> Leg:
+                return self._home(bundle, self._node_sums(bundle, second, flight, held, wide), wide, rooms)
+
+            return Leg(flight.handle, (flight, held), onward=onward)
+
+        return self._under_way(begin, held)
+
+    def _under_way(self, begin: Callable[[], Leg], used: Tensors) -> Pending:
+        """Start a bundle; what is `used` may be dropped by the caller."""
+        if len(self._hops) > 1 and self._streams and self._device.type == "cuda":
+            return in_stream(begin, self._device, used.values())
+        return Pending(begin(), self._line)
+
+    def _filled(self, bundle: int, held: Tensors, rooms: Tensors, dtype: torch.dtype) -> Result:
+        """Return tensors for the target's boxes: the rooms, those that are right already, and new ones."""
+        result = dict(rooms)
         for weight, box in self._boxes(bundle, self.target):
             if weight not in rooms:
-                shared = self.source.get(weight) == box and held[weight].dtype == received.dtype
-                result[weight] = held[weight] if shared else received.new_empty((box.rows, box.columns))
-        for source, target in index.local:
-            if result[target.weight] is not held[source.weight]:
-                target.in_box(result[target.weight]).copy_(source.in_box(held[source.weight]))
-        for strip in index.strips:
-            strip.in_box(result[strip.weight]).copy_(strip.in_buffer(received))
+                shared = self.source.get(weight) == box and held[weight].dtype == dtype
+                result[weight] = held[weight] if shared else self._new(box, dtype)
         return result
 
-    def _added(
-        self, bundle: int, parts: Mapping[int, torch.Tensor], wide: torch.dtype, rooms: Tensors
-    ) -> dict[int, torch.Tensor]:
-        """Return the source's boxes with the sums of all parts, {rank: message}."""
-        result = dict(rooms)
-        for weight, box in self._boxes(bundle, self.source):
-            if weight not in rooms:
-                result[weight] = torch.zeros((box.rows, box.columns), dtype=wide, device=self._device)
-        for form in self._indices[bundle].forms:
-            total = parts[form.peers[0]].to(wide, copy=len(form.peers) > 1)
-            for peer in form.peers[1:]:
-                total += parts[peer]
-            for strip in form.strips:
-                strip.in_box(result[strip.weight]).add_(strip.in_buffer(total))
-        return result
+    def _node_sums(self, bundle: int, second: Hop, flight: Flight, held: Tensors, wide: torch.dtype) -> Result:
+        """Return the target's boxes with the parts of the node's other ranks added, where they land here."""
+        sums = dict(held)
+        for weight in second.collected(bundle):
+            sums[weight] = held[weight].to(wide) if weight in held else self._new(self.target[weight], wide).zero_()
+        second.add(bundle, flight, wide, sums)
+        return sums
+
+    def _home(self, bundle: int, held: Tensors, dtype: torch.dtype, rooms: Tensors) -> Leg:
+        """Start the hop to the source's boxes, where all that comes is added."""
+        first, wide = self._hops[0], torch.promote_types(dtype, torch.float32)
+        flight = first.send_back(bundle, held, dtype)
+
+        def added() -> Result:
+            result = dict(rooms)
+            for weight, box in self._boxes(bundle, self.source):
+                if weight not in rooms:
+                    result[weight] = self._new(box, wide).zero_()
+            first.add(bundle, flight, wide, result)
+            return result
+
+        return Leg(flight.handle, flight, added)
+
+    def _new(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((box.rows, box.columns), dtype=dtype, device=self._device)
 
     def _rooms(
         self, bundle: int, boxes: Mapping[int, Box], into: Tensors, dtype: torch.dtype
@@ -204,9 +216,6 @@ class Relay:
                     f"{self._names[weight]}: a tensor of {room.dtype} to be filled with {dtype}; make it {dtype}"
                 )
         return found
-
-    def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=self._device)
 
     def _boxes(self, bundle: int, boxes: Mapping[int, Box]) -> Iterator[tuple[int, Box]]:
         return ((weight, boxes[weight]) for weight in self.bundles[bundle] if weight in boxes)
@@ -225,17 +234,12 @@ class Relay:
                 )
 
 
-def _pack(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip]) -> None:
-    """Copy pieces of tensors to their places in a buffer; what is not held is zero."""
-    for strip in strips:
-        place = strip.in_buffer(buffer)
-        if strip.weight in held:
-            place.copy_(strip.in_box(held[strip.weight]))
-        else:
-            place.zero_()
+def _passed_on(second: Hop, bundle: int, result: Result, dtype: torch.dtype) -> Leg:
+    """Start the hop inside the node, from what has landed to the whole boxes."""
+    flight = second.send(bundle, result, dtype)
 
+    def finish() -> Result:
+        second.put(bundle, flight, result, result)
+        return result
 
-def _messages(index: Index, buffer: torch.Tensor) -> list[Parcel]:
-    """Cut the target end's buffer into messages."""
-    parts = buffer.split([size for _, size in index.messages])
-    return [Parcel(peer, part) for (peer, _), part in zip(index.messages, parts, strict=True)]
+    return Leg(flight.handle, flight, finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ class LayerValues(NamedTuple):
     touched: int  # values that elementwise work reads or writes in a forward
 
 
+@lru_cache(maxsize=64)
 def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
     """One entry per layer, of a token of a rank whose weights are split over ``tensor`` ranks."""
     return tuple(_layer(model, feed_forward, tensor) for feed_forward in feed_forward_values(model))

@@ -16,6 +16,7 @@ import numpy as np
 
 from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.memory import free_bytes
+from seqloom.cost.passes import column_of, one_stage_bytes, passes_ns, priced_passes
 from seqloom.cost.relaying import relay_ns
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.values import Variant
@@ -36,17 +37,21 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
     overhead, shades = 0, []
     for pipeline in plan.pipelines:
         own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
+        together = together_in(cost, pipeline, 0)
         for work in _works(pipeline):
-            variant = Variant(work.checkpoint, plan.reduce)
+            variant = Variant(work.checkpoint, plan.reduce, bool(together))
             overhead = max(overhead, own.step_overhead_ns(variant))
             times = own.round_times(work, variant)
-            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, island_of)]
+            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, island_of, together)]
             shortest.append(min(time for _, time in parts))
             for joined, time in parts:
                 finish = max(ready[i] for i in joined) + time
                 for i in joined:
                     ready[i] = finish
         shades.append((shortest[0], shortest[-1]) if shortest else (0, 0))
+        moved = passes_ns(cost, pipeline) if together else 0
+        for i in {island_of[rank] for rank in together}:
+            ready[i] += moved
     return max(ready, default=0) + overhead + relay_ns(cost, plan.pipelines, shades)
 
 
@@ -74,14 +79,23 @@ def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarr
     Where parameters are sharded over all ranks, a single pipeline is all there is.
     """
     own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
+    together = together_in(cost, pipeline, 0)
     for work in _works(pipeline):
         variant = Variant(work.checkpoint, plan.reduce)
         tokens = tokens_on_ranks(own, work)
-        used = own.fixed_bytes(variant) + np.ceil(tokens * own.token_bytes(variant)).astype(np.int64)
+        if together:
+            used = one_stage_bytes(own, column_of(pipeline.stages[0]), work.checkpoint, tokens)
+        else:
+            used = own.fixed_bytes(variant) + np.ceil(tokens * own.token_bytes(variant)).astype(np.int64)
         peak = np.maximum(peak, used)
     if len(plan.pipelines) > 1 or plan.sharding == Sharding.FREE:
         peak[np.setdiff1d(np.arange(cost.ranks), pipeline.ranks)] = 0
     return peak
+
+
+def together_in(cost: CostModel, pipeline: Pipeline, stage: int) -> tuple[int, ...]:
+    """Ranks of a stage that meet in every pass because its parameters are gathered for it; () where they stay."""
+    return pipeline.stages[stage].ranks if stage in priced_passes(cost, pipeline) else ()
 
 
 def _require_one_stage(plan: Plan) -> None:
@@ -97,8 +111,13 @@ def _works(pipeline: Pipeline) -> list[Work]:
     return [current.work[0] for current in pipeline.rounds]
 
 
-def _connected(work: Work, island_of: dict[int, int]) -> list[tuple[list[int], list[int]]]:
-    """Islands that the groups of a round and their proxies join, with the ranks at work: [(islands, ranks)]."""
+def _connected(
+    work: Work, island_of: dict[int, int], together: tuple[int, ...] = ()
+) -> list[tuple[list[int], list[int]]]:
+    """Islands that the groups of a round and their proxies join, with the ranks at work: [(islands, ranks)].
+
+    Ranks that are `together` are joined too.
+    """
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -109,6 +128,7 @@ def _connected(work: Work, island_of: dict[int, int]) -> list[tuple[list[int], l
     parties = [group.party for group in work.groups]
     if work.linear is not None:  # ranks that have tokens in linear layers only
         parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    parties += [together] * bool(together)
     for party in parties:
         first = root(island_of[party[0]])
         for rank in party:

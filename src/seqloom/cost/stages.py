@@ -6,6 +6,7 @@ its last. So its rounds carry no such traffic, and the step's end has it all, be
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.cost.model import CostModel
+    from seqloom.describe import ModelSpec
     from seqloom.plan import Part
 
 
@@ -30,14 +32,20 @@ def stage_parameters(cost: CostModel, share: Part, tensor: int | None = None) ->
     model = cost.model
     context = cost.max_length or DEFAULT_CONTEXT
     table = model.head_parameters
-    outside = model.parameters(context) - sum(map(model.layer_parameters, range(model.layers)))
+    outside = model.parameters(context) - _layers(model, 0, model.layers, 1)
     beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions
     positions = context * model.hidden if model.learned_positions else 0
-    own = sum(model.layer_parameters(layer, degree) for layer in range(share.first, share.stop))
+    own = _layers(model, share.first, share.stop, degree)
     own += table + positions if share.begins else 0
     if share.ends:
         own += beside - positions + (0 if share.begins and model.tied else table)
     return own
+
+
+@lru_cache(maxsize=1024)
+def _layers(model: ModelSpec, first: int, stop: int, tensor: int) -> int:
+    """Parameters of a rank of some layers."""
+    return sum(model.layer_parameters(layer, tensor) for layer in range(first, stop))
 
 
 def stage_end_ns(cost: CostModel, shares: Sequence[Part], ranks: int, island: int) -> tuple[int, int]:

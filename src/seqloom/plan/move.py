@@ -14,6 +14,7 @@ import numpy as np
 
 from seqloom.plan.boxes import Boxes, Column, as_column, merge_touching, settle_columns
 from seqloom.plan.error import PlanError
+from seqloom.plan.grid import Grid
 from seqloom.plan.layout import Layout
 
 
@@ -66,7 +67,7 @@ def move_between(source: Layout, target: Layout, *, node_size: int | None = None
         raise PlanError(
             f"source has {source.axes} axes, target {target.axes}; they need the same, use Layout.with_axis"
         )
-    grid = _Grid.over(source if len(source) else Layout.empty(target.axes), target)
+    grid = Grid.over(source if len(source) else Layout.empty(target.axes), target)
     needed, box = grid.cells(target)
     receiver = target.rank[box]
     sender = _choose_senders(source, grid, needed, receiver, node_size)
@@ -80,66 +81,7 @@ def move_between(source: Layout, target: Layout, *, node_size: int | None = None
     return Move(*swapped[:3], *swapped[5:7], *swapped[3:5])
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """All cuts of both layouts. Cell (i, k) lies between edges i, i + 1 of axis 1 and k, k + 1 of axis 2.
-
-    Attributes:
-        keys: per axis, sorted int64 codes of (item, edge); edges of different items never mix.
-        edges: per axis, the edge belonging to every code.
-        items, values: sorted items and edge values, for making codes that cannot overflow.
-    """
-
-    keys: tuple[Column, ...]
-    edges: tuple[Column, ...]
-    items: Column
-    values: tuple[Column, ...]
-
-    @classmethod
-    def over(cls, *layouts: Layout) -> _Grid:
-        items = np.unique(np.concatenate([layout.item for layout in layouts]))
-        keys, edges, values = [], [], []
-        for axis in range(layouts[0].axes):
-            where = 2 + 2 * axis
-            cuts = np.concatenate([column for layout in layouts for column in layout.columns()[where : where + 2]])
-            item = np.concatenate([layout.item for layout in layouts for _ in range(2)])
-            value = np.unique(cuts)
-            key = np.unique(np.searchsorted(items, item) * len(value) + np.searchsorted(value, cuts))
-            keys.append(key)
-            edges.append(value[key % len(value)])
-            values.append(value)
-        return cls(tuple(keys), tuple(edges), items, tuple(values))
-
-    @property
-    def width(self) -> int:
-        """Cells per step of axis 1 in the numbering of cells."""
-        return len(self.keys[1]) if len(self.keys) == 2 else 1
-
-    def _position(self, axis: int, item: Column, edge: Column) -> Column:
-        code = np.searchsorted(self.items, item) * len(self.values[axis]) + np.searchsorted(self.values[axis], edge)
-        return np.searchsorted(self.keys[axis], code)
-
-    def cells(self, layout: Layout) -> tuple[Column, Column]:
-        """Return the number of every cell of every box, and the box it belongs to."""
-        _, item, start, stop, *second = layout.columns()
-        low, high = self._position(0, item, start), self._position(0, item, stop)
-        box = np.repeat(np.arange(len(layout)), high - low)
-        row = low[box] + _count_up(high - low)
-        if not second:
-            return row, box
-        low, high = (self._position(1, item, edge) for edge in second)
-        spread = (high - low)[box]
-        row, box = np.repeat(row, spread), np.repeat(box, spread)
-        return row * self.width + low[box] + _count_up(spread), box
-
-    def sizes(self, cell: Column) -> Column:
-        """Return the elements of every cell."""
-        first, second = np.divmod(cell, self.width)
-        size = np.diff(self.edges[0])[first]
-        return size if self.width == 1 else size * np.diff(self.edges[1])[second]
-
-
-def _choose_senders(source: Layout, grid: _Grid, needed: Column, receiver: Column, node_size: int | None) -> Column:
+def _choose_senders(source: Layout, grid: Grid, needed: Column, receiver: Column, node_size: int | None) -> Column:
     """Return a holder for every needed cell: the receiver, else the only candidate, else the least loaded."""
     held, box = grid.cells(source)
     holder = source.rank[box]
@@ -185,7 +127,7 @@ def _codes(held: Column, needed: Column) -> Column:
     return np.unique(np.concatenate([held, needed]), return_inverse=True)[1]
 
 
-def _refuse_missing(missing: np.ndarray, grid: _Grid, needed: Column, receiver: Column) -> None:
+def _refuse_missing(missing: np.ndarray, grid: Grid, needed: Column, receiver: Column) -> None:
     if not missing.any():
         return
     k = int(np.flatnonzero(missing)[0])
@@ -198,9 +140,3 @@ def _refuse_missing(missing: np.ndarray, grid: _Grid, needed: Column, receiver: 
         f"rank {receiver[k]} shall receive item {item} {where}, which nobody holds; "
         "a target may only ask for what the source holds, add it to the source"
     )
-
-
-def _count_up(lengths: Column) -> Column:
-    """Return 0, 1, .., n - 1 for every n in `lengths`, one after the other."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from seqloom.plan.boxes import Column
+from seqloom.plan.landing import landing_layout
 from seqloom.plan.layout import Layout
 from seqloom.plan.move import Move, move_between
 
@@ -29,12 +30,40 @@ def move_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | 
     if source.axes != 2 or target.axes != 2 or not _rows_differ(source, order):
         move = move_between(source, target, node_size=node_size)
         return _pick(move, (move.sender == rank) | (move.receiver == rank))
-    mine = target.among([rank])
-    received = _overlaps(source, order, mine)
-    if int(received.sizes.sum()) != int(mine.sizes.sum()):
-        move_between(source, mine)  # names what nobody holds
+    received = _received(source, order, target.among([rank]))
     sent = _overlaps(source, order[source.rank[order] == rank], target)
     return _join(_pick(sent, sent.receiver != rank), received)
+
+
+def hops_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | None = None) -> tuple[Move, ...]:
+    """Return what a rank sends and receives so that nothing crosses the network twice for one node.
+
+    Two moves where several ranks of a node, any node, want what nobody there has, and all ranks hold different rows in
+    the source: to the landing layout, and from there inside the node. The second has only what travels. Otherwise one
+    move: that of `move_of_rank`. All ranks find the same number.
+
+    Args:
+        rank, source, target, node_size: see `move_of_rank`.
+    """
+    order = np.lexsort([source.start, source.item])
+    if node_size is not None and source.axes == target.axes == 2 and _rows_differ(source, order):
+        landing = landing_layout(source, target, node_size)
+        if int(landing.sizes.sum()) < int(target.sizes.sum()):
+            _received(source, order, target.among([rank]))  # all that is wanted is there, wherever it lands
+            first = rank // node_size * node_size
+            node = range(first, first + node_size)
+            inside = move_between(landing.among(node), target.among(node))
+            travels = inside.remote & ((inside.sender == rank) | (inside.receiver == rank))
+            return move_of_rank(rank, source, landing), _pick(inside, travels)
+    return (move_of_rank(rank, source, target, node_size=node_size),)
+
+
+def _received(source: Layout, order: Column, mine: Layout) -> Move:
+    """Return what a rank gets of the source, see `_overlaps`; refuse what nobody holds."""
+    received = _overlaps(source, order, mine)
+    if int(received.sizes.sum()) != int(mine.sizes.sum()):
+        move_between(source, mine)  # names it
+    return received
 
 
 def _rows_differ(source: Layout, order: Column) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost.passes import priced_passes
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Plan, Work
 from seqloom.planners.zones.bounds import ZoneBounds, zone_bounds
@@ -115,6 +116,10 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
         raise SeqloomError("a plan with pipelines of several stages cannot be explained; explain one of one stage")
     if any(pipeline.stages[0].tensor > 1 for pipeline in plan.pipelines):
         raise SeqloomError("a plan that splits weights over ranks cannot be explained; explain one of tensor degree 1")
+    if any(priced_passes(cost, pipeline) for pipeline in plan.pipelines):
+        raise SeqloomError(
+            "a plan that gathers parameters for every pass cannot be explained; explain one in which they stay"
+        )
     times = [(entry.pipeline, entry.round, entry.time_ns) for entry in simulate(plan, cost).rounds]
     seen: dict[Placement, list[Figures]] = defaultdict(list)
     spent = 0

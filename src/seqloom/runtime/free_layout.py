@@ -93,7 +93,7 @@ class FreeLayout:
         return torch.empty((tokens, self._hidden), dtype=self._copies.dtype, device=self._device)
 
     def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`. Returns at once; layers wait for what they need."""
+        """See `Parameters.arrange`. Layers wait for what they need, see `Arrivals.start`."""
         self._check(plan)
         self.settle()
         rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
@@ -198,12 +198,24 @@ class FreeLayout:
         for home, module in homes:
             if module is not None:
                 module.register_forward_pre_hook(partial(self._before, self._wants[home]))
+        for layer, module in enumerate(self._network.layers):
+            module.register_forward_pre_hook(partial(self._passing, frozenset(self._bundles[layer + 1])))
         for number, copy in enumerate(self._copies.all):
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self._accumulated, number))
 
     def _before(self, wanted: frozenset[int], module: nn.Module, args: object) -> None:
         self._arrivals.wait(wanted)
+
+    def _passing(self, numbers: frozenset[int], module: nn.Module, args: tuple[object, ...]) -> None:
+        """Let a layer say when it has gone backward: then its input has its gradient, and all its weights have theirs.
+
+        Weights whose gradients come later, in halves of a backward, wait for the REDUCE.
+        """
+        states = args[0] if args else None
+        wanted = bool(self._passes) and torch.is_grad_enabled() and not self.weights.wanted
+        if wanted and isinstance(states, torch.Tensor) and states.requires_grad:
+            states.register_hook(lambda _: self._passes.layer_went_back(numbers))
 
     def _accumulated(self, number: int, copy: torch.Tensor) -> None:
         if self._last:
@@ -220,7 +232,7 @@ class FreeLayout:
 
     def _moves_of(self, plan: Plan) -> Moves:
         per_pass = gathered_per_pass(plan)
-        strategy = (tuple(line.stages for line in plan.pipelines), per_pass)
+        strategy = (tuple(line.stages for line in plan.pipelines), per_pass, plan.limits.node_size)
         if strategy not in self._moves:
             if len(self._moves) == KEPT:
                 del self._moves[next(iter(self._moves))]

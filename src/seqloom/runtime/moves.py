@@ -27,8 +27,8 @@ from seqloom.plan.weights import EMBEDDING, Weight, bundles, columns_of, compute
 
 PerPass = frozenset[tuple[int, int]]
 """(pipeline, stage) of the stages that are gathered for every pass."""
-Strategy = tuple[tuple[tuple[Stage, ...], ...], PerPass]
-"""The stages of every pipeline, and which are gathered for every pass: what layouts depend on."""
+Strategy = tuple[tuple[tuple[Stage, ...], ...], PerPass, int]
+"""The stages of every pipeline, which are gathered for every pass, and ranks per node: what moves depend on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,8 @@ class Moves:
         gradients: the same for weights that learn; run the other way.
         boxes: what this rank computes with, by weight.
         passes: for every part of this rank that is gathered for every pass: from the step's layout to what it computes
-            with, of the weights that are in shares. Bundle 0 has those that learn, bundle 1 the others.
+            with, of the weights that are in shares. Those that learn are in bundles layer by layer, so that what is
+            packed is small; the last bundle has the others.
     """
 
     values: Relay
@@ -77,10 +78,11 @@ class MoveMaker:
         """Do the index work of a plan's strategy."""
         compute = compute_layout(self._weights, plan.pipelines)
         step = step_layout(self._weights, plan.pipelines, per_pass) if per_pass else compute
-        values = self._relay(self._home, step)
+        node_size = plan.limits.node_size
+        values = self._relay(self._home, step, node_size)
         gradients = values
         if len(self._learning) < len(self._weights):
-            gradients = self._relay(_only(self._home, self._learning), _only(step, self._learning))
+            gradients = self._relay(_only(self._home, self._learning), _only(step, self._learning), node_size)
         moves = Moves(values, gradients, boxes_of(compute, self._transport.rank), {})
         columns = self._columns(plan, per_pass)
         return replace(moves, passes={part: self._pass(moves, own, part, step, compute) for own, part in columns})
@@ -99,15 +101,27 @@ class MoveMaker:
     def _pass(self, moves: Moves, column: tuple[int, ...], part: Part, step: Layout, compute: Layout) -> Relay:
         wanted = [any(needs(home, part) for home in weight.home) for weight in self._weights]
         numbers = [number for number in sorted(moves.shared) if wanted[number]]
-        learning = [number for number in numbers if number in self._learning]
+        learning = [
+            [number for number in own if number in self._learning and number in numbers] for own in self.bundles
+        ]
         others = [number for number in numbers if number not in self._learning]
         source, target = (_only(layout.among(column), numbers) for layout in (step, compute))
         # Not aside: the ranks of a stage run one row, so these meet the stage's other exchanges in one order. Aside
-        # they could stand behind gradients that wait for ranks which wait for this stage.
-        return Relay(self._weights, source, target, self._transport, device=self._device, bundles=[learning, others])
+        # they could stand behind gradients that wait for ranks which wait for this stage. In one hop for the same
+        # reason: two would share a stream with these.
+        parts = [*filter(None, learning), others]
+        return Relay(self._weights, source, target, self._transport, device=self._device, bundles=parts)
 
-    def _relay(self, source: Layout, target: Layout) -> Relay:
-        return Relay(self._weights, source, target, self._transport.aside, device=self._device, bundles=self.bundles)
+    def _relay(self, source: Layout, target: Layout, node_size: int) -> Relay:
+        return Relay(
+            self._weights,
+            source,
+            target,
+            self._transport.aside,
+            device=self._device,
+            node_size=node_size,
+            bundles=self.bundles,
+        )
 
 
 def gathered_per_pass(plan: Plan) -> PerPass:

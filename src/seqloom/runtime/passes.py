@@ -1,14 +1,15 @@
 """Parameters of stages that are gathered for every pass, and their gradients: in shares of the rows between passes.
 
     UNSHARD     the ranks of a stage with the same slice of the weights bring their shares together
-    RESHARD     the copies lose their memory; after a backward, their gradients are summed into the shares' first
+    backward    as soon as a layer is done, its gradients are summed into those of the shares
+    RESHARD     the copies lose their memory; after a backward, what is left of their gradients goes the same way first
 
 Autograd has kept the copies, or views of them, for a backward to come. So the memory goes and comes, the tensors stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 
@@ -16,9 +17,6 @@ from seqloom.attention.merge import sum_dtype
 from seqloom.comm.relay import Relay
 from seqloom.plan import Part
 from seqloom.runtime.copies import Copies
-
-LEARNING, OTHERS = 0, 1
-"""Bundles of a pass."""
 
 
 class Passes:
@@ -35,7 +33,8 @@ class Passes:
         self._relays, self._shares, self._copies = relays, shares, copies
         self._gradients: dict[int, torch.Tensor] = {}
         self._there: set[Part] = set()
-        self._owed: set[Part] = set()  # have gradients that are not in the shares' yet
+        self._summed: set[tuple[Part, int]] = set()  # bundles that the backward under way is done with
+        self._owed: dict[Part, set[int]] = {}  # bundles with gradients that are not in the shares' yet
         self._settled: set[Part] = set()  # will have none any more
 
     @property
@@ -57,13 +56,27 @@ class Passes:
             return
         relay = self._relays[part]
         room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
-        for bundle in (LEARNING, OTHERS):
+        for bundle in range(len(relay.bundles)):  # one at a time: what is packed stays small
             relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
         self._there.add(part)
 
+    def layer_went_back(self, numbers: Set[int]) -> None:
+        """Sum the gradients of a layer, which has these weights, into those of the shares.
+
+        All ranks that share it call it, between the same two exchanges of a backward.
+        """
+        for part in self._there:
+            for bundle, own in self._learning(part):
+                if own and set(own) <= numbers:
+                    self._sum(part, bundle)
+                    self._summed.add((part, bundle))
+
     def went_back(self) -> None:
-        """Note that gathered parts may have gradients."""
-        self._owed |= self._there
+        """Note that a backward is over: gathered parts may have gradients, of all but the layers that are done."""
+        for part in self._there:
+            left = {bundle for bundle, _ in self._learning(part) if (part, bundle) not in self._summed}
+            self._owed[part] = self._owed.get(part, set()) | left
+        self._summed.clear()
 
     def release(self, part: Part) -> None:
         """Sum the gradients of a backward into those of the shares, and drop the copies."""
@@ -82,12 +95,12 @@ class Passes:
         """
         if part not in self._relays or not (late or part in self._owed):
             return
-        self._owed.discard(part)
+        owed = self._owed.pop(part, set())
         if late:
             self._settled.add(part)
-        relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
-        found = self._copies.take_gradients(relay.bundles[LEARNING])
-        self._gradients |= relay.start_sum(LEARNING, found, wide, into=self._gradients).wait()
+        for bundle, _ in self._learning(part):
+            if late or bundle in owed:
+                self._sum(part, bundle)
 
     def finish(self, *, late: bool) -> None:
         """Sum what is left, of all parts; arguments as in `flush`."""
@@ -97,6 +110,15 @@ class Passes:
     def take_gradients(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return the gradients of shares, and forget them."""
         return {number: self._gradients.pop(number) for number in numbers if number in self._gradients}
+
+    def _learning(self, part: Part) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the bundles of a part with weights that learn; the last has the others."""
+        return list(enumerate(self._relays[part].bundles[:-1]))
+
+    def _sum(self, part: Part, bundle: int) -> None:
+        relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
+        found = self._copies.take_gradients(relay.bundles[bundle])
+        self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
 
     def _numbers(self, part: Part) -> set[int]:
         return {number for bundle in self._relays[part].bundles for number in bundle}

@@ -5,6 +5,11 @@ layer has had its last backward, the head's first. All ranks start bundles in th
 
     parameters    embedding, layer 0, layer 1, .. norm and head
     gradients     norm and head, .. layer 1, layer 0, embedding
+
+Where a bundle goes in two hops (see `comm.pending`) and this rank has to begin the second, other ranks of its node wait
+for that. So it must not wait for anything of theirs before: second hops of parameters begin before the first layer
+runs, those of gradients after the last one has gone back. Of each way the hop inside the node is what computing hides
+then; on streams of a GPU, it hides both.
 """
 
 from __future__ import annotations
@@ -28,9 +33,14 @@ class Arrivals:
         self._open: dict[int, Pending] = {}
 
     def start(self, relay: Relay, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
-        """Send this rank's rows to all who need them, and receive what this one needs into `room`."""
+        """Send this rank's rows to all who need them, and receive what this one needs into `room`.
+
+        Returns at once, but waits for first hops where this rank has to begin the second ones.
+        """
         for bundle in range(len(relay.bundles)):
             self._open[bundle] = relay.start(bundle, rows, dtype, into=room)
+        for pending in self._open.values():
+            pending.go_on()
 
     def wait(self, bundles: Iterable[int]) -> None:
         """Return when these are there."""
@@ -95,6 +105,8 @@ class Departures:
         """Return the sums over all ranks of this rank's rows, [rows, columns] by number."""
         self.end()
         sums: dict[int, torch.Tensor] = {}
+        for pending in self._started:
+            pending.go_on()
         for pending in self._started:
             sums |= pending.wait()
         return sums

@@ -25,6 +25,8 @@ class EventKind(IntEnum):
     SEND_B = 6
     RECV_B = 7
     STEP = 8  # the end of the step: what is reduced once per step, the optimiser
+    GATHER = 9  # parameters of a stage gathered for one pass
+    SUM = 10  # gradients of such a stage summed into the shares that its ranks keep
 
 
 NETWORK = (EventKind.SEND_F, EventKind.RECV_F, EventKind.SEND_B, EventKind.RECV_B)
@@ -36,7 +38,8 @@ class EventTable:
     """One row per rank and piece of work, int64, sorted by rank and start. Waiting has no rows.
 
     `round`, `group`, `pipeline` and `stage` are -1 where they make no sense (messages have no group, the
-    end of the step has none of them); `degree` is then 0.
+    end of the step has none of them); `degree` is then 0. Gathers for one pass, and sums after it, have no group
+    and the ranks of their stage as degree.
     """
 
     rank: np.ndarray
@@ -112,6 +115,12 @@ def record(
         for place, kind in ((message.sender, message.kind), (message.receiver, receive)):
             rows = _alike(np.unique(windows[place].rank), begin, begin + message.ns, EventKind[kind.value])
             blocks.append(rows | place._asdict())
+    for place, _, move, ns, task in program.gatherings:
+        begin = int(starts[task])
+        finish = max(finish, begin + ns)
+        ranks_there = np.unique(windows[place].rank)
+        rows = _alike(ranks_there, begin, begin + ns, EventKind[move.name])
+        blocks.append(rows | place._asdict() | {"comm": ns, "degree": len(ranks_there)})
     last = _alike(np.arange(ranks), finish, finish + end[0], EventKind.STEP)
     blocks.append(last | {"comm": end[1], "pipeline": -1, "stage": -1, "round": -1})
     return _join(blocks)

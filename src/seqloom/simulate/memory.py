@@ -8,6 +8,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.cost.closed_form import idle_memory, pipeline_memory
+from seqloom.cost.passes import PassMemory, column_of, priced_passes
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
 from seqloom.plan import ActionKind, Pipeline, Plan, Work
@@ -38,17 +39,29 @@ class _Load(NamedTuple):
 
 def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
     """float64[ranks of the host] bytes before any token."""
-    stages = [_stage_memory(cost, pipeline, stage) for stage in pipeline.stages_of(host)]
-    working = max(stage.working_bytes() for stage in stages)
+    stages = {stage: _stage_memory(cost, pipeline, stage) for stage in pipeline.stages_of(host)}
+    working = max(stage.working_bytes() for stage in stages.values())
+    passes = _passes(cost, pipeline)
     state = {}
     for island in plan.limits.islands(plan.sharding, pipeline.hosts[host]):
-        own = working + sum(stage.state_bytes(len(island)) for stage in stages)
+        own = working
+        for number, stage in stages.items():
+            own += passes[number].always if number in passes else stage.state_bytes(len(island))
         state |= dict.fromkeys(island, own)
     return np.array([state[rank] for rank in pipeline.hosts[host]], dtype=np.float64)
 
 
 def _stage_memory(cost: CostModel, pipeline: Pipeline, stage: int) -> StageMemory:
     return StageMemory(cost.with_tensor(pipeline.stages[stage].tensor), pipeline.parts[stage])
+
+
+def _passes(cost: CostModel, pipeline: Pipeline) -> dict[int, PassMemory]:
+    """What the stages hold that are gathered for every pass."""
+    found = {}
+    for stage in priced_passes(cost, pipeline):
+        memory = _stage_memory(cost, pipeline, stage)
+        found[stage] = PassMemory.of(memory.cost, memory.share, column_of(pipeline.stages[stage]))
+    return found
 
 
 def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
@@ -62,25 +75,32 @@ def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndar
             loads[stage, r] = _Load(*(each * tokens for each in memory.holding(work.checkpoint, work.offload)))
             carries[stage, r] = carried_changes(plan, memory, work)
     live, most = np.zeros(cost.ranks), np.zeros(cost.ranks)
+    passes, late = _passes(cost, pipeline), set()
     for action in pipeline.actions[host]:
         key = action.stage, action.round
         if action.kind not in _CHANGES or key not in loads:
             continue
         load, carry = loads[key], carries[key]
+        _, copies, layer, rest, halves = passes.get(action.stage, _STAYS)
         if action.kind == ActionKind.F:
             live = live + load.held + carry.begun
-            most = np.maximum(most, live + load.forward)
+            most = np.maximum(most, live + load.forward + copies)
         elif action.kind == ActionKind.W:
+            live = live + (0 if action.stage in late else halves)
+            late.add(action.stage)
+            most = np.maximum(most, live + copies)
             live = live - load.deferred
         else:
             live = live + carry.returning
             split = action.kind == ActionKind.I
-            most = np.maximum(most, live + load.backward + (load.split if split else 0.0))
+            most = np.maximum(most, live + load.backward + copies + layer + (load.split if split else 0.0))
             live = live - load.held - carry.done + (load.deferred if split else 0.0)
-            most = np.maximum(most, live)
+            ending = load.backward + copies + layer + rest if copies else 0.0
+            most = np.maximum(most, live + ending)
     return most
 
 
+_STAYS = PassMemory(0, 0, 0, 0, 0)  # what a stage has stays for the step: it is in its state
 _CHANGES = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
 

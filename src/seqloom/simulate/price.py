@@ -8,6 +8,7 @@ from itertools import islice
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.offload import copy_ns
+from seqloom.cost.passes import priced_passes
 from seqloom.cost.relaying import relay_ns
 from seqloom.cost.rounds import tokens_on_ranks
 from seqloom.cost.stage_memory import StageMemory
@@ -21,7 +22,7 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every `Work`, and turn it into its window."""
     islands = Islands.of(plan)
     windows = {}
-    for (variant, p, tensor), works in _alike(plan).items():
+    for (variant, p, tensor), works in _alike(plan, cost).items():
         twins, own_cost = Twins.of(plan, cost, p), cost.with_tensor(tensor)
         shares = stage_shares(plan.pipelines[p])
         own: dict[Hashable, list[tuple[Place, Work]]] = defaultdict(list)
@@ -34,7 +35,9 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
             times = own_cost.round_times(work, variant, shares[place.stage], priced)
             copied = _copied(own_cost, work, shares[place.stage])
             apart = own_cost.engine.split_ns(_layers(own_cost, shares[place.stage]))
-            window = window_of(work, times, islands, own_cost.engine.products, copied, apart)
+            stage = plan.pipelines[p].stages[place.stage]
+            together = stage.ranks if place.stage in twins.together else ()
+            window = window_of(work, times, islands, own_cost.engine.products, copied, apart, together)
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
@@ -53,11 +56,11 @@ def _copied(cost: CostModel, work: Work, share: Part | None) -> int:
     return copy_ns(kept * int(tokens_on_ranks(cost, work).max()))
 
 
-def _alike(plan: Plan) -> dict[tuple[Variant, int, int], list[tuple[Place, Work]]]:
+def _alike(plan: Plan, cost: CostModel) -> dict[tuple[Variant, int, int], list[tuple[Place, Work]]]:
     """Return the works of every variant, pipeline and tensor degree: what is priced in one go."""
     works: dict[tuple[Variant, int, int], list[tuple[Place, Work]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.pipelines):
-        resident = len(pipeline.stages) > 1
+        resident = len(pipeline.stages) > 1 or bool(priced_passes(cost, pipeline))
         for r, current in enumerate(pipeline.rounds):
             for s, work in enumerate(current.work):
                 variant = Variant(work.checkpoint, plan.reduce, resident)
@@ -85,7 +88,7 @@ def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
             continue
         own = cost.with_tensor(pipeline.stages[0].tensor)
         for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
-            variant = Variant(checkpoint, plan.reduce)
+            variant = Variant(checkpoint, plan.reduce, bool(priced_passes(cost, pipeline)))
             costs.append((own.step_overhead_ns(variant), own.step_communication_ns(variant)))
     return max(costs)
 

@@ -9,7 +9,8 @@ SEND, RECV    one task per message, on the outgoing link of one host and the inc
               message: the later one waits for the documents of the earlier one and takes them in no time.
 REDUCE, UNSHARD, RESHARD
               no tasks: a round's gathers and reductions are part of its price (they run behind it), and what
-              is reduced once per step is part of the step's end
+              is reduced once per step is part of the step's end. Where free sharding gathers a stage for every
+              pass: a task on the streams of all its ranks for every gather, and for every sum of gradients
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.cost.passes import PassTimes, priced_passes
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, ActionKind, Pipeline, Plan, Work
+from seqloom.plan.per_pass import PassMove, pass_moves
 from seqloom.simulate.engine import Engine
 from seqloom.simulate.transfer import message_ns
 from seqloom.simulate.twins import Place
@@ -54,6 +57,16 @@ class Message(NamedTuple):
     task: int
 
 
+class Gathering(NamedTuple):
+    """A move of parameters or gradients for one pass, and its task."""
+
+    place: Place
+    action: Action
+    move: PassMove
+    ns: int
+    task: int
+
+
 @dataclass(slots=True)
 class Program:
     """A translated plan: the engine with its tasks, and what each task stands for."""
@@ -61,12 +74,16 @@ class Program:
     engine: Engine = field(default_factory=Engine)
     steps: list[Step] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    gatherings: list[Gathering] = field(default_factory=list)
 
     def name(self, task: int) -> str:
         """Name a task for a message to the user."""
         for message in self.messages:
             if message.task == task:
                 return _called(message.sender.pipeline, message.sender.stage, message.kind, message.sender.round)
+        for gathering in self.gatherings:
+            if gathering.task == task:
+                return f"{gathering.action} of pipeline {gathering.place.pipeline}"
         step = self.steps[bisect_right(self.steps, task, key=lambda entry: entry.first) - 1]
         return _called(step.place.pipeline, step.place.stage, step.kind, step.place.round)
 
@@ -83,8 +100,9 @@ def translate(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> Prog
         for message in _messages(program.engine, cost, pipeline, number):
             program.messages.append(message)
             messages[message.sender.stage, message.kind, message.sender.round] = message.task
+        passes = priced_passes(cost, pipeline)
         for row in pipeline.actions:
-            _row(program, windows, number, row, messages)
+            _row(program, windows, number, row, messages, passes)
         _hand_over(program, windows, number, pipeline)
     return program
 
@@ -123,11 +141,15 @@ def _row(
     pipeline: int,
     row: tuple[Action, ...],
     messages: dict[tuple[int, ActionKind, int], int],
+    passes: dict[int, PassTimes],
 ) -> None:
     """Add the tasks of one host. A receive is remembered per island until the island's next action."""
     engine = program.engine
     awaited: dict[int, set[int]] = {}
-    for action in row:
+    for action, move in zip(row, pass_moves(row, frozenset(passes)), strict=True):
+        if move is not None:
+            _gathering(program, windows, Place(pipeline, action.stage, action.round or 0), action, move, passes)
+            continue
         if action.round is None:
             continue
         place = Place(pipeline, action.stage, action.round)
@@ -146,6 +168,20 @@ def _row(
             back, kind = _FROM[action.kind]
             for island in joined:
                 awaited.setdefault(island, set()).add(messages[action.stage + back, kind, action.round])
+
+
+def _gathering(
+    program: Program,
+    windows: dict[Place, Window],
+    place: Place,
+    action: Action,
+    move: PassMove,
+    passes: dict[int, PassTimes],
+) -> None:
+    """Add the task of a move for one pass: all ranks of the stage meet."""
+    ns = passes[place.stage].of(move)
+    streams = [island for islands in windows[place].islands for island in islands]
+    program.gatherings.append(Gathering(place, action, move, ns, program.engine.add(ns, streams=streams)))
 
 
 def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipeline: Pipeline) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.cost.passes import priced_passes
 from seqloom.plan import Part, Pipeline, Plan, Work
 from seqloom.simulate.window import Window
 
@@ -44,6 +45,8 @@ class Twins:
     node_size: int
     alike: bool
     """Whether all hosts lie in their nodes in the same way."""
+    together: frozenset[int]
+    """Stages that are gathered for every pass."""
 
     @classmethod
     def of(cls, plan: Plan, cost: CostModel, number: int) -> Twins:
@@ -62,6 +65,7 @@ class Twins:
             tensors=tuple(stage.tensor for stage in pipeline.stages),
             node_size=size,
             alike=alike,
+            together=frozenset(priced_passes(cost, pipeline)),
         )
 
     def key(self, place: Place, work: Work) -> Hashable:
@@ -75,7 +79,8 @@ class Twins:
             (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
             for group in work.groups
         )
-        return share.stop - share.first, share.ends, self.tensors[place.stage], work.offload, groups
+        joined = place.stage in self.together
+        return share.stop - share.first, share.ends, self.tensors[place.stage], work.offload, joined, groups
 
     def moved(self, window: Window, stage: int, other: int) -> Window:
         """The window of a stage on the ranks of another one that is alike."""

@@ -130,7 +130,13 @@ class Islands:
 
 
 def window_of(
-    work: Work, times: RoundTimes, islands: Islands, products: float, copied: int = 0, apart: int = 0
+    work: Work,
+    times: RoundTimes,
+    islands: Islands,
+    products: float,
+    copied: int = 0,
+    apart: int = 0,
+    together: tuple[int, ...] = (),
 ) -> Window:
     """Find out who waits for whom.
 
@@ -141,9 +147,10 @@ def window_of(
         products: share of linear layers' time that is matrix products.
         copied: ns of copying what is kept to host memory, behind the forward, and back, behind the backward.
         apart: ns that the halves of a backward take more than a whole one.
+        together: ranks that meet before and after every pass.
     """
     rank, group = times.member_rank, times.member_group
-    component, joined = _components(work, islands.of_rank)
+    component, joined = _components(work, islands.of_rank, together)
     member = component[rank]
     total, load = times.member_ns, times.rank_ns
     length = np.array([times.joined_ns(np.flatnonzero(component == k)) for k in range(len(joined))], dtype=np.int64)
@@ -195,7 +202,9 @@ def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
     return before
 
 
-def _components(work: Work, island_of: dict[int, int]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+def _components(
+    work: Work, island_of: dict[int, int], together: tuple[int, ...]
+) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
     """(int64[ranks] component of every rank at work, else -1; islands of every component)."""
     parent: dict[int, int] = {}
 
@@ -208,6 +217,7 @@ def _components(work: Work, island_of: dict[int, int]) -> tuple[np.ndarray, tupl
     parties = [group.party for group in work.groups]
     if work.linear is not None:  # ranks that have tokens in linear layers only
         parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    parties += [together] * bool(together)
     for party in parties:
         touched = {island_of[rank] for rank in party}
         first = min(touched)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
+from seqloom.plan.per_pass import gathered_for_passes
 from seqloom.plan.schedules.registry import schedule_of
 from seqloom.plan.stage import Stage
 from seqloom.testing.pipelines import ample
@@ -14,7 +15,6 @@ from seqloom.testing.scheduled import unit_spans
 from seqloom.testing.side_by_side import renamed
 from seqloom.testing.steps import one_stage_plan
 
-COMPUTING = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 UNITS = 3
 """Documents of a pipeline that have a micro-batch of their own, or several; all others are beside the last."""
 KINDS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
@@ -81,21 +81,16 @@ def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[
     return Pipeline(tuple(stages), renamed(rounds, documents), schedule.rows_of_plan())
 
 
+def in_nodes_of(size: int, plan: Plan) -> Plan:
+    """Return a plan on nodes of so many ranks."""
+    changed = replace(plan, limits=replace(plan.limits, node_size=size))
+    changed.validate()
+    return changed
+
+
 def gathered_per_pass(plan: Plan, stages: Sequence[int]) -> Plan:
     """Return a plan in which stages of these numbers, in every pipeline, are gathered for each of their passes."""
-    frame = (ActionKind.UNSHARD, ActionKind.RESHARD)
-
-    def around(action: Action) -> tuple[Action, ...]:
-        if action.stage not in stages or action.kind not in (*frame, *COMPUTING):
-            return (action,)
-        first, last = (Action(action.stage, kind, action.round) for kind in frame)
-        return () if action.kind in frame else (first, action, last)
-
-    lines = [
-        replace(line, actions=tuple(tuple(each for action in row for each in around(action)) for row in line.actions))
-        for line in plan.pipelines
-    ]
-    changed = replace(plan, pipelines=tuple(lines))
+    changed = replace(plan, pipelines=tuple(gathered_for_passes(line, stages) for line in plan.pipelines))
     changed.validate()
     return changed
 

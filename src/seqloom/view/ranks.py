@@ -69,6 +69,7 @@ def legend(letters: dict[Scheme, str]) -> Iterator[Text]:
     for scheme, letter in letters.items():
         words = [f"tensor {scheme.tensor}", f"{scheme.stages} stage" + "s" * (scheme.stages > 1)]
         words += [f"Ulysses {scheme.ulysses}"] * (scheme.ulysses > 1) + [f"ring {scheme.ring}"] * (scheme.ring > 1)
+        words += ["gathered for every pass"] * scheme.gathered
         line = Text(letter.upper(), style=_colour(letters, scheme))
         line.append(f"  {scheme}: {', '.join(words)}", style="default")
         yield line

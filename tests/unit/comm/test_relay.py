@@ -39,6 +39,41 @@ def test_sums_are_added_in_rank_order_in_float32_or_wider(dtype):
     assert results[0][1].dtype == wide
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_node_adds_up_before_its_sum_crosses(dtype):
+    """What an owner's own node has comes in single parts, of the other node one sum, which is not rounded again."""
+
+    def body(transport):
+        layouts = optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 2, 3)
+        relay = Relay(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
+        given = {weight: each.to(dtype) for weight, each in random_like(relay, relay.target, transport.rank).items()}
+        before = given[0].clone()
+        return before, relay.start_sum(1, given, dtype).wait()[0]
+
+    results = run_ranks(4, body, strict=True)
+    a, b, c, d = (given.to(torch.promote_types(dtype, torch.float32)) for given, _ in results)
+    first, second = a + b + (c + d), (a + b) + c + d
+    assert torch.equal(torch.cat([own for _, own in results]), torch.cat((first[:4], second[4:])))
+
+
+def test_second_hops_begin_in_the_order_of_the_first():
+    """Ranks ask for bundles in different orders, some of them twice, and all find theirs."""
+
+    def body(transport):
+        layouts = optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 3)
+        relay = Relay(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
+        values = [torch.arange(each.rows * each.columns).view(each.rows, -1).float() for each in WEIGHTS]
+        held = {weight: values[weight][box.start : box.stop] for weight, box in relay.source.items()}
+        started = [relay.start(bundle, held, torch.float32) for bundle in range(4)]
+        order = started[:: 1 if transport.rank % 2 else -1]
+        order[1].go_on()
+        found = {weight: each for pending in (*order, *order) for weight, each in pending.wait().items()}
+        assert found.keys() == relay.target.keys()
+        assert all(torch.equal(found[weight], values[weight]) for weight in found)
+
+    run_ranks(4, body, strict=True)
+
+
 def test_where_several_ranks_hold_a_box_their_parts_add_up_to_the_sum():
     """Ranks 0 and 1 both have all; 2 and 3 got theirs from one of them, and give it back there."""
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.relaying import held_parameters, relay_ns, relay_times
+from seqloom.cost.holdings import holdings
+from seqloom.cost.relaying import relay_ns, relay_times
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import (
     Action,
@@ -23,8 +24,8 @@ from seqloom.plan import (
     Span,
     Stage,
     Work,
-    move_between,
 )
+from seqloom.plan.rank_move import hops_of_rank
 from seqloom.simulate import predicted_ns, simulate
 
 LAYERS = 4
@@ -86,45 +87,73 @@ SPLIT = [[Stage((0, 1, 2, 3), (0, 4), 2)], [Stage((4, 5), (0, 2), 2), Stage((6, 
 IDLE = [[Stage((2, 3), (0, 4), 2)]]
 
 
+def counted(lines, size):
+    """Parameters of every rank, shares of others in what its node shares, and of every node: element by element."""
+    rank, others, node, goal = np.zeros(8), np.zeros(8), np.zeros(8 // size), needed(lines)
+    boxes = np.stack(goal.columns(), axis=1)
+    for item, (rows, columns, *_) in enumerate(WEIGHTS):
+        has = np.zeros((8, rows, columns), dtype=bool)
+        for owner, _, *box in boxes[goal.item == item]:
+            has[owner, box[0] : box[1], box[2] : box[3]] = True
+        for place in range(8 // size):
+            near = has[place * size : (place + 1) * size]
+            many = near.sum(axis=0)
+            node[place] += (many > 0).sum()
+            for k, own in enumerate(near, place * size):
+                rank[k] += own.sum()
+                others[k] += (1 - 1 / many[own]).sum()
+    return rank, others, node
+
+
 @pytest.mark.parametrize("lines", [WHOLE, STAGED, SPLIT, IDLE], ids=["whole", "staged", "split", "idle"])
 @pytest.mark.parametrize("cluster", ["8xH100", "2x4xH100"])
-def test_bytes_are_those_of_the_moves(cluster, lines):
-    """Ranks that have whole weights get just what the formula says, teams together."""
+def test_elements_are_those_of_the_moves(cluster, lines):
+    """Ranks that have whole weights get just what the formulas say, teams together."""
     cost = cost_of(cluster)
     size = cost.node_size
-    held, _ = held_parameters(cost, lines)
-    goal = needed(lines)
-    assert held.tolist() == np.bincount(goal.rank, goal.sizes, 8).tolist()
-    move = move_between(owners(8), goal, node_size=size)
-    inside = move.remote & (move.sender // size == move.receiver // size)
-    across = move.remote & ~inside
-    came, went = (
-        np.bincount(end[across] // size, move.sizes[across], 8 // size) for end in (move.receiver, move.sender)
-    )
-    node = held.reshape(-1, size).sum(axis=1)
-    assert came == pytest.approx(node * (8 - size) / 8)
-    assert went == pytest.approx((held.sum() - node) * size / 8)
+    held, _ = holdings(cost, lines)
+    for found, wanted in zip(held, counted(lines, size), strict=True):
+        assert found == pytest.approx(wanted)
+    moves = [hops_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
+    came, went = np.zeros((2, 8))
+    for rank, (move, *_) in enumerate(moves):
+        across = move.sender // size != move.receiver // size
+        came[rank], went[rank] = (move.sizes[across & (end == rank)].sum() for end in (move.receiver, move.sender))
+    assert came.reshape(-1, size).sum(axis=1) == pytest.approx(held.node * (8 - size) / 8)
+    assert went.reshape(-1, size).sum(axis=1) == pytest.approx((held.node.sum() - held.node) * size / 8)
+    assert (len(moves[0]) == 2) == (size < 8 and held.others.any())
     if lines is WHOLE:
-        near = np.bincount(move.receiver[inside], move.sizes[inside], 8)
-        assert near == pytest.approx(held * (size - 1) / 8)
-        assert np.bincount(move.sender[inside], move.sizes[inside], 8) == pytest.approx(near)
+        assert came == pytest.approx((held.rank - held.others) * (8 - size) / 8)
+        for rank, (first, *second) in enumerate(moves):
+            near = first.remote & (first.sender // size == first.receiver // size)
+            for end in ("receiver", "sender"):
+                assert first.sizes[near & (getattr(first, end) == rank)].sum() == held.rank[rank] * (size - 1) / 8
+                for move in second:
+                    onward = move.sizes[getattr(move, end) == rank].sum()
+                    assert onward == pytest.approx(held.others[rank] * (8 - size) / 8)
 
 
-def test_a_way_takes_as_long_as_its_busiest_card_or_link():
+def test_a_way_takes_as_long_as_its_busiest_card_and_link():
     one, two = cost_of("8xH100"), cost_of("2x4xH100")
     parameters = SPEC.parameters()
     bundles = LAYERS + 2
     intra, network = one.profile.intra.all_to_all, two.profile.network.all_to_all
     links = one.cluster.intra, two.cluster.nic
     latency = [
-        (link.latency_us + rate.call_us + 3 * rate.hop_us) * 1e3
-        for link, rate in zip(links, (intra, network), strict=True)
+        (link.latency_us + rate.call_us + hops * rate.hop_us) * 1e3
+        for link, rate, hops in zip((*links, links[0]), (intra, network, intra), (3, 3, 2), strict=True)
     ]
     for size, way in ((2, "before"), (4, "after")):
-        near = parameters * 7 / 8 * size / (links[0].gb_s * intra.efficiency)
-        assert getattr(relay_times(one, empty(WHOLE)), way) == pytest.approx(near + bundles * latency[0])
-        far = parameters * 4 / 8 * size / (links[1].gb_s * network.efficiency)  # a card for every GPU
-        assert getattr(relay_times(two, empty(WHOLE)), way) == pytest.approx(far + bundles * latency[1])
+        near, far = (size / (link.gb_s * rate.efficiency) for link, rate in zip(links, (intra, network), strict=True))
+        whole = parameters * 7 / 8 * near
+        assert getattr(relay_times(one, empty(WHOLE)), way) == pytest.approx(whole + bundles * latency[0])
+        # A card for every GPU: one quarter of the other node's half, then the other quarters from this node.
+        hops = parameters / 8 * far + parameters * 3 / 8 * near
+        assert getattr(relay_times(two, empty(WHOLE)), way) == pytest.approx(hops + bundles * sum(latency[1:]))
+        apart = [[Stage((rank,), (k, k + 1)) for k, rank in enumerate((0, 1, 4, 5))]]
+        table = 512 * 64
+        most = (table + SPEC.layer_parameters(0) + 64) * 4 / 8 * far  # nobody shares: one hop, the last stage's
+        assert getattr(relay_times(two, empty(apart)), way) == pytest.approx(most + bundles * latency[1])
     first = 512 * 64 + SPEC.layer_parameters(0)
     lead = first * 7 / 8 * 2 / (links[0].gb_s * intra.efficiency) + 2 * latency[0]
     assert relay_times(one, empty(WHOLE)).first == pytest.approx(lead)
@@ -135,8 +164,8 @@ def test_a_tied_table_is_there_once_and_moves_with_the_embedding():
     ends = [[Stage((0, 1), (0, 1)), Stage((2, 3), (1, 3)), Stage((0, 1), (3, 4))]]
     apart = [[Stage((0, 1), (0, 2)), Stage((2, 3), (2, 4))]]
     layer, table = SPEC.layer_parameters(0), 512 * 64
-    assert held_parameters(tied, ends)[0].tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
-    held, early = held_parameters(tied, apart)
+    assert holdings(tied, ends)[0].rank.tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
+    held, early = (each.rank for each in holdings(tied, apart))
     assert held.tolist() == [2 * layer + table] * 2 + [2 * layer + table + 64] * 2
     assert early.tolist() == [layer + table] * 2 + [table] * 2
 

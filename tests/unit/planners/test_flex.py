@@ -35,6 +35,14 @@ def test_virtual_islands_by_size_of_the_cluster():
     assert virtual_islands(problem_of(published("hybrid", "4x8xA100-40G")).search) == [8, 32]
 
 
+def test_a_quick_plan_is_valid_and_no_faster():
+    for seed in range(4):
+        cost, lengths = published("none"), sample("commoncrawl", 14, seed=seed, max_length=20_000)
+        quick, full = (plan_flex(lengths, cost, quick=quick) for quick in (True, False))
+        quick.validate()
+        assert quick.documents == full.documents and cost.plan_ns(quick) >= cost.plan_ns(full)
+
+
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
 def test_the_same_seed_gives_the_same_plan(sharding):
     cost = published(sharding, "2x8xA100-40G")

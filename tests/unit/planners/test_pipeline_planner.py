@@ -161,6 +161,31 @@ def test_the_ledger_knows_what_the_simulator_finds():
         assert np.abs(peak - expected).max() <= 2 * len(made.units)  # bytes: rounding up, unit by unit
 
 
+@pytest.mark.parametrize(("budget", "seed"), [(None, 1), (None, 2), (9.0, 3), (9.0, 4), (7.0, 5)])
+def test_what_is_not_tried_is_not_missed(monkeypatch, budget, seed):
+    """Units whose work alone takes too long, and units that were tried before, change nothing, however tight memory."""
+    cost, trying = cost_of(cluster="1x4xH100", budget=budget), Search._try
+    drawn = np.exp(np.random.default_rng(seed).normal(7.5, 1.2, 12)).astype(np.int64)
+    batch, stages = np.clip(drawn, 1, 30_000), 2 + 2 * (seed % 2)
+    counts = []
+
+    def counted(search, *given, **named):
+        counts[-1] += 1
+        return trying(search, *given, **named)
+
+    def counted_anew(search, *given, **named):
+        search._tried.clear()
+        return counted(search, *given, **named)
+
+    plans = []
+    for near, tries in ((101, counted), (10**9, counted_anew)):
+        counts.append(0)
+        monkeypatch.setattr("seqloom.planners.pipelines.search.NEAR_PERCENT", near)
+        monkeypatch.setattr(Search, "_try", tries)
+        plans.append(plan_pipeline(batch, cost, stages=stages).hash)
+    assert plans[0] == plans[1] and counts[0] < counts[1]
+
+
 def test_documents_that_fit_whole_on_no_host_go_through_in_pieces_and_keep_less():
     cost = cost_of(cluster="1x4xH100", budget=7.0)
     plan = plan_pipeline(np.array([30_000, 5_000, 900]), cost, stages=4)

@@ -11,7 +11,7 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.plan.schedules import Times, play, schedule_of
 from seqloom.planners.strategies.assign import assign, choose, lower_bound, problem_of, rank_strategies
-from seqloom.planners.strategies.clock import one_f_one_b
+from seqloom.planners.strategies.clock import estimate, one_f_one_b
 from seqloom.planners.strategies.dispatch import dispatch
 from seqloom.planners.strategies.pack import pack
 from seqloom.planners.strategies.price import SchemeCost
@@ -111,6 +111,41 @@ def test_dispatch_is_no_worse_than_fifty_shuffles(schemes, seed):
         own = problem.cost[j, place == j]
         times.append(int(own.sum()) + (pipe.scheme.stages - 1) * int(own.max(initial=0)))
     assert max(times) <= shuffled_greedy_ns(lengths, strategy, free)
+
+
+def slower_of_two(problem, place, changed, pair):
+    """ns of the slower of two pipelines with documents placed otherwise."""
+    moved = place.copy()
+    for document, pipeline in changed:
+        moved[document] = pipeline
+    times = []
+    for j in pair:
+        own = np.flatnonzero(moved == j)
+        work, tokens = int(problem.cost[j, own].sum()), int(problem.tokens[own].sum())
+        largest = int(problem.cost[j, own].max(initial=0))
+        limits = (int(problem.fixed[j]), int(problem.longest[j]), int(problem.stages[j]), False)
+        times.append(int(estimate(work, tokens, largest, len(own), *limits)))
+    return max(times)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_change_of_places_helps_the_slowest(seed):
+    """Every move and every swap for a shorter document, by plain estimates."""
+    draw = np.random.default_rng(seed)
+    costs = drawn_costs(draw)
+    kinds = list(costs)[:2] if seed % 2 else [s for s in costs if s.stages == 1]
+    strategy = strategy_of(costs, *kinds, *kinds)
+    lengths = np.sort(draw.integers(1, min(costs[s].longest for s in kinds), 24))[::-1].copy()
+    problem = problem_of(lengths, strategy, costs)
+    place = dispatch(problem)
+    count = len(problem.fixed)
+    slow = max(range(count), key=lambda j: slower_of_two(problem, place, [], [j]))
+    now = slower_of_two(problem, place, [], [slow])
+    for i in np.flatnonzero(place == slow).tolist():
+        for j in set(range(count)) - {slow}:
+            assert slower_of_two(problem, place, [(i, j)], [slow, j]) >= now
+            for k in np.flatnonzero((place == j) & (lengths < lengths[i])).tolist():
+                assert slower_of_two(problem, place, [(i, j), (k, slow)], [slow, j]) >= now
 
 
 @pytest.mark.parametrize("stages", [1, 3])

@@ -23,7 +23,7 @@ from seqloom.planners.strategies import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.strategies.planner import blocks
+from seqloom.planners.strategies.blocks import blocks
 from seqloom.planners.strategies.schemes import fit, legal_schemes, relative_fit, scheme_costs
 from seqloom.planners.strategies.switch import switch_ns
 from seqloom.simulate import predicted_ns, simulate
@@ -65,6 +65,20 @@ def test_the_best_of_several_is_taken():
     several = [strategy_of(Scheme(8, 1)), MIXED, strategy_of(*[Scheme(1, 1)] * 8)]
     best = predicted_ns(plan_strategies(LENGTHS, COST, strategies=several), COST)
     assert best <= min(predicted_ns(plan_strategies(LENGTHS, COST, strategies=[one]), COST) for one in several)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_strategies_that_are_given_up_early_would_not_have_won(monkeypatch, seed):
+    """Against every candidate planned to the end and searched in full."""
+    several = [
+        MIXED,
+        strategy_of(Scheme(2, 1), Scheme(2, 1), Scheme(1, 2), Scheme(1, 1), Scheme(1, 1)),
+        strategy_of(Scheme(4, 1), *[Scheme(1, 1)] * 4),
+    ]
+    lengths = sample("commoncrawl", 12, seed=seed, max_length=20_000)
+    found = predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
+    monkeypatch.setattr("seqloom.planners.strategies.planner.NEAR_PERCENT", 10**9)
+    assert found == predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
 
 
 def test_empty_pipelines_are_left_out():

@@ -75,7 +75,7 @@ def test_partition_is_the_best_cut_of_all(seed):
     costs = drawn_costs(draw)
     histogram = Histogram.of(draw.integers(20, max(c.longest for c in costs.values()), 12), classes=3)
     options = [(s, copies, copies * s.ranks) for s in costs for copies in range(1, 4 // s.ranks + 1)]
-    times = [interval_times(histogram, costs[s], s.stages, copies) for s, copies, _ in options]
+    times = [interval_times(histogram, costs[s], s.stages, np.array([copies]))[0] for s, copies, _ in options]
     ns, chosen = partition(histogram, costs, 4)
     assert ns == brute_force(times, options, 4, len(histogram.edges))
     assert sum(s.ranks * copies for s, copies in chosen.items()) <= 4

@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from seqloom.comm import Alone, bind_alone
+from seqloom.comm import Alone, Counting, bind_alone
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Reduce, Sharding, Span
 from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
 from seqloom.runtime.network import LossOf
 from seqloom.runtime.parameters import check_fixed
-from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
+from seqloom.runtime.passes import Passes
+from seqloom.testing.shapes import Shape, gathered_per_pass, in_nodes_of, shaped_plan
 from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
 from seqloom.testing.tiny_models import tiny_model
 from seqloom.train.model import made_ready
@@ -92,6 +94,67 @@ def test_stages_may_be_gathered_for_every_pass(threads, name):
     for rank, (found, (kept, every, again)) in enumerate(threads(4).run(body, strict=True)):
         assert max(each.worst(wanted) for each in found) < 1e-9
         assert kept == again <= every and (kept < every) == (rank in fewer)
+
+
+def test_ranks_without_tokens_take_part_in_every_pass(threads):
+    """Documents of fewer tokens than their group has ranks, under every way of keeping activations."""
+    step = Step((3, 1, 2, 1), SPEC)
+    plan = gathered_per_pass(planned(Shape(1, 1, 2, 2), step=step), (0,))
+    for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):
+        assert found.worst(step.alone()) < 1e-9
+
+
+def test_a_layer_s_gradients_are_in_shares_before_the_next_layer_s(threads, monkeypatch):
+    """Of whole gradients a backward has one layer's, the head's, and at its end the embedding's."""
+    step = replace(STEP, spec=tiny_spec(layers=4))
+    plan = gathered_per_pass(planned(Shape(1, 1, 2, 2), step=step), (0,))
+    sizes = {name: each.numel() for name, each in step.model().named_parameters()}
+    layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    outside = sum(size for name, size in sizes.items() if ".layers." not in name)
+    most, plain = [], Passes._sum
+
+    def noted(passes, part, bundle):
+        most.append(sum(copy.grad.numel() for copy in passes._copies.all if copy.grad is not None))
+        plain(passes, part, bundle)
+
+    monkeypatch.setattr(Passes, "_sum", noted)
+    for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):
+        assert found.worst(step.alone()) < 1e-9
+    assert len(most) == 4 * 3 * (4 + 2) and layer < max(most) <= layer + outside
+
+
+NODES = {
+    "replicas": (Shape(),) * 4,
+    "teams and stages": TEAMS,
+    "teams": (Shape(1, 2),) * 2,
+    "stages, with the table on both ends": (Shape(2),) * 2,
+    "ranks of a stage in both nodes": (Shape(1, 1, 2, 2),),
+}
+"""Shapes with all parameters in each of two nodes of two ranks."""
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
+    """A node has one half of them: the rows that its ranks own, as all weights here divide into four."""
+    step = replace(STEP, spec=replace(SPEC, vocabulary=24))
+    near = planned(*NODES[name], step=step)
+    plans = near, in_nodes_of(2, near)
+
+    def body(transport):
+        found, sent, others = [], [], range(2, 4) if transport.rank < 2 else range(2)
+        for plan in plans:
+            counting = Counting(transport)
+            parameters = FreeLayout(made_ready(step.network()), counting)
+            result = run(plan, transport, parameters, step)
+            sent.append(sum(counting.bytes_to(peer) for peer in others))
+            gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
+            found.append(Found(result.loss, result.gradient_norm, gradients))
+        return found, sent
+
+    results, wanted = threads(4).run(body, strict=True), step.alone()
+    assert max(each.worst(wanted) for found, _ in results for each in found) < 1e-9
+    known, crossed = np.array([sent for _, sent in results]).sum(axis=0).tolist()
+    assert crossed == 2 * 8 * step.spec.parameters() < known, "there and back, in float64"
 
 
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from seqloom.cost import CostModel, Variant
+from seqloom.cost.passes import priced_passes
 from seqloom.cost.stages import stage_end_ns
 from seqloom.cost.values import LANES
 from seqloom.plan import Pipeline, Plan, Reduce
@@ -37,14 +38,15 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     """ns that no plan for the same documents on the same stages beats; None where nothing is proven.
 
     Plans of one stage: `lower_bound`, over all plans of one stage with its tensor degree; nothing is proven for
-    documents in pieces there. Several pipelines, and stages that split weights: `side_by_side_bound`.
+    documents in pieces there. Several pipelines, stages that split weights, and parameters that are gathered for every
+    pass, which leaves more memory: `side_by_side_bound`.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if len(stages) == 1:
+    if len(stages) == 1 and not priced_passes(cost, plan.pipelines[0]):
         spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
         own = cost.with_tensor(stages[0].tensor)
         return None if spans > len(plan.documents) else lower_bound(np.array(plan.documents), own)
-    if len(plan.pipelines) == 1 and all(stage.tensor == 1 for stage in stages):
+    if len(plan.pipelines) == 1 and len(stages) > 1 and all(stage.tensor == 1 for stage in stages):
         return stages_bound(plan, plan.pipelines[0], cost)
     return side_by_side_bound(plan, cost)
 

@@ -25,6 +25,8 @@ SMALL_CLUSTER = 16
 """Up to this many ranks every virtual island is tried."""
 NEAR_BOUND = 64
 """One part in this many above the bound, and virtual islands are not tried on a large batch."""
+QUICK_PART = 24
+"""A quick plan has one in so many of the usual decodings for its local search."""
 MIXTURES = (15, 30, 45, 60, 75)
 """Parts of the step, per cent, that rounds of a faster variant are tried for."""
 
@@ -112,6 +114,7 @@ def plan_flex(
     evaluations: int | None = None,
     seed: int = 0,
     only: Variant | None = None,
+    quick: bool = False,
 ) -> Plan:
     """Plan a batch. Every variant that can still win is started, the best one is searched further.
 
@@ -120,6 +123,7 @@ def plan_flex(
         evaluations: decodings for the local search; None chooses by size.
         seed: start of its pseudo-random choices.
         only: the one variant to plan for; None tries all.
+        quick: whether a small part of the local search is enough: to compare batches or clusters, not to run the plan.
     """
     problems = fitting_problems(lengths, cost) if only is None else [Problem.of(lengths, cost, only)]
     bounds = [work_bound(problem.search) for problem in problems]
@@ -134,6 +138,8 @@ def plan_flex(
             best = (step, index, searches)
     assert best is not None
     _, index, searches = best
+    if quick and evaluations is None:
+        evaluations = default_evaluations(searches[0].tables, searches[0].island) // QUICK_PART
     search = finish_searches(searches, bounds[index], evaluations, seed)
     assert search.best is not None
     rounds = rounds_of(problems[index], *search.best)

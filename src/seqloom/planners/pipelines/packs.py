@@ -104,14 +104,17 @@ def _level(
 
     A unit that has begun takes a document only if it does not get longer by it.
     """
+    ranks: dict[int, np.ndarray] = {}  # int64[offsets, degree]
     for k in order:
         shape = int(shape_of[k])
         degree, offsets, time = int(hall.degree[shape]), hall.offsets[shape], int(hall.time[shape_of[k], k])
         each = -(-int(hall.tokens[k]) // degree)
         if not len(level.load):
             level = level.with_packs(1)
-        ready = np.stack([level.load[:, at : at + degree].max(axis=1) for at in offsets], axis=1)
-        closed = np.stack([level.held[:, at : at + degree].max(axis=1) for at in offsets], axis=1) + each > room
+        if shape not in ranks:
+            ranks[shape] = np.add.outer(offsets, range(degree))
+        ready = level.load[:, ranks[shape]].max(axis=2)
+        closed = level.held[:, ranks[shape]].max(axis=2) + each > room
         closed[:begun] |= ready[:begun] + time > target
         best = int(np.where(closed, NEVER, ready).argmin())
         unit, place = divmod(best, len(offsets))

@@ -14,13 +14,11 @@ from seqloom.plan import Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipelines.line import check_stages, island_of, line_of
 from seqloom.planners.pipelines.longest import longest_document, too_long
 from seqloom.planners.pipelines.orders import FOLDED, names_of, require_order
-from seqloom.planners.pipelines.search import Answer, Search
+from seqloom.planners.pipelines.search import NEAR_PERCENT, Answer, Search
 from seqloom.planners.pipelines.seats import work_of
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
-NEAR_PERCENT = 101
-"""Answers that are this near to the fastest by `play` are simulated before one is taken."""
 
 
 def plan_pipeline(

@@ -7,8 +7,8 @@ the list schedule obeys the cap by itself, the other orders have units keep less
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from seqloom.planners.pipelines.ledger import Choice, Ledger
 from seqloom.planners.pipelines.line import Line
 from seqloom.planners.pipelines.orders import PIECEWISE, WHOLE, order_of
 from seqloom.planners.pipelines.prices import UnitPrices
-from seqloom.planners.pipelines.seats import Hall, Level
+from seqloom.planners.pipelines.seats import Hall, Level, Seats
 
 PIECES = (1, 2, 4, 8, 16, 32)
 """Into how many pieces the longest document is cut, where nobody says."""
@@ -31,6 +31,8 @@ APART_PERCENT = 140
 """Sizes nearer to each other than this are not tried both."""
 WORTH_PERCENT = 105
 """Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
+NEAR_PERCENT = 101
+"""Answers that are this near to the fastest may be taken in its place; nothing slower is worth a try."""
 MOST_UNITS = 64
 """Units per stage that a plan may have."""
 BINDING_PERCENT = 90
@@ -69,6 +71,9 @@ class Answer:
     """Share of the memory for units that is in use at most, on the fullest host."""
 
 
+NOTHING: Mapping[str, Answer] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class Search:
     """One batch on one line."""
@@ -81,6 +86,8 @@ class Search:
     """Orders to try."""
     pieces: int | None
     """Pieces of the longest document; None: several are tried."""
+    _tried: set[tuple[int, tuple[Seats, ...]]] = field(default_factory=set, init=False, repr=False)
+    _prices: dict[Draft, UnitPrices] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -99,11 +106,11 @@ class Search:
         for base, level in enumerate(self.levels):
             if best and (level.offload or level.checkpoint == Checkpoint.STAGE):
                 break
-            for made in self._drafts(base):
+            for made in self._drafts(base, best):
                 self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
             if fastest is None or fastest.filled * 100 >= BINDING_PERCENT:
-                for made in self._drafts(base, held=self.line.hosts):
+                for made in self._drafts(base, best, held=self.line.hosts):
                     self._try(made, base, self.names[:QUICK], best, budget=1)
             fastest = _fastest(best)
             if fastest is not None and (fastest.filled * 100 < BINDING_PERCENT or self._settled(fastest, base + 1)):
@@ -136,16 +143,26 @@ class Search:
 
     def _settled(self, fastest: Answer, base: int) -> bool:
         """Whether even without any waiting the same units would take longer if they kept less."""
-        if base == len(self.levels):
-            return True
-        times = UnitPrices(self.cost, self.line, fastest.draft, self.lengths).times(self.levels[base])
+        return base == len(self.levels) or self._busiest(fastest.draft, base) >= fastest.makespan
+
+    def _busiest(self, made: Draft, base: int) -> int:
+        """ns that the busiest host works on these units, all kept alike: no order is faster."""
+        times = self._priced(made).times(self.levels[base])
         work = np.zeros(self.line.hosts, dtype=np.int64)
         np.add.at(work, list(self.line.places), sum(column.sum(axis=1) for column in times[:3]))
-        return int(work.max()) >= fastest.makespan
+        return int(work.max())
+
+    def _priced(self, made: Draft) -> UnitPrices:
+        if made not in self._prices:
+            self._prices[made] = UnitPrices(self.cost, self.line, made, self.lengths)
+        return self._prices[made]
 
     def _try(self, made: Draft, base: int, names: Sequence[str], best: dict[str, Answer], budget: int) -> None:
         """Run a draft in these orders, and keep what beats the best of its kind."""
-        prices = UnitPrices(self.cost, self.line, made, self.lengths)
+        if budget == 1 and (base, made.seats) in self._tried:
+            return
+        self._tried.add((base, made.seats))
+        prices = self._priced(made)
         ledger = Ledger(prices, self.levels, self.limits)
         choice = np.full((len(self.line.places), len(made.units)), base, dtype=np.int64)
         cut = any(unit.pieces > 1 for unit in made.units)
@@ -159,8 +176,11 @@ class Search:
         if answer is not None and (known is None or answer.makespan < known.makespan):
             best[answer.order.name] = answer
 
-    def _drafts(self, base: int, held: int = 1) -> Iterator[Draft]:
+    def _drafts(self, base: int, best: Mapping[str, Answer] = NOTHING, held: int = 1) -> Iterator[Draft]:
         """Units of every size that is tried, so small that a rank could hold `held` of them at a time.
+
+        The smaller units are, the more work they are: from where that alone takes longer than the best answer that is
+        known by then, none is tried.
 
         The first host of a line holds what all others work at: nearly two units per host.
         """
@@ -172,9 +192,13 @@ class Search:
         for degree in self._degrees(hall):
             for target in self._targets(hall, degree):
                 made = draft(hall, variant, Size(degree, target, room))
-                if made.seats not in seen and len(made.units) <= self.most_units:
-                    seen.add(made.seats)
-                    yield made
+                if made.seats in seen or len(made.units) > self.most_units:
+                    continue
+                seen.add(made.seats)
+                fastest = _fastest(best)
+                if fastest is not None and self._busiest(made, base) * 100 > fastest.makespan * NEAR_PERCENT:
+                    break
+                yield made
 
     def _smallest(self, base: int) -> Iterator[Draft]:
         """Ever smaller units, for batches that nothing else holds."""
@@ -253,5 +277,5 @@ class Search:
         return Times(*picked, apart=times[0].apart)
 
 
-def _fastest(best: dict[str, Answer]) -> Answer | None:
+def _fastest(best: Mapping[str, Answer]) -> Answer | None:
     return min(best.values(), key=lambda answer: answer.makespan, default=None)

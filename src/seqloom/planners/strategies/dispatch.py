@@ -21,9 +21,9 @@ from seqloom.planners.compiled import kernel
 from seqloom.planners.strategies.clock import estimate
 
 EVALUATIONS = 200_000
-"""Estimates of a pipeline that one dispatch may ask for while it changes places."""
+"""Changes that one dispatch may look at."""
 STARTING = 4_000
-"""Estimates that each start may ask for."""
+"""Changes that each start may look at."""
 CLOSINGS = 16
 """Times that a pipeline of several stages is closed to its longest documents."""
 FAR_PERCENT = 105
@@ -156,12 +156,12 @@ def level(p: Problem, place: np.ndarray, loads: Loads, evaluations: int) -> int:
                 j = place[k]
                 if j == slow or p.tokens[i] > p.reach[j] or p.tokens[k] == p.tokens[i]:
                     continue
-                done = after(p, loads, slow, i, k)
                 evaluations -= 1
+                if lighter + p.cost[slow, k] >= best or loads.done[j] + p.cost[j, i] - p.cost[j, k] >= best:
+                    continue  # more work takes at least so much longer: most changes need no estimate
+                done = max(after(p, loads, slow, i, k), after(p, loads, j, k, i))
                 if done < best:
-                    done = max(done, after(p, loads, j, k, i))
-                    if done < best:
-                        best, gone, come, where = done, i, k, j
+                    best, gone, come, where = done, i, k, j
         if gone < 0:
             break
         place[gone] = where

@@ -30,39 +30,37 @@ def partition(histogram: Histogram, costs: SchemeCosts, ranks: int) -> tuple[int
     GPUs may be left over. With no scheme that holds the longest class the time is `NEVER`.
     """
     unit = unit_of(costs, ranks)
-    options = [
-        (scheme, copies, copies * scheme.ranks // unit)
-        for scheme in costs
-        for copies in range(1, ranks // scheme.ranks + 1)
-        if copies * scheme.ranks % unit == 0
-    ]
-    times = [interval_times(histogram, costs[scheme], scheme.stages, copies) for scheme, copies, _ in options]
+    options, times = [], []
+    for scheme, cost in costs.items():
+        copies = [d for d in range(1, ranks // scheme.ranks + 1) if d * scheme.ranks % unit == 0]
+        options += [(scheme, d, d * scheme.ranks // unit) for d in copies]
+        times.append(interval_times(histogram, cost, scheme.stages, np.array(copies, dtype=np.int64)))
+    units = np.array([option[2] for option in options])
+    small_first = np.argsort(units, kind="stable")  # of equal times, the one on the fewest GPUs
+    options, units = [options[k] for k in small_first.tolist()], units[small_first]
+    time = np.concatenate(times)[small_first]
     classes = len(histogram.edges)
     best = np.full((ranks // unit + 1, classes + 1), NEVER, dtype=np.int64)
     best[:, 0] = 0
     taken: dict[tuple[int, int], tuple[int, int]] = {}
     for n in range(1, len(best)):
-        best[n] = best[n - 1]
-        source = np.full(classes + 1, -1)
-        start = np.zeros(classes + 1, dtype=np.int64)
-        for k, (_, _, units) in enumerate(options):
-            if units <= n:
-                reached = np.maximum(best[n - units][:, None], times[k])
-                first = reached.argmin(axis=0)
-                value = reached[first, np.arange(classes + 1)]
-                better = value < best[n]
-                best[n][better], source[better], start[better] = value[better], k, first[better]
-        for s in np.flatnonzero(source >= 0).tolist():
-            taken[n, s] = (int(source[s]), int(start[s]))
+        open_ = int(np.searchsorted(units, n, side="right"))
+        reached = np.maximum(best[n - units[:open_], :, None], time[:open_])
+        value = reached.min(axis=1)
+        pick = value.argmin(axis=0)
+        least = value[pick, np.arange(classes + 1)]
+        for s in np.flatnonzero(least < best[n - 1]).tolist():
+            taken[n, s] = (int(pick[s]), int(reached[pick[s], :, s].argmin()))
+        best[n] = np.minimum(best[n - 1], least)
     chosen: Counter[Scheme] = Counter()
     n, s = len(best) - 1, classes
     while s > 0 and n > 0 and best[n, s] < NEVER:
         while (n, s) not in taken:
             n -= 1
         k, s_before = taken[n, s]
-        scheme, copies, units = options[k]
+        scheme, copies, used = options[k]
         chosen[scheme] += copies
-        n, s = n - units, s_before
+        n, s = n - used, s_before
     return int(best[-1, -1]), chosen
 
 
@@ -74,8 +72,8 @@ def unit_of(costs: Mapping[Scheme, SchemeCost], ranks: int) -> int:
     return unit
 
 
-def interval_times(histogram: Histogram, cost: SchemeCost, stages: int, copies: int) -> np.ndarray:
-    """int64[classes + 1, classes + 1]: ns of classes r to s - 1 on so many pipelines of one scheme; NEVER elsewhere.
+def interval_times(histogram: Histogram, cost: SchemeCost, stages: int, copies: np.ndarray) -> np.ndarray:
+    """int64[d, classes + 1, classes + 1]: ns of classes r to s - 1 on int64[d] copies of one scheme; NEVER elsewhere.
 
     Documents are shared out evenly, but the longest class has at least one document, which is on one pipeline. The
     number of micro-batches is the best one, as in `clock.estimate`.
@@ -85,13 +83,14 @@ def interval_times(histogram: Histogram, cost: SchemeCost, stages: int, copies: 
     ]
     count, tokens, squares = (total[None, :] - total[:, None] for total in sums)
     alone = np.concatenate([[0.0], cost.documents_ns(histogram.edges).astype(np.float64)])[None, :]
-    work = np.maximum((cost.square * squares + cost.linear * tokens) / copies, alone)
-    least = np.maximum(np.ceil(tokens / copies / max(cost.longest, 1)), 1.0)
+    shared = copies[:, None, None]
+    work = np.maximum((cost.square * squares + cost.linear * tokens) / shared, alone)
+    least = np.maximum(np.ceil(tokens / shared / max(cost.longest, 1)), 1.0)
     if stages == 1:
         time = work + least * cost.fixed
     else:
         wanted = np.floor(np.sqrt(work * (stages - 1) / max(cost.fixed, 1)))
-        most = np.minimum(np.ceil(work / np.maximum(alone, 1.0)), np.maximum(count / copies, 1.0))
+        most = np.minimum(np.ceil(work / np.maximum(alone, 1.0)), np.maximum(count / shared, 1.0))
         batches = np.maximum(least, np.minimum(wanted, most))
         time = work + batches * cost.fixed + (stages - 1) * (np.maximum(alone, work / batches) + cost.fixed)
     holds = np.concatenate([[False], histogram.edges <= cost.longest])[None, :]

@@ -1,14 +1,17 @@
 """Planner ``strategies``: the strategy for this batch, and a full plan of every pipeline in it.
 
 Three numbers per scheme choose the few best strategies and deal out the documents. Then every pipeline is planned like
-a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one. How long these plans
-really take corrects the three numbers, and the documents are dealt once more. The best plan by full prices is taken.
+a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one; one that is gathered
+for every pass has the micro-batches of the assignment. How long these plans really take corrects the three numbers, and
+the documents are dealt once more. The best plan by full prices is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,20 +23,23 @@ from seqloom.plan import Plan, Sharding
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.planners.strategies.assign import Assignment, assign, problem_of, rank_strategies
+from seqloom.planners.strategies.blocks import Block, blocks
 from seqloom.planners.strategies.check import check_strategies, costs_of
+from seqloom.planners.strategies.gathered import plan_gathered
 from seqloom.planners.strategies.merge import Planned, merge
-from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCosts
 from seqloom.planners.strategies.propose import MOST, propose
 from seqloom.planners.strategies.schemes import scheme_costs
 from seqloom.planners.strategies.switch import switch_ns
-from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
+from seqloom.planners.strategies.values import Strategy
 from seqloom.simulate import predicted_ns
 
 TRIED = 3
 """Strategies that are planned in full, the ones with different blocks."""
 CORRECTIONS = 1
 """Times that the documents are dealt again, by what the plans of the best strategy take."""
+NEAR_PERCENT = 101
+"""Plans are made quickly at first; those that are so near to the fastest are searched in full."""
 
 
 def propose_strategies(
@@ -88,23 +94,24 @@ def plan_strategies(
     switches = [switch_ns(strategy, cost) for strategy in known]
     for assignment in rank_strategies(array, known, costs, switches):
         strategy = known[assignment.strategy]
-        alike = tuple(block[:2] + block.scheme[:2] for block in blocks(strategy, cost.ranks, cost.node_size))
+        alike = tuple(block.planned_like for block in blocks(strategy, cost.ranks, cost.node_size))
         if alike in tried or len(tried) == TRIED:
             continue  # planned together, their pipelines are the same
         tried.add(alike)
         try:
-            built.append(build(array, strategy, assignment, cost, seed))
+            built += quickly(array, strategy, assignment, cost, seed, built)
         except SeqloomError as error:  # its memory is tighter than three numbers can say
             tried.discard(alike)
             refused.append(error)
     if not built:
         raise refused[0]
-    best = min(built, key=lambda made: made.ns)
     for _ in range(CORRECTIONS):
         with suppress(SeqloomError):
+            best = min(built, key=lambda made: made.ns)
             again = corrected(array, known[best.assignment.strategy], costs, best)
-            best = min(best, build(array, known[again.strategy], again, cost, seed), key=lambda made: made.ns)
-    return best.plan
+            built += quickly(array, known[again.strategy], again, cost, seed, built)
+    near = [made for made in built if made.ns <= limit_ns(built)]
+    return min((searched(made, array, cost, seed) for made in near), key=lambda made: made.ns).plan
 
 
 def require_free(cost: CostModel) -> None:
@@ -116,40 +123,13 @@ def require_free(cost: CostModel) -> None:
         )
 
 
-class Block(NamedTuple):
-    """Ranks that are planned together: one pipeline of several stages, or one-stage pipelines that are neighbours."""
+class Part(NamedTuple):
+    """The plan of a block."""
 
-    start: int
-    ranks: int
-    scheme: Scheme
-    pipelines: tuple[int, ...]
-    """Indices in the strategy."""
-
-
-def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
-    """Cut a strategy into what is planned together.
-
-    Neighbours of one stage and one tensor degree hold the same parameters. Planned together they may share a long
-    document, and nothing is lost.
-    """
-    pipes = sorted(enumerate(strategy.pipelines), key=lambda entry: entry[1].ranks)
-    at = 0
-    while at < len(pipes):
-        last = at
-        for stop in range(at + 1, len(pipes)):
-            if not _alike(pipes[at][1], pipes[stop][1]):
-                break
-            start, size = pipes[at][1].ranks[0], pipes[stop][1].ranks[-1] + 1 - pipes[at][1].ranks[0]
-            wide = Scheme(1, pipes[at][1].scheme.tensor, size // pipes[at][1].scheme.tensor)
-            if start % size == 0 and fits_nodes(wide, ranks, node_size):
-                last = stop
-        first, end = pipes[at][1].ranks[0], pipes[last][1].ranks[-1] + 1
-        yield Block(first, end - first, pipes[at][1].scheme, tuple(index for index, _ in pipes[at : last + 1]))
-        at = last + 1
-
-
-def _alike(one: Pipe, other: Pipe) -> bool:
-    return one.scheme.stages == other.scheme.stages == 1 and one.scheme.tensor == other.scheme.tensor
+    block: Block
+    documents: list[int]
+    plan: Plan
+    ns: int
 
 
 class Built(NamedTuple):
@@ -158,25 +138,110 @@ class Built(NamedTuple):
     plan: Plan
     ns: int
     assignment: Assignment
-    pipelines_ns: dict[int, int]
-    """ns of every pipeline that has documents, by its index in the strategy."""
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], assignment: Assignment, lengths: np.ndarray, cost: CostModel) -> Built:
+        """Put the plans of all blocks side by side."""
+        planned = [Planned(part.plan, part.block.start, part.documents) for part in parts]
+        plan = merge(sorted(planned, key=lambda part: part.start), lengths, cost, "strategies")
+        return cls(plan, predicted_ns(plan, cost), assignment, tuple(parts))
+
+    @property
+    def pipelines_ns(self) -> dict[int, int]:
+        """ns of every pipeline that has documents, by its index in the strategy."""
+        return {index: part.ns for part in self.parts for index in part.block.pipelines}
 
 
 def build(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel, seed: int) -> Built:
     """The full plan of an assignment."""
-    parts, taken = [], {}
+    return searched(quickly(lengths, strategy, assignment, cost, seed)[0], lengths, cost, seed)
+
+
+def quickly(
+    lengths: np.ndarray,
+    strategy: Strategy,
+    assignment: Assignment,
+    cost: CostModel,
+    seed: int,
+    known: Sequence[Built] = (),
+) -> list[Built]:
+    """The plan of an assignment, quickly made; nothing where it is known or far slower than the best that is.
+
+    What should take longest is planned first: once it alone is too slow, the rest need not be planned. Beside stages
+    that wait, ranks that share a machine are faster than in a plan of their own.
+    """
+    shares = {}
     for block in blocks(strategy, cost.ranks, cost.node_size):
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
-            inside = cost.on_ranks(block.ranks, block.scheme.tensor)
-            if block.scheme.stages > 1:
-                plan = plan_pipeline(lengths[documents], inside, stages=block.scheme.stages)
-            else:
-                plan = plan_flex(lengths[documents], inside, seed=seed)
-            parts.append(Planned(plan, block.start, documents))
-            taken |= dict.fromkeys(block.pipelines, predicted_ns(plan, inside))
-    merged = merge(parts, lengths, cost, "strategies")
-    return Built(merged, predicted_ns(merged, cost), assignment, taken)
+            shares[block] = documents
+    if any(shares == {part.block: part.documents for part in made.parts} for made in known):
+        return []
+    parts = []
+    least = cost.engine.alone if any(block.scheme.stages > 1 for block in shares) else 1.0
+    for block in sorted(shares, key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines)):
+        planned = _planned(block, shares[block], assignment, lengths, cost, seed, quick=True)
+        parts.append(Part(block, shares[block], *planned))
+        if parts[-1].ns * least > limit_ns(known):
+            return []
+    return [Built.of(parts, assignment, lengths, cost)]
+
+
+def limit_ns(known: Sequence[Built]) -> float:
+    """ns above which a quick plan cannot become the best one."""
+    return min((made.ns for made in known), default=inf) * NEAR_PERCENT / 100
+
+
+def searched(built: Built, lengths: np.ndarray, cost: CostModel, seed: int) -> Built:
+    """The same assignment with plans that are searched in full, the slowest first, as long as these gain by it."""
+    parts = sorted(built.parts, key=lambda part: -part.ns)
+    gained = 0
+    for part in parts:
+        plan, ns = _planned(part.block, part.documents, built.assignment, lengths, cost, seed, quick=False)
+        if ns >= part.ns:
+            break
+        parts[gained] = part._replace(plan=plan, ns=ns)
+        gained += 1
+    if not gained:
+        return built
+    made = Built.of(parts, built.assignment, lengths, cost)
+    return made if made.ns < built.ns else built
+
+
+def _planned(
+    block: Block,
+    documents: list[int],
+    assignment: Assignment,
+    lengths: np.ndarray,
+    cost: CostModel,
+    seed: int,
+    *,
+    quick: bool,
+) -> tuple[Plan, int]:
+    """A plan of documents for the ranks of a block, and what it takes, ns."""
+    inside, own = cost.on_ranks(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
+    if block.scheme.gathered:
+        place = {document: number for number, document in enumerate(documents)}
+        batches = [[place[each] for each in batch] for batch in assignment.batches[block.pipelines[0]]]
+        plan = plan_gathered(lengths[documents], batches, inside, block.scheme)
+        return plan, predicted_ns(plan, inside)
+    if block.scheme.stages > 1:
+        return _staged(inside, block.scheme.stages, own)
+    return _flexible(inside, own, seed, quick)
+
+
+@lru_cache(maxsize=128)
+def _staged(inside: CostModel, stages: int, lengths: tuple[int, ...]) -> tuple[Plan, int]:
+    """Made once: strategies share blocks, and often these get the same documents again."""
+    plan = plan_pipeline(np.array(lengths, dtype=np.int64), inside, stages=stages)
+    return plan, predicted_ns(plan, inside)
+
+
+@lru_cache(maxsize=128)
+def _flexible(inside: CostModel, lengths: tuple[int, ...], seed: int, quick: bool) -> tuple[Plan, int]:
+    plan = plan_flex(np.array(lengths, dtype=np.int64), inside, seed=seed, quick=quick)
+    return plan, predicted_ns(plan, inside)
 
 
 def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built: Built) -> Assignment:
@@ -184,7 +249,7 @@ def corrected(lengths: np.ndarray, strategy: Strategy, costs: SchemeCosts, built
     order = np.argsort(-lengths, kind="stable")
     problem = problem_of(lengths[order], strategy, costs)
     expected = built.assignment.pipelines_ns
-    scale = np.array([built.pipelines_ns.get(j, ns) / max(ns, 1) for j, ns in enumerate(expected)])
+    scale = np.array([built.pipelines_ns.get(j, ns) / ns if ns else 1.0 for j, ns in enumerate(expected)])
     return assign(
         problem._replace(
             cost=np.rint(problem.cost * scale[:, None]).astype(np.int64),

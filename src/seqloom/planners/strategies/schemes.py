@@ -3,6 +3,9 @@
 A scheme's stages run its documents in groups as wide as the stage. Each document is priced under the choice of what is
 kept that is fastest for it: what keeps more runs faster, but a micro-batch holds less, so its constant counts for
 fewer tokens. Two numbers, for the squared and the plain length, are fitted to these prices over all lengths that fit.
+
+Where memory makes a scheme recompute, or leaves no room for the longest document, the same scheme with parameters
+gathered for every pass is looked at too. It holds more, and every micro-batch pays for the messages.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Reduce
 from seqloom.planners.pipelines.line import island_of, line_of
 from seqloom.planners.strategies.clock import estimate
+from seqloom.planners.strategies.gathered import gathered_holdings, unit_passes_ns
 from seqloom.planners.strategies.place import fits_nodes
 from seqloom.planners.strategies.price import SchemeCost
 from seqloom.planners.strategies.values import Scheme
@@ -36,6 +40,7 @@ LOADS = (1, 2**14, 2**18)
 NEAR_PERCENT = 103
 
 _known: WeakKeyDictionary[CostModel, dict[Scheme, SchemeCost | None]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[CostModel, dict[tuple[int, bool], dict[Variant, int]]] = WeakKeyDictionary()
 
 
 class Keeping(NamedTuple):
@@ -52,7 +57,12 @@ def scheme_costs(cost: CostModel, longest: int) -> dict[Scheme, SchemeCost]:
 
     SeqloomError if no scheme holds a token.
     """
-    fitted = {scheme: priced for scheme in legal_schemes(cost) if (priced := fit(cost, scheme)) is not None}
+    fitted = {}
+    for scheme in legal_schemes(cost):
+        sharing = [scheme._replace(gathered=True)] if may_gather(cost, scheme, longest) else []
+        for each in (scheme, *sharing):
+            if (priced := fit(cost, each)) is not None:
+                fitted[each] = priced
     if not fitted:
         raise SeqloomError(
             f"no pipeline on {cost.ranks} ranks holds the state of {cost.model.name} and one token in "
@@ -113,27 +123,54 @@ def _fitted(inside: CostModel, scheme: Scheme) -> SchemeCost | None:
     return SchemeCost(square, linear, fixed, longest)
 
 
+def may_gather(cost: CostModel, scheme: Scheme, longest: int) -> bool:
+    """Whether memory binds a scheme, for documents up to `longest` tokens, and gathering for every pass leaves more."""
+    if scheme.width == scheme.tensor:
+        return False
+    inside = cost.on_ranks(scheme.ranks, scheme.tensor)
+    stays, shared = (
+        {variant.checkpoint: tokens for variant, tokens in holdings(inside, scheme._replace(gathered=each)).items()}
+        for each in (False, True)
+    )
+    everything = stays.get(Checkpoint.NONE, 0) * scheme.width
+    return everything < longest and any(tokens > stays.get(checkpoint, 0) for checkpoint, tokens in shared.items())
+
+
 def keepings(inside: CostModel, scheme: Scheme, shapes: list[Shape]) -> Iterator[Keeping]:
     """The choices of what is kept that hold a token of a micro-batch, as many in flight as 1F1B has."""
+    moved = unit_passes_ns(inside, scheme)
+    for variant, capacity in holdings(inside, scheme).items():
+        if capacity > 0:
+            fixed = inside.tables([1], variant, shapes).fixed.max(axis=0).min() // scheme.stages
+            yield Keeping(capacity * scheme.width, int(fixed) + moved, variant)
+
+
+def holdings(inside: CostModel, scheme: Scheme) -> dict[Variant, int]:
+    """Tokens of a micro-batch that a rank can hold under every choice of what is kept; made once per cost model."""
+    known, key = _held.setdefault(inside, {}), (scheme.stages, scheme.gathered)
+    if key not in known:
+        known[key] = (gathered_holdings if scheme.gathered else _holdings)(inside, scheme.stages)
+    return known[key]
+
+
+def _holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
+    """The same of parameters that stay for the step."""
     holding: dict[Variant, int] = {}
-    if scheme.stages == 1:
+    if stages == 1:
         with suppress(SeqloomError):  # none holds a token
             holding = {variant: inside.capacity(variant) for variant in inside.variants}
     else:
-        line = line_of(inside, scheme.stages)
+        line = line_of(inside, stages)
         for checkpoint in pipeline_checkpoints(inside):
             least = []
             for host, shares in enumerate(line.of_hosts):
                 room = inside.budget_bytes - host_bytes(inside, shares, island_of(inside, line))
                 own = [StageMemory(inside, share).holding(checkpoint, offload=False) for share in shares]
-                held = (scheme.stages - host) * sum(each.held for each in own)
+                held = (stages - host) * sum(each.held for each in own)
                 least.append(int(room // (held + max(max(each.forward, each.backward) for each in own))))
             if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
                 holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(least)
-    for variant, capacity in holding.items():
-        if capacity > 0:
-            fixed = inside.tables([1], variant, shapes).fixed.max(axis=0).min() // scheme.stages
-            yield Keeping(capacity * scheme.width, int(fixed), variant)
+    return holding
 
 
 def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]:
@@ -150,19 +187,25 @@ def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]
 def useful_schemes(costs: dict[Scheme, SchemeCost], longest: int) -> dict[Scheme, SchemeCost]:
     """Of every number of ranks as few schemes as possible, such that one is near the fastest at any load.
 
-    Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens.
+    Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens. Schemes that are
+    gathered for every pass are taken for loads at which no other is near them.
     """
     kept: list[Scheme] = []
     for ranks in sorted({scheme.ranks for scheme in costs}):
-        own = sorted(scheme for scheme in costs if scheme.ranks == ranks)
-        times = np.stack([_loads_ns(scheme, costs[scheme], longest) for scheme in own])
-        best = times.min(axis=0)
-        near = (times * 100 <= best * NEAR_PERCENT) & np.isfinite(best)
-        open_ = np.isfinite(best)
-        while open_.any():
-            pick = int((near & open_).sum(axis=1).argmax())
-            kept.append(own[pick])
-            open_ = open_ & ~near[pick]
+        reached: np.ndarray | float = np.inf
+        for gathered in (False, True):
+            own = sorted(scheme for scheme in costs if scheme.ranks == ranks and scheme.gathered == gathered)
+            if not own:
+                continue
+            times = np.stack([_loads_ns(scheme, costs[scheme], longest) for scheme in own])
+            best = times.min(axis=0)
+            near = (times * 100 <= best * NEAR_PERCENT) & np.isfinite(best)
+            open_ = np.isfinite(best) & (best * NEAR_PERCENT < np.multiply(reached, 100))
+            while open_.any():
+                pick = int((near & open_).sum(axis=1).argmax())
+                kept.append(own[pick])
+                open_ = open_ & ~near[pick]
+            reached = best
     return {scheme: costs[scheme] for scheme in sorted(kept)}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.cost.relaying import relay_times
-from seqloom.plan import Pipeline
+from seqloom.plan import Action, ActionKind, Pipeline
 from seqloom.planners.pipelines.line import line_of
 from seqloom.planners.strategies.values import Pipe, Strategy
 
@@ -24,7 +24,8 @@ def switch_ns(strategy: Strategy, cost: CostModel) -> int:
 
 
 def _outline(pipe: Pipe, cost: CostModel) -> Pipeline:
-    """The stages of a pipeline, without anything to do."""
+    """The stages of a pipeline, without anything to do but to say whether they are gathered for every pass."""
     line = line_of(cost.on_ranks(len(pipe.ranks), pipe.scheme.tensor), pipe.scheme.stages)
     stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in line.stages)
-    return Pipeline(tuple(stages), (), ())
+    gathers = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.scheme.stages))
+    return Pipeline(tuple(stages), (), gathers if pipe.scheme.gathered else ())

@@ -20,13 +20,20 @@ _FIELDS = ("stages", "tensor", "ulysses", "ring")
 class Scheme(NamedTuple):
     """The shape of one pipeline: stages, and what a stage's ranks do together for a document.
 
-    `ulysses` counts beyond tensor: a group of a plan has ``tensor * ulysses`` as its Ulysses degree.
+    `ulysses` counts beyond tensor: a group of a plan has ``tensor * ulysses`` as its Ulysses degree. `gathered`:
+    parameters are gathered for every pass instead of staying for the step, which takes less memory and more time.
     """
 
     stages: int
     tensor: int
     ulysses: int = 1
     ring: int = 1
+    gathered: bool = False
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Stages, tensor, Ulysses and ring."""
+        return self[:4]
 
     @property
     def width(self) -> int:
@@ -39,9 +46,12 @@ class Scheme(NamedTuple):
         return self.stages * self.width
 
     def __str__(self) -> str:
-        """Tensor x stages, then Ulysses and ring where there are any: ``4x2``, ``2x1u4``, ``1x1u8r2``."""
+        """Tensor x stages, then Ulysses and ring where there are any: ``4x2``, ``2x1u4``, ``1x1u8r2``.
+
+        A ``g`` at the end: gathered for every pass.
+        """
         inside = (f"u{self.ulysses}" if self.ulysses > 1 else "") + (f"r{self.ring}" if self.ring > 1 else "")
-        return f"{self.tensor}x{self.stages}{inside}"
+        return f"{self.tensor}x{self.stages}{inside}" + "g" * self.gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +64,44 @@ class Pipe:
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1, ranks that the scheme does not make, and a pipeline that holds nothing."""
-        if min(self.scheme) < 1:
-            degrees = ", ".join(f"{name} {value}" for name, value in zip(_FIELDS, self.scheme, strict=True))
+        if min(self.scheme.degrees) < 1:
+            degrees = ", ".join(f"{name} {value}" for name, value in zip(_FIELDS, self.scheme.degrees, strict=True))
             raise SeqloomError(f"a pipeline with {degrees}: every degree is at least 1")
         if self.scheme.ranks != len(self.ranks) or len(set(self.ranks)) < len(self.ranks):
             raise SeqloomError(
                 f"pipeline {self.scheme} on ranks {list(self.ranks)}: stages x tensor x ulysses x ring makes "
                 f"{self.scheme.ranks} ranks; name so many different ones"
             )
+        if self.scheme.gathered and self.scheme.width == self.scheme.tensor:
+            raise SeqloomError(
+                f"pipeline {self.scheme} is gathered for every pass, but all ranks of a stage have different slices of "
+                "its weights, and so nobody to share them with; leave out gathered, or use Ulysses or a ring"
+            )
         if self.longest < 1:
             raise SeqloomError(f"pipeline {self.scheme} holds {self.longest} tokens; give its memory room for one")
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return {**self.scheme._asdict(), "ranks": list(self.ranks), "longest": self.longest}
+        """The fields as plain values; `gathered` only where it is so."""
+        degrees = dict(zip(_FIELDS, self.scheme.degrees, strict=True))
+        gathered = {"gathered": True} if self.scheme.gathered else {}
+        return {**degrees, **gathered, "ranks": list(self.ranks), "longest": self.longest}
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Pipe:
         """Read what `as_dict` gave."""
         wanted = {*_FIELDS, "ranks", "longest"}
-        if not isinstance(entry, Mapping) or set(entry) != wanted:
+        if not isinstance(entry, Mapping) or set(entry) - {"gathered"} != wanted:
             given = sorted(entry) if isinstance(entry, Mapping) else entry
             raise SeqloomError(f"a pipeline of a strategy has {', '.join(sorted(wanted))}; given: {given}")
         numbers = [*(entry[name] for name in (*_FIELDS, "longest")), *entry["ranks"]]
         wrong = [value for value in numbers if type(value) is not int]
         if wrong:
             raise SeqloomError(f"a pipeline of a strategy has {wrong[0]!r} where a whole number belongs")
-        return cls(Scheme(*(entry[name] for name in _FIELDS)), tuple(entry["ranks"]), entry["longest"])
+        gathered = entry.get("gathered", False)
+        if type(gathered) is not bool:
+            raise SeqloomError(f"a pipeline of a strategy has {gathered!r} for gathered; give true or false")
+        scheme = Scheme(*(entry[name] for name in _FIELDS))._replace(gathered=gathered)
+        return cls(scheme, tuple(entry["ranks"]), entry["longest"])
 
 
 @dataclass(frozen=True, slots=True)
