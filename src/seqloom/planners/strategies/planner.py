@@ -176,7 +176,8 @@ def quickly(
         documents = sorted(document for index in block.pipelines for document in assignment.documents(index))
         if documents:
             shares[block] = documents
-    if any(shares == {part.block: part.documents for part in made.parts} for made in known):
+    stay = not any(block.scheme.gathered for block in shares)  # others depend on their micro-batches too
+    if stay and any(shares == {part.block: part.documents for part in made.parts} for made in known):
         return []
     parts = []
     least = cost.engine.alone if any(block.scheme.stages > 1 for block in shares) else 1.0
