@@ -59,7 +59,7 @@ def test_parts_tables_and_pieces_agree(cost, documents, data):
     cut = data.draw(st.integers(1, 300_000))  # kernels are called again, and a ring shares the prefix again
     pieces, cuts = cost.group_parts(group(cut), variant), sum(cut < n for n in documents)
     added = {name: value - parts.as_dict()[name] for name, value in pieces.as_dict().items()}
-    again = np.rint(cost.engine.document_calls(np.array([float(cut)]), shape.kernels, variant))
+    again = np.rint(cost.engine.prefix_work(np.array([float(cut)]), shape, variant))
     assert added.pop("attention") == cuts * int(again[0])
     shared = {name: added.pop(name) for name in ("ring", "steps", "network", "kv_gather", "link")}
     assert not any(added.values())

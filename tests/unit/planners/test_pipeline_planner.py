@@ -120,6 +120,13 @@ def searched(cost, stages, lengths):
     return Search(cost, line, limits, lengths, ("seq1f1b",), None)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_unit_holds_more_than_a_rank_may(seed):
+    """Where capacity is tight, and no size around the best may go beyond it."""
+    cost = CostModel(Cluster.parse("1x4xH100"), cost_of().model, sharding="none", capacity=3000, max_length=65536)
+    plan_pipeline(lengths_of(seed, longest=6000), cost, stages=4).validate()
+
+
 def test_a_number_of_pieces_is_not_refused_for_many_documents():
     plan = plan_pipeline(np.full(80, 1024), cost_of("1x2xH100"), stages=2, schedule="1f1b", pieces=1)
     assert len(plan.pipelines[0].rounds) == 80

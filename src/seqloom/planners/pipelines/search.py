@@ -132,12 +132,13 @@ class Search:
 
         Where memory has made units smaller than their target, it is one that they nearly reach that is changed.
         """
-        hall, variant, _ = self._hall(base)
+        hall, variant, room = self._hall(base)
         for change in CHANGES:
             fastest = _fastest(best)
             assert fastest is not None  # it was asked for
             size, reached = fastest.draft.size, hall.work // (self.line.width * len(fastest.draft.units))
-            made = draft(hall, variant, change(size._replace(target=max(1, min(size.target, reached * 3 // 2)))))
+            size = change(size._replace(target=max(1, min(size.target, reached * 3 // 2))))
+            made = draft(hall, variant, size._replace(room=min(size.room, room)))
             if len(made.units) <= self.most_units:
                 self._try(made, base, ("balanced",), best, budget=1)
 
