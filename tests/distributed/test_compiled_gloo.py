@@ -125,7 +125,8 @@ def test_nothing_is_sent_more_often_than_without(pool, keeps):
     assert sent[0] != sent[-1], "what is checkpointed matters, and is counted"
 
 
-@pytest.mark.parametrize("remap", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in Remap)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remap", [None, *Remap])
 def test_a_model_of_transformers_equals_plain_transformers(pool, remap):
     """Around attention the operator moves tokens, in the graph of other rounds; around the MLP layers run plainly."""
     plan = planned(Sharding.FULL) if remap is None else shifted(planned(Sharding.FULL), remap)

@@ -113,6 +113,7 @@ def test_the_others_stop_with_step_plan_and_limit_and_the_run_goes_on(tmp_path, 
     assert [each.loss for each in after[:done]] == [each.loss for each in before[:done]]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_noticed_within_the_limit(tmp_path):
     code, said = interrupted(tmp_path, "processes", 1, signal.SIGSTOP, limit=12)
     assert code == 2

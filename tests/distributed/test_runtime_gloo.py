@@ -211,8 +211,8 @@ def with_transformers(transport, name, lora, plan, make):
         ("qwen2-windows", False, Sharding.NONE, None),
         ("llama", True, Sharding.FULL, None),
         ("llama-tied", False, Sharding.FULL, Remap.ATTENTION),
-        ("mixtral", False, Sharding.HYBRID, Remap.MLP),
-        ("llama", True, Sharding.FULL, Remap.MLP),
+        pytest.param("mixtral", False, Sharding.HYBRID, Remap.MLP, marks=pytest.mark.slow),
+        pytest.param("llama", True, Sharding.FULL, Remap.MLP, marks=pytest.mark.slow),
     ],
 )
 def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, sharding, remap):

@@ -73,7 +73,7 @@ def test_nothing_of_it_stays_after_a_good_end(tmp_path):
     ("limit", "limited", "sends", "why"),
     [
         (600, True, True, "stopped by SIGTERM"),
-        (600, False, True, "stopped by SIGTERM"),
+        pytest.param(600, False, True, "stopped by SIGTERM", marks=pytest.mark.slow),
         (1, True, False, "nothing has moved for 1 s"),
     ],
 )
