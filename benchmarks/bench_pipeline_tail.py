@@ -70,7 +70,9 @@ def plans(lengths: np.ndarray, quick: bool) -> dict[str, Figures]:
     line = line_of(plenty, HOSTS)
     limits = pipeline_limits(plenty, line.of_hosts, island_of(plenty, line))
     made: dict[str, Any] = {"1F1B, packs up to the longest": {"schedule": "1f1b", "pieces": 1}}
-    made |= {f"Seq1F1B, {k} equal-time pieces": {"schedule": "seq1f1b", "pieces": k} for k in (16, 24)[quick:]}
+    made |= {
+        f"Seq1F1B, {k} equal-time pieces": {"schedule": "seq1f1b", "pieces": k} for k in ((24,) if quick else (16, 24))
+    }
     rivals = {name: plan_pipeline(lengths, plenty, stages=HOSTS, **given) for name, given in made.items()}
     for size in (4 * K, 8 * K):
         rivals[f"fixed chunks of {size // K}K"] = fixed_chunks(lengths, plenty, line, limits, size)

@@ -37,7 +37,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
     overhead, shades = 0, []
     for pipeline in plan.pipelines:
         own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
-        together = together_in(cost, pipeline, 0)
+        together = _together(cost, pipeline)
         for work in _works(pipeline):
             variant = Variant(work.checkpoint, plan.reduce, bool(together))
             overhead = max(overhead, own.step_overhead_ns(variant))
@@ -79,7 +79,7 @@ def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarr
     Where parameters are sharded over all ranks, a single pipeline is all there is.
     """
     own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
-    together = together_in(cost, pipeline, 0)
+    together = _together(cost, pipeline)
     for work in _works(pipeline):
         variant = Variant(work.checkpoint, plan.reduce)
         tokens = tokens_on_ranks(own, work)
@@ -93,9 +93,9 @@ def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarr
     return peak
 
 
-def together_in(cost: CostModel, pipeline: Pipeline, stage: int) -> tuple[int, ...]:
-    """Ranks of a stage that meet in every pass because its parameters are gathered for it; () where they stay."""
-    return pipeline.stages[stage].ranks if stage in priced_passes(cost, pipeline) else ()
+def _together(cost: CostModel, pipeline: Pipeline) -> tuple[int, ...]:
+    """Ranks of the only stage where they meet in every pass, because parameters are gathered for it; else ()."""
+    return pipeline.stages[0].ranks if priced_passes(cost, pipeline) else ()
 
 
 def _require_one_stage(plan: Plan) -> None:

@@ -7,7 +7,6 @@ it: parameters and the optimiser's state lie the same way whatever the plans.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,12 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
         return ()
     if config.plan.strategies == "auto":
         tokens = tokens_of_step(config, lengths)
-        with nullcontext() if makes_stages(planner) else suppress(SeqloomError):  # others may do without
+        try:
             return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
-        return ()
+        except SeqloomError:
+            if makes_stages(planner):
+                raise
+            return ()  # plans of one stage may do
     strategies = _read(Path(config.plan.strategies), cost)
     room, longest = max(each.longest for each in strategies), int(lengths.max())
     if room < longest:
