@@ -40,7 +40,7 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.calibration import Machine
 from seqloom.train.trials import StepTimer
 
-CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 3
+CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 6
 LOAD = 1_024
 """Tokens of a rank in a round of the calibration, at most."""
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}
