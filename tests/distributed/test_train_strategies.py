@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqloom.plan import Plan
+from seqloom.plan.per_pass import stages_per_pass
 from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
 from seqloom.planners.strategies.assign import Assignment
 from seqloom.planners.strategies.planner import build
@@ -54,7 +55,7 @@ STRATEGIES = (
     strategy((2, 2), (1, 1, 1, 2), (2, 1)),  # stages, tensor and SP degree all differ
     strategy((4, 1, 2)),
     strategy((1, 2, 2), (1, 2), (1, 1), (1, 1)),
-    strategy((1, 1, 4, 2)),
+    strategy((1, 1, 2, 2, True), (1, 1, 2, 2)),  # one gathers its parameters for every pass
 )
 
 
@@ -79,6 +80,8 @@ def in_turn(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
     dealt = tuple(tuple((document,) for document in order[k::count]) for k in range(count))
     plan = build(lengths, strategy, Assignment(0, dealt, (0,) * count), cost, seed=0).plan
     plan.validate()
+    gathers = {each.ranks for each in plan.pipelines if stages_per_pass(each)}
+    assert gathers == {pipe.ranks for pipe in strategy.pipelines if pipe.scheme.gathered}
     return plan
 
 
