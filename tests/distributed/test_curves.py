@@ -110,6 +110,7 @@ def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
     setup = Setup.of(config, RANKS)
     source, device = setup.source, torch.device("cpu")
     network = build_reference(config, device, getattr(torch, config.model.dtype))
+    network.fill()
     parameters = dict(network.module.named_parameters())
     optimiser, losses = make_optimiser(parameters, config.optimiser), []
     for step, batch in enumerate(setup.sampler.peek(STEPS), 1):

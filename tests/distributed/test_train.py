@@ -92,7 +92,9 @@ def test_the_trained_model_is_left_for_transformers_and_for_seqloom(place, whole
     assert all(torch.equal(p, state["model"][name]) for name, p in theirs.named_parameters()), "of the last step"
     named = {"model.spec": folder / "config.json", "model.parameters": folder / "model.safetensors"}
     again = Config.load(RECIPE, [f"{key}={value}" for key, value in named.items()])
-    ours = build_reference(again, torch.device("cpu"), torch.float64).module
+    built = build_reference(again, torch.device("cpu"), torch.float64)
+    built.fill()
+    ours = built.module
     assert {name: p.shape for name, p in ours.named_parameters()} == {n: p.shape for n, p in state["model"].items()}
     assert all(torch.equal(p, state["model"][name]) for name, p in ours.named_parameters())
 

@@ -8,7 +8,7 @@ is none; its config has the fields of `ModelSpec`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,24 +94,30 @@ def details_of(spec: str) -> Details:
     return Details.from_config(content) if "model_type" in content else Details()
 
 
-def read_parameters(model: Transformer, path: Path) -> None:
-    """Copy the parameters of a .safetensors file into a model, in its dtype; on "meta" only compare names and shapes.
+def parameters_in(model: Transformer, path: Path) -> Callable[[str], torch.Tensor]:
+    """Return what reads the parameters of a .safetensors file by name, see `opened`.
 
     Raises:
         SeqloomError: no such file, or one of another model.
     """
-    wanted = dict(model.named_parameters())
-    if model.spec.tied:
-        wanted.pop(_HEAD, None)  # on "meta" it is not tied yet
     try:
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-            _compare(path, {name: list(parameter.shape) for name, parameter in wanted.items()}, found)
-            for name, parameter in wanted.items():
-                if not parameter.is_meta:
-                    parameter.copy_(file.get_tensor(name))
+        found, read = opened(path)
     except (OSError, SafetensorError) as error:
         raise SeqloomError(f"{path} cannot be read ({error}); name a .safetensors file of the whole model") from error
+    _compare(path, {name: list(parameter.shape) for name, parameter in model.named_parameters()}, found)
+    return read
+
+
+def opened(*paths: Path) -> tuple[dict[str, list[int]], Callable[[str], torch.Tensor]]:
+    """Open .safetensors files; return the shape of every tensor, and what reads one, on the CPU and as it is there.
+
+    Raises:
+        OSError, SafetensorError: some cannot be read.
+    """
+    files = [safe_open(path, framework="pt") for path in paths]
+    holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
+    shapes = {name: list(file.get_slice(name).get_shape()) for name, file in holder.items()}
+    return shapes, lambda name: holder[name].get_tensor(name)
 
 
 def _compare(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:

@@ -193,21 +193,23 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all parameters that have memory: norms 1, biases 0, matrices normal with standard deviation 0.02.
+        """Draw all parameters: norms 1, biases 0, matrices normal with standard deviation 0.02.
 
         Every matrix has a generator of its own, seeded by `seed` and its name, on the CPU and in float32. So its values
         do not depend on what else is drawn, and in another dtype they are the same numbers, rounded.
         """
         self._tie()  # `to_empty` has undone it
         for name, parameter in self.named_parameters():
-            if parameter.is_meta:  # of another rank's stage
-                continue
-            if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-            parameter.copy_(INITIAL_STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float32))
+            parameter.copy_(self.drawn(seed, name))
+
+    def drawn(self, seed: int, name: str) -> torch.Tensor:
+        """Return the first values of one parameter, on the CPU and in float32; see `initialise`."""
+        shape = self.get_parameter(name).shape
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+        return INITIAL_STD * torch.randn(shape, generator=generator, dtype=torch.float32)
 
     def _tie(self) -> None:
         if self.spec.tied:

@@ -52,14 +52,14 @@ class FreeLayout:
         """Cut the network in place: between steps its module has shapes and values of the last plan only.
 
         Args:
-            network: the model, on the device where it will run, with all its values.
+            network: the model, on the device where it will run, with all its values, or with `values`, one at a time.
             transport: this rank's; where torch.distributed runs, all ranks of the job.
             compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
                 added up and summed over ranks in float32 or wider.
             chunk: as in `summed_loss`.
         """
         parameters = list(network.module.parameters())
-        self._device = device_of(parameters)
+        self._device = device_of(network, parameters)
         _check_dtypes(parameters, compute)
         self._network, self._transport = network, transport
         self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
@@ -68,7 +68,7 @@ class FreeLayout:
         self._maker = MoveMaker(self._weights, learning, transport, self._device)
         self._bundles = self._maker.bundles
         self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
-        self._masters = Masters(network.module, transport, self._device)
+        self._masters = Masters(network, transport, self._device)
         self._copies = Copies(network.module, compute, self._masters.shapes)
         self._moves: dict[Strategy, Moves] = {}
         self._arrivals, self._passes = Arrivals(), Passes({}, {}, self._copies)

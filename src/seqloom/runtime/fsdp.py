@@ -54,7 +54,7 @@ class Sharded:
         """Shard the network in place. If layers shall recompute, `recompute_layers` comes first.
 
         Args:
-            network: the model, on the device where it will run.
+            network: the model, on the device where it will run; or with `values`, of which there is a layer at a time.
             transport: over torch.distributed; all its ranks.
             sharding: over which ranks.
             node_size: ranks of a node; hybrid needs it.
@@ -64,14 +64,18 @@ class Sharded:
             chunk: as in `summed_loss`.
         """
         parameters = list(network.module.parameters())
-        device = device_of(parameters)
+        device = device_of(network, parameters)
         self._mesh = _mesh(transport, Sharding(sharding), node_size, device)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype(parameters))
+        del parameters  # they would keep what is whole
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
+        names = {id(each): name for name, each in network.module.named_parameters()}
         for layer in network.layers:
+            network.fill([(names[id(each)], each) for each in layer.parameters()])
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
         self._network, self._compute, self._weights = network, compute, WeightGradients()
         self._loss = LossOf(network, chunk)
+        network.fill()
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
@@ -204,8 +208,10 @@ def _sum_only(part: FSDPModule) -> None:
         part.set_reduce_scatter_unused_params(True)
 
 
-def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device of parameters; refuse several, and parameters without values."""
+def device_of(network: Network, parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the device where these parameters are or will be; refuse several, and parameters without values."""
+    if network.values is not None:
+        return network.values.device
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise SeqloomError(

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from seqloom.comm import Transport
 from seqloom.compat import inherit_timeout
 from seqloom.runtime.fsdp import check_job
+from seqloom.runtime.network import Network
 from seqloom.runtime.parameters import local, squared_norm
 from seqloom.runtime.shards import distributed
 
@@ -34,21 +35,22 @@ class Masters:
         rows: the same memory as plain tensors, by number; optimisers and checkpoints write it in place.
     """
 
-    def __init__(self, module: nn.Module, transport: Transport, device: torch.device) -> None:
-        """Cut the parameters of a module, which keeps none of its values.
+    def __init__(self, network: Network, transport: Transport, device: torch.device) -> None:
+        """Cut the parameters of a network, which keeps none of its values.
 
         Args:
-            module: the same values on all ranks.
+            network: the same values on all ranks.
             transport: where torch.distributed runs, all ranks of the job.
             device: of the parameters.
         """
         self._transport, self._device = transport, device
         self._mesh = _mesh(transport, device) if dist.is_initialized() else None
-        named = dict(module.named_parameters())
+        named = dict(network.module.named_parameters())
         self.names = tuple(named)
         self.shapes = tuple(each.shape for each in named.values())
         self.parameters: list[nn.Parameter] = []
-        for parameter in named.values():
+        for name, parameter in named.items():
+            network.fill([(name, parameter)])
             values = parameter.detach().contiguous()
             own = self._share(values)
             own = own if transport.ranks == 1 else own.clone()

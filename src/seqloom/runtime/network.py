@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,6 +17,7 @@ from seqloom.plan import Part
 from seqloom.runtime.cuts import check_degree, reference_cuts, reference_divided
 from seqloom.runtime.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.runtime.split_backward import WeightGradients
+from seqloom.runtime.values import Values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,7 @@ class Network:
             are not in it are whole on every member. See `runtime.cuts`.
         divided: what a tensor degree must divide (such as "kv heads") -> how many there are.
         uncuttable: why no team can cut the model's weights; "" if one can.
+        values: where those of parameters are that are on "meta"; None: the module has them.
     """
 
     module: nn.Module
@@ -57,6 +59,7 @@ class Network:
     cuts: Mapping[str, int] = field(default_factory=dict)
     divided: Mapping[str, int] = field(default_factory=dict)
     uncuttable: str = "nobody has said along which axes, see Network(.., cuts=, divided=, uncuttable='')"
+    values: Values | None = None
 
     @classmethod
     def of(cls, model: Transformer) -> Network:
@@ -91,6 +94,17 @@ class Network:
             f"{type(self.module).__name__} cannot be cut into stages: {why}; plan with one stage "
             "(pipeline.stages = 1), or say how its parts are called: Network(.., embed=, body=, norm=, embedding=)"
         )
+
+    def fill(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
+        """Give parameters their values where they are on "meta" and `values` has them.
+
+        Args:
+            named: canonical name and parameter; None: all of the module.
+        """
+        if self.values is not None:
+            for name, parameter in self.module.named_parameters() if named is None else named:
+                if parameter.is_meta:
+                    self.values.fill(name, parameter)
 
     def check_tensor(self, degree: int) -> None:
         """Refuse a tensor degree that heads, kv heads or widths do not allow, with the nearest that they do."""

@@ -130,6 +130,7 @@ class Replicated:
             transport: this rank's. Its family has the block of all ranks.
             chunk: as in `summed_loss`.
         """
+        network.fill()
         self._network, self._transport = network, transport
         self._head = HeadGradients()
         self._loss = LossOf(network, chunk, self._head)

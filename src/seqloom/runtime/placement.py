@@ -18,6 +18,7 @@ from torch import nn
 from seqloom.errors import SeqloomError
 from seqloom.plan import Part, Plan, Sharding, Stage
 from seqloom.runtime.network import Network
+from seqloom.runtime.values import emptied
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +133,21 @@ def keep_only(network: Network, parts: Iterable[Part]) -> None:
     """Give up the values of all parameters that parts do not need: they go to "meta", under their names."""
     held = {id(parameter) for parameter in held_by(network, parts).values()}
     others = [parameter for parameter in network.module.parameters() if id(parameter) not in held]
-    exchange(network.module, {id(each): _like(each, torch.device("meta")) for each in others})
+    exchange(network.module, {id(each): emptied(each) for each in others})
 
 
-def materialise(network: Network, parts: Iterable[Part], device: torch.device) -> None:
-    """Give memory on a device to the parameters that parts need and that are on "meta"; values come later."""
-    missing = [parameter for parameter in held_by(network, parts).values() if parameter.is_meta]
-    exchange(network.module, {id(each): _like(each, device) for each in missing})
-
-
-def move(network: Network, device: torch.device) -> None:
-    """Bring what has values to a device, buffers included; what is on "meta" stays there."""
-    moved = {id(each): each for each in network.module.parameters() if not each.is_meta}
-    exchange(
-        network.module,
-        {key: nn.Parameter(each.detach().to(device), requires_grad=each.requires_grad) for key, each in moved.items()},
-    )
-    for owner in network.module.modules():
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers of a module to a device, whose parameters may be on "meta"."""
+    for owner in module.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
             setattr(owner, name, buffer.to(device))
+
+
+def taken_out(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Take the values out of a module, whose parameters go to "meta"; return them by canonical name."""
+    named = dict(module.named_parameters())
+    exchange(module, {id(each): emptied(each) for each in named.values()})
+    return {name: each.detach() for name, each in named.items()}
 
 
 def exchange(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
@@ -164,7 +161,3 @@ def exchange(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in new:
                 setattr(owner, name, new[id(parameter)])
-
-
-def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)

@@ -58,8 +58,8 @@ class StageSharded:
         """Cut the network in place: what this rank's stages do not need goes to "meta".
 
         Args:
-            network: the model, on the device where it will run; parameters that this rank does not hold may be on
-                "meta" already.
+            network: the model, on the device where it will run, or with `values`, one at a time; parameters that this
+                rank does not hold may be on "meta" for good.
             transport: over torch.distributed; all its ranks.
             placement: who holds what.
             compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
@@ -71,7 +71,7 @@ class StageSharded:
         self._host, self._parts = placement.host_of(transport.rank), placement.parts_of(transport.rank)
         hosts = [held_by(network, placement.parts(host)) for host in range(len(placement.hosts))]
         held = hosts[self._host]
-        device = device_of(list(held.values()))
+        device = device_of(network, list(held.values()))
         reduce_dtype(list(held.values()))
         self._mesh = DeviceMesh(device.type, table, mesh_dim_names=(HOST, REPLICA, SHARD))
         for axis in (HOST, REPLICA, SHARD):
@@ -86,6 +86,7 @@ class StageSharded:
         keep_only(network, self._parts)
         self._kept: dict[str, ShardedParameter] = {}
         for name, each in held.items():
+            network.fill([(name, each)])
             self._kept[name] = ShardedParameter.of(each, self._mesh[SHARD], compute)
             each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
         exchange(network.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})

@@ -6,8 +6,9 @@ other processes find them by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -16,10 +17,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from seqloom.models import Transformer
-from seqloom.models.files import config_of, details_of, read_parameters, write_model
-from seqloom.plan import Part
+from seqloom.models.files import config_of, details_of, parameters_in, write_model
 from seqloom.runtime import Network, Parameters
-from seqloom.runtime.placement import materialise
+from seqloom.runtime.values import Values
 from seqloom.train.config import Config
 from seqloom.train.folders import replaced
 from seqloom.train.setup import model_spec
@@ -28,16 +28,13 @@ from seqloom.train.setup import model_spec
 class Build(Protocol):
     """Makes the model of a run."""
 
-    def __call__(
-        self, config: Config, device: torch.device, dtype: torch.dtype, /, parts: Sequence[Part] | None = None
-    ) -> Network:
-        """Return the model, with the same values on all ranks; on "meta" without values.
+    def __call__(self, config: Config, device: torch.device, dtype: torch.dtype, /) -> Network:
+        """Return the model, its parameters on "meta" and the same `values` of them on all ranks.
 
         Args:
             config: of the run.
-            device: where parameters live.
+            device: where parameters shall live; on "meta" there are no values.
             dtype: of parameters.
-            parts: what this rank runs of the model; other parameters stay on "meta". None: all of it.
         """
         ...
 
@@ -60,21 +57,15 @@ class Kind:
     save: Save
 
 
-def build_reference(
-    config: Config, device: torch.device, dtype: torch.dtype, parts: Sequence[Part] | None = None
-) -> Network:
+def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
     """Make the reference model, with fresh parameters or those that the config names: see `Build`."""
     settings = config.model
     details = details_of(str(settings.spec)) if settings.parameters is not None else None
-    where = device if parts is None else "meta"
-    model = Transformer(model_spec(config), details, seed=settings.seed, dtype=dtype, device=where)
+    model = Transformer(model_spec(config), details, dtype=dtype, device="meta")
     config_of(model.spec, model.details)  # refuse now what could not be written in the end
-    if parts is not None and device.type != "meta":
-        materialise(Network.of(model), parts, device)
-        model.initialise(settings.seed)
-    if settings.parameters is not None:
-        read_parameters(model, settings.parameters)
-    return Network.of(model)
+    given = settings.parameters
+    read = partial(model.drawn, settings.seed) if given is None else parameters_in(model, given)
+    return replace(Network.of(model), values=None if device.type == "meta" else Values(read, device))
 
 
 def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:

@@ -27,7 +27,7 @@ from seqloom.train.config import Config
 from seqloom.train.display import open_display
 from seqloom.train.kinds import REFERENCE, Kind, dtypes, gathered
 from seqloom.train.metrics import Metrics, StepRecord
-from seqloom.train.model import made_ready, parts_of, place
+from seqloom.train.model import made_ready, place
 from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
 from seqloom.train.plans import SharedPlans
 from seqloom.train.schedule import learning_rate
@@ -69,7 +69,7 @@ class Trainer:
         masters, compute = dtypes(config)
         self._compute = compute or masters
         stages = setup.planners.stages
-        built = kind.build(config, self.device, masters, parts=parts_of(stages, setup.cost, transport.rank))
+        built = kind.build(config, self.device, masters)
         self._network = made_ready(built, compiled=config.model.compile, split=setup.planners.cut)
         self.parameters = place(self._network, transport, stages, setup.cost, compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)

@@ -45,29 +45,26 @@ def require_parts(network: Network, tensor_degrees: Sequence[int] = ()) -> None:
         network.check_tensor(degree)
 
 
-def parts_of(stages: Sequence[Stage], cost: CostModel, rank: int) -> tuple[Part, ...] | None:
-    """Return what a rank runs of the model; None: all of it, or any of it."""
-    return _placement(stages, cost).parts_of(rank) if len(stages) > 1 else None
-
-
 def place(
     network: Network, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
 ) -> Parameters:
     """Shard the parameters over all ranks, or every stage's over its own; under free sharding plans move them.
 
     Args:
-        network: made ready, with the same values on all ranks; on the device where it will run.
+        network: made ready, with the same values on all ranks; they are read while they are cut.
         transport: over torch.distributed.
         stages: of all plans of the run; none: every plan may have its own.
         cost: says how far parameters are sharded.
         compute: as in `Sharded`.
     """
+    parameters: Parameters
     if cost.sharding == Sharding.FREE:
-        return FreeLayout(network, transport, compute=compute)
-    if len(stages) > 1:
-        return StageSharded(network, transport, _placement(stages, cost), compute=compute)
-    return Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
-
-
-def _placement(stages: Sequence[Stage], cost: CostModel) -> Placement:
-    return Placement(tuple(stages), cost.sharding, cost.node_size)
+        parameters = FreeLayout(network, transport, compute=compute)
+    elif len(stages) > 1:
+        placement = Placement(tuple(stages), cost.sharding, cost.node_size)
+        parameters = StageSharded(network, transport, placement, compute=compute)
+    else:
+        parameters = Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+    if network.values is not None:
+        network.values.close()
+    return parameters
