@@ -102,7 +102,8 @@ def _print_rows(rows: list[Verified], dtype: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("planner", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("planner", overflow="fold")  # a name that is cut off names nothing
     for name in ("plan", "rounds", "groups", "loss", "grad norm", "difference", ""):
         table.add_column(name, no_wrap=True)
     for row in rows:
