@@ -17,7 +17,7 @@ from seqloom.cost.memory import GIB
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Sharding
 
 FREE = 1e9
 """A rate is this many times as high where a constant shall cost nothing."""
@@ -100,10 +100,10 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
     return Calibration(profile, factors, tuple(trials), tuple(_prices(cost, profile, trials).tolist()))
 
 
-def under(cost: CostModel, profile: AnalyticProfile) -> CostModel:
-    """The same cost model with another profile."""
+def under(cost: CostModel, profile: AnalyticProfile, sharding: Sharding | None = None) -> CostModel:
+    """The same cost model with another profile, and with another sharding if one is given."""
     budget = cost.budget_bytes / GIB
-    return CostModel(cost.cluster, cost.model, profile, cost.sharding, budget, cost.max_length)
+    return CostModel(cost.cluster, cost.model, profile, sharding or cost.sharding, budget, cost.max_length)
 
 
 def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticProfile:

@@ -3,6 +3,9 @@
 A message has its bytes and its link's latency, and somebody must notice that it has come. On a CPU that is another
 thread, which waits for its turn on the core. So it is measured where it matters: in a step whose stages are busy. The
 same units with split backwards tell what splitting costs.
+
+Parameters stay with their stages meanwhile, also for runs under free sharding: in a step that moves them, whatever the
+prediction misses of that would be taken for handovers, of which a step has few.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from seqloom.comm import Transport
 from seqloom.cost import CostModel
 from seqloom.cost.calibrate import under
 from seqloom.cost.profile import AnalyticProfile
-from seqloom.plan import Plan
+from seqloom.plan import Plan, Sharding
 from seqloom.planners.pipelines import plan_pipeline
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.trials import StepTimer
@@ -51,6 +54,8 @@ def with_stage_costs(
     """
     profile = cost.profile
     assert isinstance(profile, AnalyticProfile)
+    if cost.sharding == Sharding.FREE:
+        cost = under(cost, profile, Sharding.FULL)
     documents = np.full(UNITS * stages, TOKENS)
     whole, split = (
         plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")

@@ -13,8 +13,9 @@ from seqloom.describe import Cluster, ModelSpec  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
 from seqloom.simulate import predicted_ns, simulate  # noqa: E402
+from seqloom.train import stage_costs  # noqa: E402
 from seqloom.train.calibration import matmul_tflops  # noqa: E402
-from seqloom.train.stage_costs import solved  # noqa: E402
+from seqloom.train.stage_costs import solved, with_stage_costs  # noqa: E402
 from seqloom.train.trials import described, trial_plans  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
@@ -75,3 +76,25 @@ def test_what_a_handover_takes_is_found_from_a_step_and_its_busy_time(slower):
     assert predicted_ns(plan, true) > predicted_ns(plan, start)
     assert solved(plan, start, slower * predicted_ns(plan, true), busy) == pytest.approx(2_500.0, abs=2)
     assert solved(plan, start, 0.9 * slower * predicted_ns(plan, start), busy) == 0.0
+
+
+def test_handovers_are_timed_while_parameters_stay_with_their_stages(monkeypatch):
+    """A machine that follows the cost model of such a run is found again from a run under free sharding."""
+    true = cost_of(replace(START, handover_us=1_200.0), "full")
+
+    class Clock:
+        def __init__(self, cost, transport, device, dtype, stages):
+            assert len(stages) == 2
+
+        def seconds(self, plan):
+            assert plan.sharding == Sharding.FULL
+            self.plan = plan
+            return predicted_ns(plan, true) / 1e9
+
+        def mean_busy(self):
+            expected = simulate(self.plan, cost_of(START, "full"))
+            return float((expected.busy_ns + expected.comm_ns).mean()) / 1e9
+
+    monkeypatch.setattr(stage_costs, "StepTimer", Clock)
+    found = with_stage_costs(cost_of(START, "free"), None, torch.device("cpu"), torch.float32, 2)
+    assert found.handover_us == pytest.approx(1_200.0, abs=2)
