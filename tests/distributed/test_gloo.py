@@ -1,5 +1,7 @@
 """The torch.distributed transport on real processes, with gloo."""
 
+import subprocess
+import sys
 from random import Random
 
 import pytest
@@ -202,3 +204,25 @@ def test_a_relay_brings_values_and_sums_gradients(gloo_pool):
         for found, wanted in ((copies, values), (sums, case.kept(totals, rank))):
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[weight], wanted[weight]) for weight in wanted)
+
+
+AT_ITS_END = """
+import atexit, os
+threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+atexit.register(lambda: print(*threads()))  # after what is registered later
+import torch.distributed as dist
+from seqloom.comm import Communicators, Distributed
+from seqloom.plan import GroupFamily
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+transport = Distributed(Communicators.create(GroupFamily(1, node_size=1)))
+dist.destroy_process_group()
+print(*threads())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed by /proc")
+def test_no_thread_of_a_group_is_left_when_a_process_ends():
+    """One that was might abort it: communicators that are still referenced let go of their groups before."""
+    run = subprocess.run([sys.executable, "-c", AT_ITS_END], capture_output=True, text=True, timeout=60, check=True)
+    before, after = run.stdout.splitlines()
+    assert "gloo" in before and "gloo" not in after

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,6 +57,7 @@ class Communicators:
         self._list = tuple(communicators)
         self._groups = {communicator.ranks: communicator.group for communicator in communicators}
         self._lanes = dict(lanes)
+        _alive.add(self)
 
     @classmethod
     def create(cls, family: GroupFamily) -> Communicators:
@@ -126,8 +129,26 @@ class Communicators:
         for group in made:
             if group is not None:
                 dist.destroy_process_group(group)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Forget all groups, so that those end that torch has forgotten too."""
         self.world = self.aside = None
         self._list, self._groups, self._lanes = (), {}, {}
+
+
+_alive: weakref.WeakSet[Communicators] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go_of_all() -> None:
+    """Let groups that the job has destroyed end before Python does.
+
+    A thread of theirs that is still there while the interpreter shuts down, and wants to give a tensor back, aborts the
+    process.
+    """
+    for each in list(_alive):
+        each.let_go()
 
 
 def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

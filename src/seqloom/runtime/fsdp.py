@@ -71,7 +71,7 @@ class Sharded:
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         names = {id(each): name for name, each in network.module.named_parameters()}
         for layer in network.layers:
-            network.fill([(names[id(each)], each) for each in layer.parameters()])
+            network.fill([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
         self._network, self._compute, self._weights = network, compute, WeightGradients()
         self._loss = LossOf(network, chunk)
