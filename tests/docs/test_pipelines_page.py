@@ -8,7 +8,11 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+import seqloom
 from seqloom.cli.main import app
+from seqloom.cost import Variant
+from seqloom.plan import Group, Reduce, Span
+from seqloom.planners.pipelines.line import stage_layers
 from seqloom.train.sections import Pipelining
 
 ROOT = Path(__file__).parents[2]
@@ -35,3 +39,23 @@ def test_every_key_is_explained():
 def test_every_file_that_the_page_names_exists():
     for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
         assert (ROOT / name).exists(), name
+
+
+def busiest_over_mean(stages: int, length: int) -> float:
+    """Of the stages of llama3-8b, levelled as the planner does."""
+    cost = seqloom.cost_model("8x8xH100", "llama3-8b")
+    variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
+    parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, length),)), variant)
+    layer = (parts.total_ns - parts.head) / cost.model.layers
+    *others, last = (layer * count for count in stage_layers(cost, stages, length=length))
+    times = [*others, last + parts.head]
+    return max(times) * stages / sum(times)
+
+
+def test_what_a_head_on_one_stage_costs_is_what_the_page_says():
+    said = re.search(
+        r"is (\d+) - (\d+) % above the mean in four stages and (\d+) - (\d+) % in eight", " ".join(PAGE.split())
+    )
+    assert said is not None
+    found = [sorted(round(100 * busiest_over_mean(p, n)) - 100 for n in (8192, 65536)) for p in (4, 8)]
+    assert [int(each) for each in said.groups()] == [*found[0], *found[1]]
