@@ -8,8 +8,8 @@ import statistics
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.triton_tiles import Rows
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.triton_attention import Rows
+from seqloom.attention.masks import Segments
 
 DIM = 128
 

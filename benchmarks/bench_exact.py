@@ -21,7 +21,7 @@ from seqloom.cost import CostModel
 from seqloom.planners.bounds import variants_bound
 from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
 from seqloom.planners.problem import Problem
-from seqloom.testing.brute_force import shortest_step
+from support.brute_force import shortest_step
 
 SETTINGS: list[dict[str, Any]] = [
     {"cluster": "1x8xA100-40G", "model": "gpt-7b", "profile": "flexsp-a100", "sharding": "full"},

@@ -26,12 +26,10 @@ from common import Check, K, options, progress, show, show_checks
 from record import write
 
 from seqloom.describe import lengths_from
-from seqloom.planners.strategies.assign import choose
-from seqloom.planners.strategies.pack import first_fit
-from seqloom.planners.strategies.place import placed
-from seqloom.planners.strategies.propose import propose
-from seqloom.planners.strategies.published import published_model
-from seqloom.planners.strategies.values import Scheme, Strategy
+from seqloom.planners.hydraulis.assign import choose, first_fit
+from seqloom.planners.hydraulis.config import Scheme, Strategy, placed
+from seqloom.planners.hydraulis.propose import propose
+from seqloom.planners.published.hydraulis import published_model
 
 GPUS, NODE, TOKENS = 64, 8, 200_000
 SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")

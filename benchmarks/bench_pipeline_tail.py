@@ -23,11 +23,11 @@ from record import commit, write
 from tail_prices import HOSTS, PLENTY_GIB, budget, ideal_ns, lengths_of, priced
 
 from seqloom.cost import CostModel
-from seqloom.cost.stage_limits import pipeline_limits
+from seqloom.cost.stages import pipeline_limits
 from seqloom.plan import ActionKind, Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.pipelines import plan_pipeline
-from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.pipeline.stage_layout import island_of, line_of
 from seqloom.simulate import simulate
 
 SEEDS = 24

@@ -19,7 +19,7 @@ from record import write
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.planners.pipelines import plan_pipeline, stage_layers
+from seqloom.planners.pipeline import plan_pipeline, stage_layers
 from seqloom.simulate import simulate
 
 GIB = 1024**3

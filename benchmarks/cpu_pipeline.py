@@ -21,16 +21,16 @@ from cpu_ranks import Say, rank_options, start
 from pipeline_report import Report
 from pipeline_rivals import fixed_chunks
 
-from seqloom.comm import Distributed
 from seqloom.cost import CostModel
-from seqloom.cost.stage_limits import pipeline_limits
+from seqloom.cost.stages import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec, lengths_from
+from seqloom.dist import Distributed
 from seqloom.plan import Plan
-from seqloom.planners.pipelines import plan_pipeline
-from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.pipeline.stage_layout import island_of, line_of
+from seqloom.profiling.calibration import Machine
+from seqloom.profiling.trials import StepTimer
 from seqloom.simulate import simulate
-from seqloom.train.calibration import Machine
-from seqloom.train.trials import StepTimer
 
 LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 3
 SIZES = {"layers": 8, "hidden": 128, "ffn": 384, "vocabulary": 512, "heads": 4, "kv_heads": 4, "head_dim": 32}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import options, progress
 
-from seqloom.comm import Communicators, Distributed
+from seqloom.dist import Communicators, Distributed
 from seqloom.plan import GroupFamily
 
 Say = Callable[[str], None]

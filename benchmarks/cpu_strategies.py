@@ -29,16 +29,16 @@ import torch.distributed as dist
 from cpu_ranks import Say, rank_options, start
 from strategies_report import Passes, Plans, judged, row, shown
 
-from seqloom.comm import Distributed
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec, lengths_from
+from seqloom.dist import Distributed
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Plan, Reduce
-from seqloom.plan.outline import outline
-from seqloom.planners.strategies import Strategy, plan_strategies, propose_strategies
+from seqloom.plan.plan import outline
+from seqloom.planners.hydraulis import Strategy, plan_strategies, propose_strategies
+from seqloom.profiling.calibration import Machine
+from seqloom.profiling.trials import StepTimer
 from seqloom.simulate import predicted_ns
-from seqloom.train.calibration import Machine
-from seqloom.train.trials import StepTimer
 
 CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 6
 LOAD = 1_024

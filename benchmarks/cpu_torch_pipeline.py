@@ -24,13 +24,13 @@ from cpu_ranks import Say, rank_options, start
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from seqloom.comm import Distributed, bind_alone
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.dist import Distributed, bind_alone
 from seqloom.models import Transformer
-from seqloom.planners.pipelines import plan_pipeline
-from seqloom.runtime.loss import summed_loss
-from seqloom.train.trials import StepTimer
+from seqloom.models.loss import summed_loss
+from seqloom.planners.pipeline import plan_pipeline
+from seqloom.profiling.trials import StepTimer
 
 LAYERS, SEQUENCES, TOKENS, PAIRS = 16, 2, 512, 15
 """The model's layers, sequences per process and their tokens, runs of both that count."""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from cpu_ranks import Say, rank_options, start
 from training_report import Report
 
-from seqloom.comm import Distributed
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, lengths_from
+from seqloom.dist import Distributed
 from seqloom.planners.registry import Planned, plan_batches
-from seqloom.train.calibration import Machine
+from seqloom.profiling.calibration import Machine
 
 LONGEST, SEQUENCES, CAPACITY, STEPS = 16_384, 64, 2_048, 20
 SHARDING = "none"  # a small model: every rank has all of it, and gradients are summed once per step

@@ -29,8 +29,8 @@ class Arena:
         import gpu_rivals
         import torch
 
-        from seqloom.attention.kernels.kernel import Shape
-        from seqloom.attention.kernels.registry import default
+        from seqloom.attention.kernels.dispatch import default
+        from seqloom.attention.kernels.interface import Shape
 
         self.shape = Shape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
         self.kernels = default(self.shape.device)
@@ -48,7 +48,7 @@ class Arena:
     def ours(self, lengths: list[int]):
         """The engine on one rank. Index work is done beforehand, as for all: once per pack, not once per layer."""
         from seqloom.attention import attention, prepare_attention
-        from seqloom.comm import bind_alone
+        from seqloom.dist import bind_alone
 
         context, shape = bind_alone(lengths, device=self.shape.device), self.shape
         prepare_attention(context, shape.heads, shape.kv_heads, shape.dim, shape.dtype, kernels=self.kernels)

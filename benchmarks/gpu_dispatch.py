@@ -36,7 +36,7 @@ def pass_ms(run) -> float:
 
 def both_passes(choices: dict, tensors, sweeps: int) -> dict[str, list[float]]:
     """Median forward and backward ms of every choice; they take turns: a GPU's clock drifts by several per cent."""
-    from seqloom.attention.kernels.kernel import Saved
+    from seqloom.attention.kernels.interface import Saved
 
     q, k, v, dout = (tensor.detach() for tensor in tensors)
     times: dict[str, list[list[float]]] = {name: [[], []] for name in choices}
@@ -50,8 +50,8 @@ def both_passes(choices: dict, tensors, sweeps: int) -> dict[str, list[float]]:
 
 def every_cut(lengths: list[int], kernels, shape) -> dict[str, object]:
     """Every kernel alone, and every pair with every cut; the best of both passes are picked apart."""
-    from seqloom.attention.kernels.parts import PreparedParts
-    from seqloom.attention.segments import Segments
+    from seqloom.attention.kernels.dispatch import PreparedParts
+    from seqloom.attention.masks import Segments
 
     segments = Segments.packed(lengths)
     choices = {name: kernel.prepare(segments, shape) for name, kernel in kernels.items()}
@@ -69,7 +69,7 @@ def nearness(lengths: list[int], dispatcher, shape, tensors) -> dict[str, object
 
     The best of many noisy times flatters, so the best choice of each pass then runs against the dispatcher's again.
     """
-    from seqloom.attention.segments import Segments
+    from seqloom.attention.masks import Segments
 
     kernels = {kernel.ability.name: kernel for kernel in dispatcher.kernels if kernel.ability.name != "reference"}
     choices = every_cut(lengths, kernels, shape)
@@ -92,8 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.kernel import Shape
-    from seqloom.attention.kernels.registry import default
+    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.interface import Shape
 
     figures, checks, rows = {}, [], []
     dispatcher = default(torch.device("cuda", 0))

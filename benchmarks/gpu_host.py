@@ -69,9 +69,9 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
     import torch
 
     from seqloom.attention import attention
-    from seqloom.attention.kernels.kernel import Saved
-    from seqloom.attention.segments import Segments
-    from seqloom.comm import bind_alone
+    from seqloom.attention.kernels.interface import Saved
+    from seqloom.attention.masks import Segments
+    from seqloom.dist import bind_alone
 
     q, k, v, dout = tensors
     clock = Timed(dispatcher)
@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.kernel import Shape
-    from seqloom.attention.kernels.registry import default
+    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.interface import Shape
 
     figures, checks = {}, []
     dispatcher = default(torch.device("cuda", 0))

@@ -59,8 +59,9 @@ def group_run(ulysses: int, ring: int, inputs, kernels, pools):
     import torch
 
     from seqloom.attention import attention
-    from seqloom.comm import bind
-    from seqloom.plan import Checkpoint, Group, Span, Work
+    from seqloom.dist import bind
+    from seqloom.layout import Span
+    from seqloom.plan import Checkpoint, Group, Work
 
     world, length = ulysses * ring, len(inputs[0])
     work = Work((Group(tuple(range(world)), ulysses, ring, (Span(0, 0, length),)),), Checkpoint.NONE)
@@ -88,8 +89,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.registry import default
-    from seqloom.comm import Ranks
+    from seqloom.attention.kernels.dispatch import default
+    from seqloom.dist import Ranks
 
     kernels = default(torch.device("cuda", 0))
     figures, checks, rows = {}, [], []

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from record import commit, hardware, libraries
 
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Stage, Work
-from seqloom.plan.schedules import schedule_of
-from seqloom.runtime import bind_plan, run_step
-from seqloom.runtime.split_backward import WeightGradients
+from seqloom.engine import bind_plan, run_step
+from seqloom.layout import Span
+from seqloom.models.split_backward import WeightGradients
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.schedules import schedule_of
 
 # Name -> pieces of a sequence, stages of a host.
 SCHEDULES = {"1f1b": (1, 1), "seq1f1b": (4, 1), "seq1f1b-zb": (4, 1), "interleaved": (1, 2), "zb-v": (1, 2)}

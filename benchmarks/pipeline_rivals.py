@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel, Shape
-from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round, Span
-from seqloom.plan.schedules import schedule_of
-from seqloom.planners.pipelines.line import Line
-from seqloom.planners.pipelines.seats import Level, Seat, work_of
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round
+from seqloom.planners.pipeline.placement import Level, Seat, work_of
+from seqloom.planners.pipeline.stage_layout import Line
+from seqloom.schedules import schedule_of
 
 
 def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, tokens: int) -> Plan:

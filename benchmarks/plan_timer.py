@@ -49,7 +49,7 @@ def work(case: Case, source: str, seed: int) -> dict[str, Any]:
     from seqloom.api import cost_model
     from seqloom.planners import make_plan
     from seqloom.planners.compiled import COMPILED
-    from seqloom.planners.static import fastest_static_degree
+    from seqloom.planners.uniform import fastest_static_degree
 
     assert (case.install == "fast") == COMPILED, f"{case.install} install, but compiled is {COMPILED}"
     cost = cost_model(case.cluster, case.model, profile=case.profile, sharding=case.sharding, max_length=CONTEXT)

@@ -9,8 +9,8 @@ from common import Check, show, show_checks
 
 from seqloom.cost import CostModel
 from seqloom.plan import Plan
-from seqloom.plan.outline import outline
-from seqloom.planners.strategies import Strategy
+from seqloom.plan.plan import outline
+from seqloom.planners.hydraulis import Strategy
 from seqloom.simulate import predicted_ns
 
 Plans = list[dict[Strategy, Plan]]

@@ -11,11 +11,10 @@ from common import K
 
 from seqloom.cost import CostModel, Profile
 from seqloom.cost.profile import Curve, LinkRate, Links
-from seqloom.cost.stage_limits import host_bytes
-from seqloom.cost.stage_memory import StageMemory
+from seqloom.cost.stages import StageMemory, host_bytes
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import Checkpoint
-from seqloom.planners.pipelines.line import island_of, line_of
+from seqloom.planners.pipeline.stage_layout import island_of, line_of
 
 HOSTS, DOCUMENTS = 8, 256
 LONGEST, OVERHEAD = 128 * K, 512

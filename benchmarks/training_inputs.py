@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from seqloom.runtime.loss import IGNORED
+from seqloom.models.loss import IGNORED
 
 COMMON = {"tie_word_embeddings": True, "max_position_embeddings": 131_072, "head_dim": 128}
 QWEN = {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}

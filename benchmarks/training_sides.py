@@ -16,19 +16,14 @@ from training_inputs import CONFIGS, Pack, Step
 from transformers import AutoModelForCausalLM
 
 from seqloom.attention import warm_up_attention
-from seqloom.comm import Context, bind_alone
-from seqloom.comm.alone import Alone
-from seqloom.integrations import attach, network
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
-from seqloom.runtime import (
-    Replicated,
-    bind_plan,
-    compile_layers,
-    recompute_layers,
-    run_step,
-    scale_gradients,
-    summed_loss,
-)
+from seqloom.dist import Context, bind_alone
+from seqloom.dist.single_rank import Alone
+from seqloom.engine import bind_plan, run_step
+from seqloom.integrations.transformers import attach, network
+from seqloom.layout import Span
+from seqloom.models import compile_layers, recompute_layers, summed_loss
+from seqloom.params import Replicated, scale_gradients
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
 
 CLIP, CHUNK, GIB = 1.0, 4096, 2**30
 

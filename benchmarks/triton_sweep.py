@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 from attention_timing import DIM, make_packs, median_ms, pairs_of, tensors_for, varlen_ms
 
-from seqloom.attention.kernels.kernel import Shape
-from seqloom.attention.kernels.triton_segments import TritonSegments
-from seqloom.attention.kernels.triton_tiles import Config
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.triton_attention import Config, TritonSegments
+from seqloom.attention.masks import Segments
 
 FLOPS = {"forward": 4, "dq": 6, "dkdv": 8, "backward": 10}  # per visible pair and width; of matmuls that are run
 SHAPES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 4, 3)]

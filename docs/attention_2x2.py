@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from seqloom.plan import Group, Span
+from seqloom.layout import Span
+from seqloom.plan import Group
 from seqloom.plan.group import even_ranges
 
 HEADS, KV_HEADS = 4, 2

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqloom as sl
-from seqloom.comm import Communicators, Distributed, bind
 from seqloom.describe import model_from_config
-from seqloom.integrations import attach, head, hidden_states
+from seqloom.dist import Communicators, Distributed, bind
+from seqloom.integrations.transformers import attach, head, hidden_states
+from seqloom.models.loss import summed_loss
 from seqloom.plan import GroupFamily
-from seqloom.runtime.loss import summed_loss
 
 torch.manual_seed(0)  # the same weights on all ranks, as from_pretrained gives them
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

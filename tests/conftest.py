@@ -32,7 +32,7 @@ settings.load_profile("test")  # the option --hypothesis-profile comes later and
 def fork_server():
     """The process that workers and ranks of this session are forks of: it loads torch and transformers once for all."""
     multiprocessing.set_forkserver_preload(
-        ["seqloom.testing.workers", "seqloom.train.launch", "seqloom.integrations.training"]
+        ["seqloom.testing.workers", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
     )
     forkserver.ensure_running()
 
@@ -86,7 +86,7 @@ def gloo_pool(gloo_processes):
 @pytest.fixture
 def held_tickets():
     """The tickets that are held. What earlier tests have left to the garbage collector is not among them."""
-    from seqloom.attention import tickets
+    from seqloom.attention import operator as tickets
 
     gc.collect()
     assert not tickets._held
@@ -96,7 +96,7 @@ def held_tickets():
 @pytest.fixture(scope="module")
 def threads():
     """Ranks that are threads of this process, kept for a module: `threads(4).run(body)`."""
-    from seqloom.comm import Ranks
+    from seqloom.dist import Ranks
 
     made = {}
 

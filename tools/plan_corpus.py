@@ -76,7 +76,7 @@ def find_plan(entry: Entry) -> Entry:
 
 def find_hbp(entry: Entry) -> Entry:
     """Pack a data set into steps; digest their plans and times."""
-    from seqloom.planners.hbp import hbp, plain_packing
+    from seqloom.packing import hbp, plain_packing
 
     cost = cost_of(entry)
     made: Callable[..., Any] = plain_packing if entry["planner"] == "plain" else hbp
@@ -90,7 +90,7 @@ def find_hbp(entry: Entry) -> Entry:
 
 def find_strategies(entry: Entry) -> Entry:
     """Propose parallel strategies for a data set."""
-    from seqloom.planners.strategies import propose_strategies
+    from seqloom.planners.hydraulis import propose_strategies
 
     proposed = propose_strategies(lengths_of(entry), cost_of(entry), tokens_per_step=entry["tokens_per_step"])
     return {"strategies": [str(strategy) for strategy in proposed]}
@@ -98,8 +98,8 @@ def find_strategies(entry: Entry) -> Entry:
 
 def find_schedule(entry: Entry) -> Entry:
     """Build a pipeline schedule by its name; digest its table and figures."""
-    from seqloom.plan.schedules import schedule_of
-    from seqloom.plan.schedules.figures import figures
+    from seqloom.schedules import schedule_of
+    from seqloom.schedules.timing import figures
 
     memory = entry.get("memory")
     made = schedule_of(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # what a type checker and an editor see
     from seqloom.api import cost_model, lower_bound, plan, simulate
     from seqloom.cost import CostModel, Profile
     from seqloom.describe import Batch, Cluster, ModelSpec, drop_longer, lengths_from
-    from seqloom.errors import SeqloomError
-    from seqloom.plan import Plan, PlanError
+    from seqloom.errors import PlanError, SeqloomError
+    from seqloom.plan import Plan
     from seqloom.simulate import Simulation
 
 __all__ = [
@@ -51,8 +51,8 @@ _HOMES = {
     "seqloom.api": ("cost_model", "lower_bound"),
     "seqloom.cost": ("CostModel", "Profile"),
     "seqloom.describe": ("Batch", "Cluster", "ModelSpec", "drop_longer", "lengths_from"),
-    "seqloom.errors": ("SeqloomError",),
-    "seqloom.plan": ("Plan", "PlanError"),
+    "seqloom.errors": ("PlanError", "SeqloomError"),
+    "seqloom.plan": ("Plan",),
     "seqloom.simulate": ("Simulation",),
 }
 _VERBS = ("plan", "simulate")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqloom.testing.hosts import Hosts, why_not
+from support.hosts import Hosts, why_not
 
 FIGURES = pytest.StashKey()
 

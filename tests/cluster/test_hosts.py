@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqloom.comm import Parcel
-from seqloom.testing.hosts import Hosts
+from seqloom.dist import Parcel
+from support.hosts import Hosts
 
 pytestmark = pytest.mark.cluster
 

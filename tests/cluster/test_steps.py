@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.plan import Group, Method, Route, Span
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.executor import run_step
-from seqloom.runtime.network import Network
-from seqloom.runtime.parameters import Replicated
-from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
+from seqloom.engine.executor import run_step
+from seqloom.engine.rank_plan import bind_plan
+from seqloom.layout import Route, Span
+from seqloom.models.adapter import Network
+from seqloom.params.interface import Replicated
+from seqloom.plan import Group, Method
+from support.steps import Found, Step, one_stage_plan, tiny_spec
 
 pytestmark = pytest.mark.cluster
 

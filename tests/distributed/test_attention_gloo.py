@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.plan import Group, Method, Route, Span
-from seqloom.testing.attention_cases import Case, assemble, attend, worst
-from seqloom.testing.carry_cases import PiecesCase, attend_pieces
+from seqloom.layout import Route, Span
+from seqloom.plan import Group, Method
+from support.attention_cases import Case, assemble, attend, worst
+from support.carry_cases import PiecesCase, attend_pieces
 
 torch.set_num_threads(1)
 PACK = (37, 1, 5, 64, 2, 2, 19)

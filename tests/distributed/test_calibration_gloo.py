@@ -7,9 +7,9 @@ import torch
 from seqloom.cost import CostModel, Profile
 from seqloom.describe import Cluster
 from seqloom.planners import make_plan
-from seqloom.testing.steps import tiny_spec
-from seqloom.train import calibration
-from seqloom.train.calibration import Machine
+from seqloom.profiling import calibration
+from seqloom.profiling.calibration import Machine
+from support.steps import tiny_spec
 
 torch.set_num_threads(1)
 LENGTHS = (16, 64, 128)

@@ -15,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from seqloom.errors import SeqloomError
-from seqloom.train.checkpoints import Checkpoints, latest
-from seqloom.train.folders import AtomicWriter, complete
-from seqloom.train.optimiser import make_optimiser, named_state
-from seqloom.train.sections import Optimiser
+from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete, latest
+from seqloom.train.config import Optimiser
+from seqloom.train.optim import make_optimiser, named_state
 
 pytestmark = pytest.mark.distributed
 SHAPES = {"embed": (5, 4), "norm": (7,), "out": (3, 9)}  # rows that no number of ranks divides

@@ -3,19 +3,20 @@
 import pytest
 import torch
 
-from seqloom.comm import Counting
-from seqloom.plan import Checkpoint, Group, Remap, Route, Sharding, Span
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.compiled import compile_layers
-from seqloom.runtime.executor import evaluate, run_step
-from seqloom.runtime.free_layout import FreeLayout
-from seqloom.runtime.fsdp import Sharded
-from seqloom.runtime.network import LossOf, Network
-from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
-from seqloom.testing.tiny_models import documents, gradients, one_by_one, targets, tiny_model
-from seqloom.testing.two_layouts import shifted
+from seqloom.dist import Counting
+from seqloom.engine.executor import evaluate, run_step
+from seqloom.engine.rank_plan import bind_plan
+from seqloom.layout import Route, Span
+from seqloom.models.adapter import LossOf, Network
+from seqloom.models.compile import compile_layers
+from seqloom.models.recompute import recompute_layers
+from seqloom.params.fsdp import Sharded
+from seqloom.params.resharding import FreeLayout
+from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from seqloom.testing.workers import Workers
+from support.steps import Found, Step, one_stage_plan, tiny_spec
+from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from support.two_layouts import shifted
 
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)
@@ -65,7 +66,7 @@ def of_reference(transport, plans):
 
 
 def of_llama(transport, plan):
-    from seqloom.integrations import attach, network
+    from seqloom.integrations.transformers import attach, network
 
     ids = documents(STEP.lengths)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.comm import Communicators, Distributed, run_ranks
+from seqloom.dist import Communicators, Distributed, run_ranks
 from seqloom.plan import GroupFamily
-from seqloom.testing.programs import DTYPES, every_verb, expected_of, random_program, run_program
+from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
 
 pytestmark = pytest.mark.gpu
 

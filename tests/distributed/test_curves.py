@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.comm import bind_alone
 from seqloom.data import StoreWriter
+from seqloom.dist import bind_alone
+from seqloom.engine import BoundPlan
+from seqloom.models import summed_loss
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.runtime import BoundPlan, summed_loss
-from seqloom.testing.tiny_specs import TINY
 from seqloom.train.config import Config
-from seqloom.train.kinds import build_reference
-from seqloom.train.loop import Trainer
-from seqloom.train.metrics import read_steps
-from seqloom.train.optimiser import make_optimiser, set_learning_rate
-from seqloom.train.schedule import learning_rate
+from seqloom.train.logging import read_steps
+from seqloom.train.model import build_reference
+from seqloom.train.optim import learning_rate, make_optimiser, set_learning_rate
 from seqloom.train.setup import Setup
+from seqloom.train.trainer import Trainer
+from support.tiny_specs import TINY
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 50

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from seqloom.cli import demo_training
+from seqloom.cli import demo as demo_training
 
 pytestmark = pytest.mark.distributed
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from seqloom.comm import bind_alone
+from seqloom.dist import bind_alone
+from seqloom.engine import bind_plan, run_step
+from seqloom.models.loss import IGNORED
+from seqloom.params import FreeLayout, Placement, Sharded, StageSharded, scale_gradients
 from seqloom.plan import Sharding, Stage
-from seqloom.runtime import FreeLayout, Placement, Sharded, StageSharded, bind_plan, run_step, scale_gradients
-from seqloom.runtime.loss import IGNORED
-from seqloom.testing.shapes import STRATEGIES, in_nodes_of, twenty_plans
-from seqloom.testing.steps import Step, tiny_spec
-from seqloom.train.checkpoints import Checkpoints, latest
+from seqloom.train.checkpoint import Checkpoints, latest
+from seqloom.train.config import Optimiser
 from seqloom.train.model import made_ready
-from seqloom.train.optimiser import clip_factor, make_optimiser, named_state
-from seqloom.train.sections import Optimiser
+from seqloom.train.optim import clip_factor, make_optimiser, named_state
+from support.shapes import STRATEGIES, in_nodes_of, twenty_plans
+from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
 RANKS, LIMIT = 8, 1.0

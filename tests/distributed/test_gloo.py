@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.comm import Communicators, Counting, Distributed, Parcel, Relay
+from seqloom.dist import Communicators, Counting, Distributed, Parcel, Relay
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Pipeline, Stage, Weight, compute_layout, optimiser_layout
-from seqloom.testing.programs import DTYPES, every_verb, expected_of, random_program, run_program
-from seqloom.testing.relays import RelayCase
+from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
+from support.relays import RelayCase
 
 
 def check(results, program):
@@ -211,7 +211,7 @@ import atexit, os
 threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 atexit.register(lambda: print(*threads()))  # after what is registered later
 import torch.distributed as dist
-from seqloom.comm import Communicators, Distributed
+from seqloom.dist import Communicators, Distributed
 from seqloom.plan import GroupFamily
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 transport = Distributed(Communicators.create(GroupFamily(1, node_size=1)))

@@ -8,8 +8,8 @@ import pytest
 
 from seqloom.cost import Profile
 from seqloom.plan import Plan
-from seqloom.planners.strategies import Strategy
-from seqloom.train.metrics import read_steps
+from seqloom.planners.hydraulis import Strategy
+from seqloom.train.logging import read_steps
 
 pytestmark = pytest.mark.distributed
 KEPT = Path(__file__).parents[1] / "corpus" / "formats"

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from seqloom.comm import Lane, Way
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
-from seqloom.plan.schedules import schedule_of
-from seqloom.runtime.fsdp import Sharded
-from seqloom.runtime.placement import Placement
-from seqloom.runtime.stage_sharded import StageSharded
-from seqloom.testing.pipelines import stages_on
-from seqloom.testing.steps import Step, tiny_spec
+from seqloom.dist import Lane, Way
+from seqloom.layout import Span
+from seqloom.params.fsdp import Sharded
+from seqloom.params.pipeline_fsdp import StageSharded
+from seqloom.params.placement import Placement
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.schedules import schedule_of
+from support.pipelines import stages_on
+from support.steps import Step, tiny_spec
 
 STEP = Step((13, 10, 6), tiny_spec(layers=4, tied=True))
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.plan import Checkpoint, Group, Pipeline, Round, Span, Work
-from seqloom.runtime import Placement, StageSharded
-from seqloom.testing.pipelines import ample
-from seqloom.testing.scheduled import fixed_step
+from seqloom.layout import Span
+from seqloom.params import Placement, StageSharded
+from seqloom.plan import Checkpoint, Group, Pipeline, Round, Work
+from support.pipelines import ample
+from support.scheduled import fixed_step
 
 torch.set_num_threads(1)
 

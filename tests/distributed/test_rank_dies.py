@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.train.folders import complete
-from seqloom.train.metrics import read_steps
+from seqloom.train.checkpoint import complete
+from seqloom.train.logging import read_steps
 
 pytestmark = [
     pytest.mark.distributed,

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from seqloom.cli.main import app
-from seqloom.testing.tiny_models import tiny_model
-from seqloom.testing.tiny_specs import TINY as TINY_SPEC
-from seqloom.train.metrics import read_steps
+from seqloom.train.logging import read_steps
+from support.tiny_models import tiny_model
+from support.tiny_specs import TINY as TINY_SPEC
 
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)

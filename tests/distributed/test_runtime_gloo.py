@@ -6,19 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.comm import Alone
+from seqloom.dist import Alone
+from seqloom.engine.executor import evaluate, run_step
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding, Span
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.executor import evaluate, run_step
-from seqloom.runtime.free_layout import FreeLayout
-from seqloom.runtime.fsdp import Sharded
-from seqloom.runtime.network import Network
-from seqloom.runtime.parameters import Replicated, scale_gradients
-from seqloom.testing.steps import Found, Step, one_stage_plan, open_together, tiny_spec
-from seqloom.testing.tiny_models import tiny_model
-from seqloom.testing.two_layouts import shifted
+from seqloom.layout import Span
+from seqloom.models.adapter import Network
+from seqloom.models.recompute import recompute_layers
+from seqloom.params.fsdp import Sharded
+from seqloom.params.interface import Replicated, scale_gradients
+from seqloom.params.resharding import FreeLayout
+from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
+from support.steps import Found, Step, one_stage_plan, open_together, tiny_spec
+from support.tiny_models import tiny_model
+from support.two_layouts import shifted
 
 torch.set_num_threads(1)
 STEP = Step((20, 9, 1, 17, 3, 30), tiny_spec())
@@ -184,7 +185,7 @@ def test_frozen_parameters_and_parameters_that_some_ranks_do_not_touch(gloo_pool
 
 def with_transformers(transport, name, lora, plan, make):
     """A step of a tiny Hugging Face model on this rank; `make` says how its parameters are kept."""
-    from seqloom.integrations import attach, network
+    from seqloom.integrations.transformers import attach, network
 
     model = tiny_model(name)
     if lora:

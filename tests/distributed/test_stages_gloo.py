@@ -7,24 +7,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.comm import bind_alone
+from seqloom.dist import bind_alone
+from seqloom.engine.executor import run_step
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
+from seqloom.models.adapter import LossOf
+from seqloom.models.recompute import recompute_layers
+from seqloom.models.split_backward import split_weights
+from seqloom.params.fsdp import Sharded
+from seqloom.params.pipeline_fsdp import StageSharded
+from seqloom.params.placement import Placement
 from seqloom.plan import Part, Sharding, Stage
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.executor import run_step
-from seqloom.runtime.fsdp import Sharded
-from seqloom.runtime.network import LossOf
-from seqloom.runtime.placement import Placement
-from seqloom.runtime.split_backward import split_weights
-from seqloom.runtime.stage_sharded import StageSharded
-from seqloom.testing.scheduled import fixed_step
-from seqloom.testing.steps import Found, Step, tiny_spec
-from seqloom.testing.tiny_models import randomised, tiny_model
-from seqloom.train.checkpoints import Checkpoints, latest
-from seqloom.train.manifest import Manifest
-from seqloom.train.optimiser import make_optimiser, named_state
-from seqloom.train.sections import Optimiser
+from seqloom.train.checkpoint import Checkpoints, Manifest, latest
+from seqloom.train.config import Optimiser
+from seqloom.train.optim import make_optimiser, named_state
+from support.scheduled import fixed_step
+from support.steps import Found, Step, tiny_spec
+from support.tiny_models import randomised, tiny_model
 
 torch.set_num_threads(1)
 STEP = Step((11, 5, 8, 3, 1, 7), tiny_spec(layers=5, hidden=12))  # rows that two ranks or four do not divide
@@ -141,8 +140,8 @@ def test_half_precision_adds_up_in_float32(gloo_pool):
 
 def of_transformers(step, lora):
     """A model of transformers with as many layers."""
-    from seqloom.integrations import attach
-    from seqloom.integrations import network as described
+    from seqloom.integrations.transformers import attach
+    from seqloom.integrations.transformers import network as described
 
     model = tiny_model("llama" if lora else "qwen3", num_hidden_layers=step.spec.layers)
     if lora:

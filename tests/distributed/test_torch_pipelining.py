@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from seqloom.plan.schedules import Unit, schedule_of
-from seqloom.plan.schedules.files import to_csv
+from seqloom.schedules import Unit, schedule_of
+from seqloom.schedules.schedule import to_csv
 
 HOSTS, HIDDEN, TOKENS, SEQUENCES = 4, 3, 2, 4
 FORMS = {

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from transformers import LlamaForCausalLM
 
 from seqloom.data import StoreWriter
-from seqloom.testing.tiny_specs import TINY
 from seqloom.train.config import Config
-from seqloom.train.kinds import build_reference
-from seqloom.train.metrics import read_steps
+from seqloom.train.logging import read_steps
+from seqloom.train.model import build_reference
+from support.tiny_specs import TINY
 
 pytestmark = pytest.mark.distributed
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml"

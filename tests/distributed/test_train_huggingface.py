@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from seqloom.data import StoreWriter
-from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
-from seqloom.testing.tiny_models import VOCABULARY, tiny_model
-from seqloom.train.metrics import read_steps
+from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.train.logging import read_steps
+from support.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.distributed
 RECIPE = (Path(__file__).parents[2] / "recipes" / "tiny-cpu.toml").read_text()

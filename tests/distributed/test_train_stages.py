@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqloom.testing.runs import logged, train_here, write_run
 from seqloom.train.config import Config
+from support.runs import logged, train_here, write_run
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 4

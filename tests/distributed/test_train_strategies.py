@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from seqloom.plan import Plan
-from seqloom.plan.per_pass import stages_per_pass
-from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
-from seqloom.planners.strategies.assign import Assignment
-from seqloom.planners.strategies.planner import build
-from seqloom.testing.runs import logged, train_here, write_run
+from seqloom.plan.pipeline import stages_per_pass
+from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.planners.hydraulis.assign import Assignment
+from seqloom.planners.hydraulis.planner import build
 from seqloom.train.config import Config
 from seqloom.train.setup import Setup
+from support.runs import logged, train_here, write_run
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 4

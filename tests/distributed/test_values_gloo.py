@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.models import Transformer
+from seqloom.models import Network, Transformer
+from seqloom.models.deferred_init import Values
+from seqloom.params import FreeLayout, Placement, Sharded, StageSharded
 from seqloom.plan import Sharding, Stage
-from seqloom.runtime import FreeLayout, Network, Placement, Sharded, StageSharded
-from seqloom.runtime.values import Values
-from seqloom.testing.steps import tiny_spec
+from support.steps import tiny_spec
 
 torch.set_num_threads(1)
 RANKS, SEED = 8, 3

@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.attention.kernels.registry import ENTRIES
+from seqloom.attention.kernels.dispatch import ENTRIES
 from seqloom.attention.kernels.support import support_matrix
-from seqloom.attention.schedule import Chunks, ring_tiles
-from seqloom.comm import Counting, run_ranks
-from seqloom.comm.context import bind
+from seqloom.attention.tiles import Chunks, ring_tiles
 from seqloom.cost import Profile
 from seqloom.cost.communication import Communication
-from seqloom.cost.values import Shape
+from seqloom.cost.shapes import Shape
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Group, Method, Span, Work
+from seqloom.dist import Counting, run_ranks
+from seqloom.dist.token_layout import bind
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Method, Work
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "attention.md").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqloom import integrations
+from seqloom.integrations import transformers as integrations
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
@@ -17,7 +17,9 @@ EXAMPLE = ROOT / "examples" / "own_loop.py"
 
 def test_the_table_is_made_from_the_code():
     shown = PAGE.split("<!-- support -->\n")[1].split("<!-- /support -->")[0]
-    assert shown == integrations.support_table(), "put the text of seqloom.integrations.support_table() there"
+    assert shown == integrations.support_table(), (
+        "put the text of seqloom.integrations.transformers.checks.support_table() there"
+    )
 
 
 def test_every_function_is_explained():

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 import seqloom
 from seqloom.cli.main import app
 from seqloom.cost import Variant
-from seqloom.plan import Group, Reduce, Span
-from seqloom.planners.pipelines.line import stage_layers
-from seqloom.train.sections import Pipelining
+from seqloom.layout import Span
+from seqloom.plan import Group, Reduce
+from seqloom.planners.pipeline.stage_layout import stage_layers
+from seqloom.train.config import Pipelining
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipelines.md").read_text()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from seqloom.cli.main import main
-from seqloom.plan import PlanError
-from seqloom.plan.schedules import NAMES, Schedule, schedule_of
-from seqloom.plan.schedules.figures import figures
+from seqloom.errors import PlanError
+from seqloom.schedules import NAMES, Schedule, schedule_of
+from seqloom.schedules.timing import figures
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from seqloom.cli.main import app
-from seqloom.planners.hbp import Balance
-from seqloom.planners.strategies import strategies_from_json
+from seqloom.packing import Balance
+from seqloom.planners.hydraulis import strategies_from_json
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "strategies.md").read_text()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.comm import remapped
-from seqloom.integrations.remap import NAMES
+from seqloom.dist import remapped
+from seqloom.integrations.transformers.attach import NAMES
+from seqloom.models.loss import CHUNK
 from seqloom.plan import Checkpoint, Remap, Sharding
-from seqloom.runtime.loss import CHUNK
-from seqloom.train.loop import FIRST_PATIENCE_S, PATIENCE_S
-from seqloom.train.metrics import StepRecord
-from seqloom.train.sections import Run
-from seqloom.train.verify import TOLERANCE
+from seqloom.profiling.verify import TOLERANCE
+from seqloom.train.config import Run
+from seqloom.train.logging import StepRecord
+from seqloom.train.trainer import FIRST_PATIENCE_S, PATIENCE_S
 from seqloom.train.watch import FAILED
 
 ROOT = Path(__file__).parents[2]

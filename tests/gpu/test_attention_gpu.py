@@ -8,14 +8,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.dispatch import Dispatcher
+from seqloom.attention.kernels.dispatch import Dispatcher, available
 from seqloom.attention.kernels.reference import Reference
-from seqloom.attention.kernels.registry import available
-from seqloom.comm import Communicators, Distributed
-from seqloom.plan import Group, GroupFamily, Span
-from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
-from seqloom.testing.attention_oracle import difference
-from seqloom.testing.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones
+from seqloom.dist import Communicators, Distributed
+from seqloom.layout import Span
+from seqloom.plan import Group, GroupFamily
+from seqloom.testing.oracle import difference
+from support.attention_cases import Case, Inputs, assemble, attend, worst
+from support.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,16 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention import Carry, attention
-from seqloom.attention.kernels.dispatch import Dispatcher
+from seqloom.attention import attention
+from seqloom.attention.context_parallel import Carry
+from seqloom.attention.kernels.dispatch import Dispatcher, available
 from seqloom.attention.kernels.reference import Reference
-from seqloom.attention.kernels.registry import available
-from seqloom.comm import Alone
-from seqloom.plan import Checkpoint, Group, Span
-from seqloom.testing.attention_cases import Case, assemble, attend, worst
-from seqloom.testing.attention_oracle import difference
-from seqloom.testing.carry_cases import PiecesCase, attend_pieces
-from seqloom.testing.strategies_carry import pieces_cases
+from seqloom.dist import Alone
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group
+from seqloom.testing.oracle import difference
+from support.attention_cases import Case, assemble, attend, worst
+from support.carry_cases import PiecesCase, attend_pieces
+from support.strategies_carry import pieces_cases
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from seqloom.comm import Ranks
-from seqloom.runtime import FreeLayout, Network, bind_plan, run_step
-from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
-from seqloom.testing.steps import Found, Step, tiny_spec
+from seqloom.dist import Ranks
+from seqloom.engine import bind_plan, run_step
+from seqloom.models import Network
+from seqloom.params import FreeLayout
 from seqloom.train.model import made_ready
+from support.shapes import Shape, gathered_per_pass, shaped_plan
+from support.steps import Found, Step, tiny_spec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,12 +5,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels import registry
+from seqloom.attention.kernels import dispatch as registry
 from seqloom.attention.kernels.dispatch import Dispatcher
-from seqloom.attention.kernels.kernel import Shape
-from seqloom.attention.kernels.measure import Effort, measure
-from seqloom.attention.segments import Segments
-from seqloom.testing.segment_cases import SCALE, Case, kernel_errors, segment_cases
+from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.masks import Segments
+from seqloom.profiling.kernels import Effort, measure
+from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 pytestmark = pytest.mark.gpu
 

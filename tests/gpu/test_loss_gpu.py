@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from seqloom.runtime.loss import IGNORED, plain_losses, summed_loss
+from seqloom.models.loss import IGNORED, plain_losses, summed_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +52,7 @@ def test_errors_are_at_most_twice_those_of_plain_torch(vocabulary, dtype, floor)
 
 
 def test_fused_and_plain_losses_are_the_same():
-    fused = pytest.importorskip("seqloom.runtime.triton_loss", reason="triton is not installed").fused_losses
+    fused = pytest.importorskip("seqloom.models.triton_loss", reason="triton is not installed").fused_losses
     hidden, weight, labels = draw(64, 128_256, torch.bfloat16)
     with torch.no_grad():
         logits, others = (hidden @ weight.T for _ in range(2))

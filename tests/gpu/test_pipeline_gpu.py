@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import Alone, Ranks
-from seqloom.models import Transformer
-from seqloom.pipeline import offload
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
-from seqloom.plan.schedules import schedule_of
-from seqloom.runtime import Network, Replicated, bind_plan, recompute_layers, run_step, split_weights
-from seqloom.testing.pipelines import stages_on
-from seqloom.testing.steps import Found, Step, tiny_spec
+from seqloom.dist import Alone, Ranks
+from seqloom.engine import bind_plan, run_step
+from seqloom.engine import microbatch as offload
+from seqloom.layout import Span
+from seqloom.models import Network, Transformer, recompute_layers, split_weights
+from seqloom.params import Replicated
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.schedules import schedule_of
+from support.pipelines import stages_on
+from support.steps import Found, Step, tiny_spec
 
 pytestmark = [
     pytest.mark.gpu,

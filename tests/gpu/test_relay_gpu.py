@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from seqloom.comm import Ranks, Relay
+from seqloom.dist import Ranks, Relay
 from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout
-from seqloom.testing.relays import RelayCase
+from support.relays import RelayCase
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.comm.passage import Passage
-from seqloom.comm.route import start_routed
-from seqloom.plan import Move, Route
+from seqloom.dist.routed import Passage, start_routed
+from seqloom.layout import Move, Route
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.comm import Alone, bind_alone
+from seqloom.dist import Alone, bind_alone
+from seqloom.models import split_weights
+from seqloom.models.adapter import LossOf, Network
+from seqloom.params import Placement, StageSharded
 from seqloom.plan import Sharding, Stage
-from seqloom.runtime import Placement, StageSharded, split_weights
-from seqloom.runtime.network import LossOf, Network
-from seqloom.testing.steps import Step, tiny_spec
+from support.steps import Step, tiny_spec
 
 pytestmark = [
     pytest.mark.gpu,

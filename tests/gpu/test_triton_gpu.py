@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from seqloom.attention.kernels.kernel import Saved, Shape
-from seqloom.attention.kernels.triton_segments import TritonSegments
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.interface import Saved, Shape
+from seqloom.attention.kernels.triton_attention import TritonSegments
+from seqloom.attention.masks import Segments
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,18 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels.reference import Reference
-from seqloom.comm.in_process import Ranks
-from seqloom.plan import Group, Method, Span
-from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
-from seqloom.testing.attention_oracle import difference
-from seqloom.testing.strategies_attention import (
-    SHAPES,
-    cases,
-    cases_of_many_groups,
-    cases_of_zones,
-    head_counts,
-    masks,
-)
+from seqloom.dist.threads import Ranks
+from seqloom.layout import Span
+from seqloom.plan import Group, Method
+from seqloom.testing.oracle import difference
+from support.attention_cases import Case, Inputs, assemble, attend, worst
+from support.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones, head_counts, masks
 
 torch.set_num_threads(1)
 PER_SHAPE = settings(max_examples=max(1, 2 * settings().max_examples // 5))

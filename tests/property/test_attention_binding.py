@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.comm.context import bind
-from seqloom.testing.strategies_attention import cases, cases_of_many_groups, cases_of_zones
+from seqloom.dist.token_layout import bind
+from support.strategies_attention import cases, cases_of_many_groups, cases_of_zones
 
 
 class Place:

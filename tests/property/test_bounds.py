@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import Shape
-from seqloom.plan import Group, Method, Remap, Span
+from seqloom.layout import Span
+from seqloom.plan import Group, Method, Remap
 from seqloom.planners.bounds import lower_bound, variants_bound
-from seqloom.planners.bounds.prices import price
-from seqloom.planners.bounds.remap import journey_ns
-from seqloom.planners.bounds.roundings import ROUNDINGS
+from seqloom.planners.bounds.options import ROUNDINGS
+from seqloom.planners.bounds.prices import journey_ns, price
 from seqloom.planners.problem import fitting_problems
-from seqloom.testing.overlapping import shortest_overlapping_step
-from seqloom.testing.strategies import batches, cost_models, roomy_cost_model
-from seqloom.testing.strategies_overlap import overlapping_plans
+from support.overlapping import shortest_overlapping_step
+from support.strategies import batches, cost_models, roomy_cost_model
+from support.strategies_overlap import overlapping_plans
 
 roundings = pytest.mark.parametrize("rounding", ROUNDINGS, ids=range(len(ROUNDINGS)))
 parts = st.lists(st.integers(1, 60), min_size=1, max_size=20)

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels.reference import Reference
-from seqloom.comm.in_process import Ranks
-from seqloom.plan import Checkpoint, Group, Span
-from seqloom.testing.attention_cases import assemble, attend, worst
-from seqloom.testing.attention_oracle import difference
-from seqloom.testing.carry_cases import attend_pieces, evaluate_pieces
-from seqloom.testing.strategies_carry import pieces_cases
+from seqloom.dist.threads import Ranks
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group
+from seqloom.testing.oracle import difference
+from support.attention_cases import assemble, attend, worst
+from support.carry_cases import attend_pieces, evaluate_pieces
+from support.strategies_carry import pieces_cases
 
 torch.set_num_threads(1)
 FEW = settings(max_examples=max(1, settings().max_examples // 5))

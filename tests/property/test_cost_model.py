@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Span
+from seqloom.layout import Span
 
 MODELS = ("llama3-8b", "qwen2.5-0.5b", "qwen3-30b-a3b", "qwen2.5-7b", "gpt-7b")
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, Shape, Variant
-from seqloom.cost.communication import Communication
-from seqloom.cost.reach import reach_of
-from seqloom.cost.remapping import exchanges
+from seqloom.cost.communication import Communication, remap_exchanges
+from seqloom.cost.traffic import reach_of
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Layout, Method, Reduce, Remap, Span, Work
+from seqloom.layout import Layout, Span
+from seqloom.plan import Checkpoint, Method, Reduce, Remap, Work
 
 FULL = Variant(Checkpoint.FULL, Reduce.STEP)
 
@@ -176,7 +176,7 @@ def test_remapping_by_hand():
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     values = {Remap.ATTENTION: 3 * (2 * query + 2 * kv), Remap.MLP: 5 * model.hidden}
     for remap, calls in ((Remap.ATTENTION, 6), (Remap.MLP, 5)):
-        assert exchanges(model, remap, Checkpoint.FULL) == (values[remap], calls)
+        assert remap_exchanges(model, remap, Checkpoint.FULL) == (values[remap], calls)
         work = Work(groups, Checkpoint.FULL, linear=linear, remap=remap)
         times = cost.round_times(work, FULL)
         size = layers * 2 * values[remap]

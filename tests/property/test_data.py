@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.data import IGNORED, Limited, Sampler, StoreWriter, TokenStore, load_tokenizer, prepare, writer
+from seqloom.data import IGNORED, Limited, Sampler, StoreWriter, TokenStore, load_tokenizer, prepare
+from seqloom.data import store as writer
 from seqloom.errors import SeqloomError
 
 DOCUMENTS = st.lists(

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.comm import bind
 from seqloom.data import IGNORED, Batch, rank_rows
+from seqloom.dist import bind
 from seqloom.plan import Checkpoint, Work
-from seqloom.testing.strategies_attention import cases_of_many_groups
+from support.strategies_attention import cases_of_many_groups
 
 
 class Place:

@@ -4,12 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from seqloom.engine import bind_plan, run_step
+from seqloom.params import FreeLayout
 from seqloom.plan import Sharding
-from seqloom.runtime import FreeLayout, bind_plan, run_step
-from seqloom.testing.pipelines import pipeline_steps
-from seqloom.testing.side_by_side import side_by_side_plans
-from seqloom.testing.steps import Found
 from seqloom.train.model import made_ready
+from support.pipelines import pipeline_steps
+from support.side_by_side import side_by_side_plans
+from support.steps import Found
 
 torch.set_num_threads(1)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.planners.hbp import hbp, plain_packing, plans_balance
-from seqloom.planners.hbp.levels import room
+from seqloom.packing import hbp, plain_packing, plans_balance
+from seqloom.packing.levels import room
 from seqloom.simulate import simulate
-from seqloom.testing.strategies import batches, cost_models
+from support.strategies import batches, cost_models
 
 
 @given(

@@ -4,11 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.comm.context import bind
-from seqloom.comm.in_process import run_ranks
 from seqloom.describe import ModelSpec
+from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import bind
+from seqloom.layout import Span
 from seqloom.models import Details, Transformer
-from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.plan import Checkpoint, Group, Work
 
 torch.set_num_threads(1)
 

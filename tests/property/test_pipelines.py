@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
-from seqloom.cost.stage_limits import host_bytes
+from seqloom.cost.stages import host_bytes
 from seqloom.plan import Plan
-from seqloom.plan.schedules.registry import NAMES
 from seqloom.planners import make_plan
-from seqloom.planners.pipelines.line import island_of, line_of
-from seqloom.testing.pipelines import pipeline_plans, pipeline_steps
-from seqloom.testing.scheduled import scheduled_steps
-from seqloom.testing.side_by_side import side_by_side_plans
-from seqloom.testing.steps import Step, tiny_spec
+from seqloom.planners.pipeline.stage_layout import island_of, line_of
+from seqloom.schedules.registry import NAMES
+from support.pipelines import pipeline_plans, pipeline_steps
+from support.scheduled import scheduled_steps
+from support.side_by_side import side_by_side_plans
+from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
 

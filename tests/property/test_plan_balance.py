@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.plan import Layout, level_targets, move_between, rebalanced
+from seqloom.layout import Layout, level_targets, move_between, rebalanced
 
 COSTS = (0, 1, 10)
 """Of a token that stays, goes to a rank of its node, goes to another node."""

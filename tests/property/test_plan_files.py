@@ -9,8 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.plan import RULES, Plan, PlanError
-from seqloom.testing.strategies import plans
+from seqloom.errors import PlanError
+from seqloom.plan import RULES, Plan
+from support.strategies import plans
 
 relaxed = settings(max_examples=150, deadline=None)
 ODD = st.sampled_from((-1, 0, 1, 2, 3, 5, 7, 100, 10**12, None, "x", 1.5, True, [], {}))

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.plan import Group, Layout, Move, PlanError, move_between
-from seqloom.testing.strategies import layouts
-from seqloom.testing.strategies_groups import groups
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, Move, move_between
+from seqloom.plan import Group
+from support.strategies import layouts
+from support.strategies_groups import groups
 
 relaxed = settings(max_examples=100, deadline=None)
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.plan import Move, Route, staged
+from seqloom.layout import Move, Route, staged
 
 Element = tuple[int, int]
 """Item and position."""

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.schedule import Chunks, Tile, gather_schedule, ring_tiles
-from seqloom.plan import Group, Method, Plan, Span
-from seqloom.plan.tiles import ChunkTiles, chunk_tiles, group_tiles, wrong_chunks
-from seqloom.testing.strategies import plans
-from seqloom.testing.strategies_groups import groups
+from seqloom.attention.tiles import Chunks, Tile, gather_schedule, ring_tiles
+from seqloom.layout import Span
+from seqloom.plan import Group, Method, Plan
+from seqloom.plan.rules.groups import ChunkTiles, chunk_tiles, group_tiles, wrong_chunks
+from support.strategies import plans
+from support.strategies_groups import groups
 
 Pair = tuple[int, int, int]
 """Document, position of the query, position of the key."""
@@ -119,5 +120,5 @@ def test_a_hole_or_a_repeated_chunk_is_found(method: Method, monkeypatch: pytest
             broken = ChunkTiles(*(column[kept] for column in whole))
             if whole.first[drop] == whole.last[drop]:  # the first chunk has none before it
                 continue
-            monkeypatch.setattr("seqloom.plan.tiles.chunk_tiles", lambda *_, broken=broken: broken)
+            monkeypatch.setattr("seqloom.plan.rules.groups.chunk_tiles", lambda *_, broken=broken: broken)
             assert wrong_chunks.__wrapped__(3, method) is not None

@@ -10,7 +10,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from seqloom.plan import Action, ActionKind, Plan, Round
-from seqloom.testing.strategies import plans, rounds
+from support.strategies import plans, rounds
 
 relaxed = settings(max_examples=80, deadline=None)
 

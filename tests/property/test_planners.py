@@ -11,7 +11,7 @@ from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan, plan_batches
 from seqloom.planners.bounds import lower_bound
 from seqloom.simulate import simulate
-from seqloom.testing.strategies import batches, cost_models
+from support.strategies import batches, cost_models
 
 
 def holds(lengths, cost):

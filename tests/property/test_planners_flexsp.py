@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.planners.adaptive import plan_adaptive
-from seqloom.planners.flexsp import plan_flexsp
-from seqloom.planners.static import plan_static
+from seqloom.planners.published.flexsp import plan_flexsp
+from seqloom.planners.uniform import plan_adaptive, plan_static
 
 MODELS = ("llama3-8b", "qwen2.5-0.5b", "gpt-7b")
 

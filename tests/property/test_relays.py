@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.comm import Counting, Relay, Transport, run_ranks
-from seqloom.plan import compute_layout, move_between, optimiser_layout, step_layout
-from seqloom.plan.rank_move import move_of_rank
-from seqloom.plan.weights import columns_of
-from seqloom.testing.relays import Held, RelayCase, relay_cases
-from seqloom.testing.strategies import layouts
+from seqloom.dist import Counting, Relay, Transport, run_ranks
+from seqloom.layout import move_between
+from seqloom.layout.move import move_of_rank
+from seqloom.plan import compute_layout, optimiser_layout, step_layout
+from seqloom.plan.parameter_layout import columns_of
+from support.relays import Held, RelayCase, relay_cases
+from support.strategies import layouts
 
 node_sizes = st.sampled_from((None, 1, 2, 4))
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.comm import Alone
-from seqloom.plan import Checkpoint, Group, Span
+from seqloom.dist import Alone
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group
 from seqloom.planners import make_plan
-from seqloom.testing.steps import Step, one_stage_plan, step_plans, steps, tiny_spec
-from seqloom.testing.tiny_models import tiny_model
-from seqloom.testing.two_layouts import with_linear_layouts
+from support.steps import Step, one_stage_plan, step_plans, steps, tiny_spec
+from support.tiny_models import tiny_model
+from support.two_layouts import with_linear_layouts
 
 torch.set_num_threads(1)
 
@@ -54,7 +55,7 @@ class HuggingFaceStep(Step):
     name: str = "llama"
 
     def network(self):
-        from seqloom.integrations import attach, network
+        from seqloom.integrations.transformers import attach, network
 
         return network(attach(tiny_model(self.name)))
 

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.plan.action import ActionKind
-from seqloom.plan.check_actions import complete
-from seqloom.plan.check_messages import ending, matched, send_of
-from seqloom.plan.schedules import NAMES, Schedule, Times, play, schedule_of
-from seqloom.plan.schedules.registry import FAMILIES
-from seqloom.plan.table import Table
+from seqloom.plan.rules.actions import Table, complete, ending, matched, send_of
+from seqloom.schedules import NAMES, Schedule, Times, play, schedule_of
+from seqloom.schedules.registry import FAMILIES
 
 
 @st.composite

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Limits, Plan, Span
+from seqloom.layout import Span
+from seqloom.plan import Limits, Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.flex import plan_flex
-from seqloom.planners.pipelines import plan_pipeline
+from seqloom.planners.pipeline import plan_pipeline
 from seqloom.simulate import predicted_ns, simulate
 
 

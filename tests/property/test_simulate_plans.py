@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import ActionKind, Pipeline, Plan, PlanError, Round, Sharding, Span, Work
+from seqloom.errors import PlanError
+from seqloom.layout import Span
+from seqloom.plan import ActionKind, Pipeline, Plan, Round, Sharding, Work
 from seqloom.simulate import DeadlockError, simulate
-from seqloom.testing.strategies import plans
+from support.strategies import plans
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 WORKING = {F, B, ActionKind.I, W}

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels.reference import Reference
-from seqloom.testing.attention_cases import assemble, attend, worst
-from seqloom.testing.carry_cases import attend_pieces
-from seqloom.testing.strategies_attention import cases, cases_of_many_groups
-from seqloom.testing.strategies_carry import pieces_cases
+from support.attention_cases import assemble, attend, worst
+from support.carry_cases import attend_pieces
+from support.strategies_attention import cases, cases_of_many_groups
+from support.strategies_carry import pieces_cases
 
 torch.set_num_threads(1)
 MOST_RANKS = 8

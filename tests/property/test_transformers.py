@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from seqloom.comm import bind, run_ranks
-from seqloom.integrations import attach, head, hidden_states, inputs, network
-from seqloom.plan import Checkpoint, Group, Span, Work
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.loss import summed_loss
-from seqloom.testing.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
+from seqloom.dist import bind, run_ranks
+from seqloom.integrations.transformers import attach, head, hidden_states, inputs, network
+from seqloom.layout import Span
+from seqloom.models.loss import summed_loss
+from seqloom.models.recompute import recompute_layers
+from seqloom.plan import Checkpoint, Group, Work
+from support.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
 
 torch.set_num_threads(1)
 SHAPES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]

@@ -7,10 +7,10 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from seqloom.comm import bind_alone
+from seqloom.dist import bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.integrations import attach, head, hidden_states, inputs
-from seqloom.testing.tiny_models import randomised
+from seqloom.integrations.transformers import attach, head, hidden_states, inputs
+from support.tiny_models import randomised
 
 torch.set_num_threads(1)
 LENGTHS = [7, 1, 9]

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.comm import run_ranks
+from seqloom.dist import run_ranks
 from seqloom.plan import GroupFamily
-from seqloom.testing.programs import expected_of, random_program, run_program
+from support.programs import expected_of, random_program, run_program
 
 
 @given(ranks=st.integers(1, 6), random=st.randoms(use_true_random=False), strict=st.booleans())

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.testing import hosts
+from support import hosts
 
 
 @pytest.fixture(autouse=True)

@@ -1,31 +1,76 @@
-"""Attention as an operator of torch: opaque to torch.compile, which sees shapes and nothing of what happens inside.
+"""Tickets: tensors that stand for Python objects where only tensors can go, inside a compiled graph.
 
-A compiled graph holds tensors only, so the context comes as a ticket, and what backward needs leaves as one. What a
-graph owns must not stay behind in a ticket, since a compiler uses memory again after its last use in the graph. So q,
-k, v and the output are saved by the graph; the ticket has the log-sum-exp and what exchanges delivered.
-
-A call with a document in pieces also writes into the carry of its context. Torch is not told: doing it twice does no
-harm, and its output is used, so it is never left out.
-
-Importing this file makes `torch.ops.seqloom.attention` known; `attention` calls it where it is given a ticket.
+The memory of a ticket belongs to the object: whoever keeps the ticket, or a view of it, keeps the object, and nobody
+else does. So a graph that saves a ticket for its backward saves the object, and what drops the one drops the other.
 """
 
 from __future__ import annotations
 
+import sys
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch.library import custom_op
 
-from seqloom.attention.bound import bound_calls
-from seqloom.attention.calls import GroupCall
-from seqloom.attention.carried import Carried
-from seqloom.attention.checks import Call
-from seqloom.attention.kernels.kernel import Gradients, Saved
-from seqloom.attention.rows import take
-from seqloom.attention.tickets import Visit, holder, ticket
-from seqloom.attention.unified import backward_groups, forward_groups, last_contiguous
-from seqloom.comm.remap import Crossing
+from seqloom.attention.api import backward_groups, forward_groups, last_contiguous
+from seqloom.attention.context_parallel.kv_cache import Carried
+from seqloom.attention.context_parallel.overlap import GroupCall
+from seqloom.attention.kernels.interface import Gradients, Saved
+from seqloom.attention.plan import Call, bound_calls
+from seqloom.dist import Context
+from seqloom.dist.redistribute import Crossing
+from seqloom.dist.rows import take
+
+_WIDTH = torch.int64.itemsize
+
+
+class _Held(bytearray):
+    """The memory of a ticket, which is its number, and the object."""
+
+    value: object
+
+
+class Visit(NamedTuple):
+    """A context as one layer is called with it: a graph serves all layers, so it cannot tell which one it is."""
+
+    context: Context
+    layer: int | None
+
+
+_numbers = count(1)
+_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+
+
+def ticket(value: object) -> torch.Tensor:
+    """Return a new ticket for an object, int64[1] on the CPU. The object must not hold it: nothing would free them."""
+    number = next(_numbers)
+    held = _Held(number.to_bytes(_WIDTH, sys.byteorder))
+    held.value = value
+    _held[number] = held
+    return torch.frombuffer(held, dtype=torch.int64)  # keeps `held` as long as its storage lives
+
+
+def holder(given: torch.Tensor) -> Any:
+    """Return the object that a ticket stands for."""
+    return _held[int(given)].value
+
+
+# ---- merged: attention.operator
+# Attention as an operator of torch: opaque to torch.compile, which sees shapes and nothing of what happens inside.
+#
+# A compiled graph holds tensors only, so the context comes as a ticket, and what backward needs leaves as one. What
+# a
+# graph owns must not stay behind in a ticket, since a compiler uses memory again after its last use in the graph.
+# So q,
+# k, v and the output are saved by the graph; the ticket has the log-sum-exp and what exchanges delivered.
+#
+# A call with a document in pieces also writes into the carry of its context. Torch is not told: doing it twice does
+# no
+# harm, and its output is used, so it is never left out.
+#
+# Importing this file makes `torch.ops.seqloom.attention` known; `attention` calls it where it is given a ticket.
 
 
 class _Kept(NamedTuple):

@@ -1,4 +1,14 @@
-"""Tiles ready to run: a kernel's prepared segments with the runs of rows they touch."""
+"""Which tiles a ring index computes: host-side index work, done once per round for all layers.
+
+With ring r every document is cut into 2 r chunks; index i holds chunk i, its low one, and chunk 2 r - 1 - i, its high
+one. Under a causal mask the tile of queries of index i and keys of index j is, document by document,
+
+    j == i   a causal square over both chunks (row order is position order)
+    j <  i   all queries x low keys, no mask
+    j >  i   high queries x all keys, no mask
+
+so every index computes the same area in every step but the first.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +20,239 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.kernel import Gradients, Kernel, Prepared, Saved, Shape
-from seqloom.attention.merge import Joins, Sum, Total, covers, sum_dtype
-from seqloom.attention.schedule import Tile
-from seqloom.attention.segments import Segments
-from seqloom.comm.upload import on_device
+from seqloom.attention.kernels.interface import Gradients, Kernel, Prepared, Saved, Shape
+from seqloom.attention.lse import Joins, Sum, Total, covers, sum_dtype
+from seqloom.attention.masks import Segments
+from seqloom.dist.rows import expand, on_device, rows_of
 from seqloom.errors import SeqloomError
+from seqloom.plan import Group
+
+
+class Tile(NamedTuple):
+    """Segments, and the runs of query and key rows that they touch; the segments count from these."""
+
+    segments: Segments
+    queries: slice
+    keys: slice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """What a ring index holds: a low and a high chunk of every document, sorted by document.
+
+    Columns are int64[2, documents]: row 0 for low chunks, row 1 for high ones. Chunks may be empty; a low one only
+    if the high one is too.
+
+    Attributes:
+        index: of the ring.
+        start, stop: positions in the document.
+        row: first row in the buffer of the index.
+        extent: where the whole document starts and stops.
+    """
+
+    index: int
+    start: np.ndarray
+    stop: np.ndarray
+    row: np.ndarray
+    extent: np.ndarray
+
+    @classmethod
+    def of(cls, group: Group, index: int) -> Chunks:
+        """Return the chunks of one ring index: the spans of `Group.ring_spans`, as columns."""
+        _, first, last = np.array(sorted(group.spans), dtype=np.int64).reshape(-1, 3).T
+        base, extra = np.divmod(last - first, 2 * group.ring)
+        number = np.array([[index], [2 * group.ring - 1 - index]])
+        start = first + number * base + np.minimum(number, extra)
+        stop = first + (number + 1) * base + np.minimum(number + 1, extra)
+        return cls(index, start, stop, _first_rows(start, stop), np.stack([first, last]))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the buffer."""
+        return int((self.stop - self.start).sum())
+
+    @property
+    def end(self) -> np.ndarray:
+        """One past the last row of every document, int64[documents]."""
+        return self.row[1] + self.stop[1] - self.start[1]
+
+    def joined(self) -> Chunks:
+        """Make one low chunk of two that touch in every document; otherwise return the chunks as they are."""
+        if not np.array_equal(self.stop[0], self.start[1]):
+            return self
+        start, stop = np.stack([self.start[0], self.stop[1]]), np.stack([self.stop[1], self.stop[1]])
+        return Chunks(self.index, start, stop, _first_rows(start, stop), self.extent)
+
+
+def ring_tiles(queries: Chunks, keys: Chunks, *, causal: bool, window: int | None) -> tuple[Tile, ...]:
+    """Return the tiles of one ring step. The first one of an index with itself covers all its rows."""
+    if window is not None:
+        return _window_tiles(queries, keys, window)
+    q_low, q_high, k_low, k_high = queries.row[0], queries.row[1], keys.row[0], keys.row[1]
+    if not causal or queries.index == keys.index:
+        return _tiles((q_low, queries.end, k_low, keys.end), causal=causal)
+    if keys.index < queries.index:
+        return _tiles((q_low, queries.end, k_low, k_high), causal=False)
+    return _tiles((q_high, queries.end, k_low, keys.end), causal=False)
+
+
+def _window_tiles(queries: Chunks, keys: Chunks, window: int) -> tuple[Tile, ...]:
+    """A segment for every pair of chunks that see each other. A high chunk may see two: that makes a second tile."""
+    if queries.index == keys.index:
+        queries = keys = queries.joined()
+    same = [_pair(queries, half, keys, half, window) for half in (0, 1)]
+    rows = tuple(np.concatenate(columns) for columns in zip(*same, strict=True))
+    return _tiles(rows, causal=True, window=window) + _tiles(_pair(queries, 1, keys, 0, window), True, window)
+
+
+def _pair(queries: Chunks, high_q: int, keys: Chunks, high_k: int, window: int) -> tuple[np.ndarray, ...]:
+    """Return q_start, q_stop, k_start, k_stop, offset of a pair of chunks, without rows that see nothing."""
+    a, b, q_row = queries.start[high_q], queries.stop[high_q], queries.row[high_q]
+    c, d, k_row = keys.start[high_k], keys.stop[high_k], keys.row[high_k]
+    q_low, q_high = np.maximum(a, c), np.minimum(b, d + window - 1)
+    k_low, k_high = np.maximum(c, a - window + 1), np.minimum(d, b)
+    return q_row + q_low - a, q_row + q_high - a, k_row + k_low - c, k_row + k_high - c, q_low - k_low
+
+
+def _tiles(rows: Sequence[np.ndarray], causal: bool, window: int | None = None) -> tuple[Tile, ...]:
+    """Make a tile of columns q_start, q_stop, k_start, k_stop[, offset]; none when all its segments are empty."""
+    q_start, q_stop, k_start, k_stop = rows[:4]
+    offset = rows[4] if len(rows) > 4 else np.zeros_like(q_start)
+    used = (q_stop > q_start) & (k_stop > k_start)
+    if not used.any():
+        return ()
+    q_start, q_stop, k_start, k_stop, offset = (x[used] for x in (q_start, q_stop, k_start, k_stop, offset))
+    queries = slice(int(q_start.min()), int(q_stop.max()))
+    keys = slice(int(k_start.min()), int(k_stop.max()))
+    columns = (q_start - queries.start, q_stop - queries.start, k_start - keys.start, k_stop - keys.start, offset)
+    return (Tile(Segments(*columns, causal=causal, window=window), queries, keys),)
+
+
+class GatherSchedule(NamedTuple):
+    """One index's share of a key/value gather. Rows of all indices are received in ring order, the own ones too.
+
+    Attributes:
+        sends: rows of the own buffer that every index wants.
+        counts: rows that arrive from every index.
+        order: int64[sum of counts], sorts what arrived by document and position; None when it is sorted.
+        tiles: over the own queries and the sorted keys.
+    """
+
+    sends: tuple[slice | np.ndarray, ...]
+    counts: tuple[int, ...]
+    order: np.ndarray | None
+    tiles: tuple[Tile, ...]
+
+
+def gather_schedule(chunks: Sequence[Chunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
+    """Return what ring index `index` sends, receives and computes when keys are gathered.
+
+    Args:
+        chunks: of every ring index.
+        index: the one asked for.
+        causal: later keys are hidden.
+        window: how many tokens a query sees; None: all.
+    """
+    own = chunks[index]
+    sends = []
+    for other in chunks:
+        _, _, row, length = _wanted(_visible(other, causal, window), own)
+        sends.append(rows_of(row, length))
+    parts = [_wanted(_visible(own, causal, window), other) for other in chunks]
+    document, position, _, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    arrived = np.cumsum(length) - length
+    sort = np.lexsort((position, document))
+    order = None if np.array_equal(sort, np.arange(len(sort))) else expand(arrived[sort], length[sort])
+    counts = tuple(int(part[3].sum()) for part in parts)
+    return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window))
+
+
+def visible_runs(
+    chunks: Sequence[Chunks], reader: Chunks, *, causal: bool, window: int | None
+) -> list[list[tuple[int, int]]]:
+    """Return, for every ring index, the runs of its rows that the queries of `reader` see, in the order of the rows."""
+    seen = _visible(reader, causal, window)
+    wanted = [_wanted(seen, holder) for holder in chunks]
+    return [list(zip(row.tolist(), (row + length).tolist(), strict=True)) for _, _, row, length in wanted]
+
+
+def _visible(queries: Chunks, causal: bool, window: int | None) -> np.ndarray:
+    """int64[2 intervals, start and stop, documents]: the positions that the queries see, in two disjoint runs.
+
+    The low chunk sees the first run. The high chunk sees the second and, where that begins right after the first,
+    the end of the first (all of it without a window).
+    """
+    used = queries.stop > queries.start
+    first, last = queries.extent
+    if not causal:
+        low = np.where(used[0], (first, last), (first, first))
+        return np.stack([low, np.stack([low[1], low[1]])])
+    reach = _reach(queries, window)
+    low = np.where(used[0], (reach[0], queries.stop[0]), (first, first))
+    high = np.where(used[1], (np.maximum(reach[1], low[1]), queries.stop[1]), (low[1], low[1]))
+    return np.stack([low, high])
+
+
+def _reach(queries: Chunks, window: int | None) -> np.ndarray:
+    """int64[2, documents]: the first position that the first query of every chunk sees."""
+    first = np.broadcast_to(queries.extent[0], queries.start.shape)
+    return first if window is None else np.maximum(first, queries.start - window + 1)
+
+
+def _wanted(visible: np.ndarray, keys: Chunks) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the runs of `keys` that are visible: document number, position, row and length, sorted by row."""
+    start = np.maximum(keys.start[:, None], visible[None, :, 0])  # [chunk, interval, document]
+    stop = np.minimum(keys.stop[:, None], visible[None, :, 1])
+    row = keys.row[:, None] + start - keys.start[:, None]
+    document = np.broadcast_to(np.arange(start.shape[-1]), start.shape)
+    used = stop > start
+    columns = (document[used], start[used], row[used], (stop - start)[used])
+    sort = np.argsort(columns[2], kind="stable")
+    return columns[0][sort], columns[1][sort], columns[2][sort], columns[3][sort]
+
+
+def _gather_tiles(queries: Chunks, causal: bool, window: int | None) -> tuple[Tile, ...]:
+    if not causal:
+        rows = _first_rows(*_visible(queries, causal, window).transpose(1, 0, 2))
+        return _tiles((queries.row[0], queries.end, rows[0], rows[0] + queries.extent[1] - queries.extent[0]), False)
+    queries = queries.joined()
+    if window is None:
+        return _prefix_tiles(queries)
+    visible, reach = _visible(queries, causal, window), _reach(queries, window)
+    rows = _first_rows(visible[:, 0], visible[:, 1])
+    stop = rows + visible[:, 1] - visible[:, 0]
+    # The high chunk's keys begin inside the low chunk's run, or right after it when there is a gap between them.
+    start = np.stack([rows[0], rows[0] + np.minimum(reach[1], visible[0, 1]) - visible[0, 0]])
+    columns = (queries.row, queries.row + queries.stop - queries.start, start, stop, queries.start - reach)
+    low, high = ([column[half] for column in columns] for half in (0, 1))
+    if np.all((start[1] >= stop[0]) | (queries.start[1] == queries.stop[1])):  # no key is seen by both
+        return _tiles([np.concatenate(pair) for pair in zip(low, high, strict=True)], causal, window)
+    return _tiles(low, causal, window) + _tiles(high, causal, window)
+
+
+def _prefix_tiles(queries: Chunks) -> tuple[Tile, ...]:
+    """A causal square for every chunk, and all keys before it without a mask: kernels are fastest so.
+
+    Both chunks see the keys before the low one, so these are in a tile of each.
+    """
+    first = _first_rows(*_visible(queries, True, None).transpose(1, 0, 2))[0]  # keys of a document follow each other
+    start, stop = (first + edge - queries.extent[0] for edge in (queries.start, queries.stop))
+    rows = (queries.row, queries.row + queries.stop - queries.start)
+    squares = _tiles([np.concatenate(column) for column in (*rows, start, stop)], causal=True)
+    before = [_tiles((rows[0][half], rows[1][half], first, start[half]), causal=False) for half in (0, 1)]
+    return squares + before[0] + before[1]
+
+
+def _first_rows(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Rows where runs begin, int64[2, documents]: document after document, the low run before the high one."""
+    lengths = stop - start
+    ends = np.cumsum(lengths.sum(axis=0))
+    low = ends - lengths.sum(axis=0)
+    return np.stack([low, low + lengths[0]])
+
+
+# ---- merged: attention.tiles
+# Tiles ready to run: a kernel's prepared segments with the runs of rows they touch.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

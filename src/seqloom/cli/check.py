@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.options import AsJson, print_json
+from seqloom.cli.shared import AsJson, print_json
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
-    from seqloom.train.check import Documents, Forecast, Outlook
-    from seqloom.train.repacked import Repacked
+    from seqloom.profiling.check import Documents, Forecast, Outlook, Repacked
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
@@ -41,10 +40,9 @@ def check(
     Example:
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
-    from seqloom.cli.progress import planning
-    from seqloom.train.check import forecasts, outlook, warnings
+    from seqloom.cli.shared import planning
+    from seqloom.profiling.check import forecasts, outlook, repacked, warnings
     from seqloom.train.config import Config
-    from seqloom.train.repacked import repacked
 
     loaded = Config.load(config, overrides or [])
     run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
@@ -62,7 +60,7 @@ def check(
 
 def _require_attachable(folder: Path, *, cut: bool) -> None:
     """Refuse a Hugging Face model that the engine cannot run, or not in stages: the model is made without weights."""
-    from seqloom.integrations import attach, network  # says what to install where torch is missing
+    from seqloom.integrations.transformers import attach, network  # says what to install where torch is missing
 
     try:
         attached = network(attach(_without_weights(folder)))
@@ -89,7 +87,7 @@ def _without_weights(folder: Path) -> PreTrainedModel:
 
 def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> dict[str, Any]:
     """One object: the data, the run, for every planner its figures as lists over the batches, and packings of these."""
-    from seqloom.cli.outcome import setting
+    from seqloom.cli.shared import setting
 
     return {
         **setting(run.cost),
@@ -113,7 +111,7 @@ def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[st
 
 
 def _figures(made: Forecast) -> dict[str, Any]:
-    from seqloom.cli.outcome import GIB, MS
+    from seqloom.cli.shared import GIB, MS
 
     return {
         "step_ms": [ns / MS for ns in made.step_ns],
@@ -133,7 +131,7 @@ def _figures(made: Forecast) -> dict[str, Any]:
 def _print(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> None:
     from rich.console import Console
 
-    from seqloom.cli.outcome import GIB, heading
+    from seqloom.cli.shared import GIB, heading
     from seqloom.view.numbers import duration
 
     console = Console(highlight=False, soft_wrap=True)
@@ -192,7 +190,7 @@ def _table(made: list[Forecast]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from seqloom.cli.outcome import GIB
+    from seqloom.cli.shared import GIB
     from seqloom.view.numbers import milliseconds, percent
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)

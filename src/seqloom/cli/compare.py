@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.options import (
+from seqloom.cli.shared import (
     AsJson,
     BatchSize,
     BudgetGib,
@@ -25,8 +25,7 @@ from seqloom.cli.options import (
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
-    from seqloom.cli.outcome import Outcome
-    from seqloom.cli.workload import Workload
+    from seqloom.cli.shared import Outcome, Workload
     from seqloom.cost import CostModel
 
 Planners = Annotated[
@@ -66,9 +65,7 @@ def compare(
             --profile flexsp-a100 --planners static,flex --max-length 196608 --batches 4
     """
     from seqloom.api import cost_model
-    from seqloom.cli.outcome import outcomes
-    from seqloom.cli.progress import planning
-    from seqloom.cli.workload import Source, Workload
+    from seqloom.cli.shared import Source, Workload, outcomes, planning
     from seqloom.planners import stages_asked
 
     names = planner_names(planners)
@@ -101,8 +98,8 @@ def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], 
 
     ``published`` says of every published planner whether it reproduces its own speed-up under this profile.
     """
-    from seqloom.cli.outcome import setting
-    from seqloom.planners.rivals.published import verdicts
+    from seqloom.cli.shared import setting
+    from seqloom.planners.published.verdicts import verdicts
 
     return {
         **setting(cost),
@@ -123,8 +120,8 @@ def columns(rows: list[dict[str, Outcome]]) -> dict[str, dict[str, list[Any]]]:
 def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]]) -> None:
     from rich.console import Console
 
-    from seqloom.cli.outcome import heading
-    from seqloom.planners.rivals.published import verdicts
+    from seqloom.cli.shared import heading
+    from seqloom.planners.published.verdicts import verdicts
     from seqloom.view import comparison_table
 
     console = Console(highlight=False)

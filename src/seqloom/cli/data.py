@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from seqloom.cli.options import AsJson, print_json
+from seqloom.cli.shared import AsJson, print_json
 
 if TYPE_CHECKING:
-    from seqloom.data.limit import TooLong
-    from seqloom.data.prepare import Prepared
-    from seqloom.data.records import TextUnit
+    from seqloom.data.prepare import Prepared, TextUnit
+    from seqloom.data.source import TooLong
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,9 +64,9 @@ def prepare(
     Example:
         seqloom data prepare books.jsonl chats.parquet --out store --tokenizer bytes --max-length 32768 --too-long drop
     """
-    from seqloom.cli.progress import steps
+    from seqloom.cli.shared import steps
+    from seqloom.data.prepare import Fields
     from seqloom.data.prepare import prepare as make
-    from seqloom.data.records import Fields
     from seqloom.data.tokenizer import load_tokenizer
 
     fields = Fields(text, prompt, answer, ids)

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from seqloom.cli.options import AsJson, ClusterName, print_json
+from seqloom.cli.shared import AsJson, ClusterName, print_json
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
@@ -147,7 +147,7 @@ def _attention(torch: Finding) -> dict[str, str | None]:
         return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
     from torch import cuda, device
 
-    from seqloom.attention.kernels.registry import available, missing
+    from seqloom.attention.kernels.dispatch import available, missing
 
     place = device("cuda", 0) if cuda.is_available() else device("cpu")
     names = [kernel.ability.name for kernel in available(place)]
@@ -158,7 +158,7 @@ def _attention(torch: Finding) -> dict[str, str | None]:
 
 
 def _allocator() -> dict[str, str | None]:
-    from seqloom.train.allocator import NAMES, SETTING, user_setting
+    from seqloom.train.launch import NAMES, SETTING, user_setting
 
     own = user_setting()
     if own is not None:

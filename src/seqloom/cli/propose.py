@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.options import (
+from seqloom.cli.shared import (
     AsJson,
     BudgetGib,
     ClusterName,
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from seqloom.cli.workload import Source
+    from seqloom.cli.shared import Source
     from seqloom.cost import CostModel
-    from seqloom.planners.strategies import Strategy
+    from seqloom.planners.hydraulis import Strategy
 
 StepTokens = Annotated[int, typer.Option("--tokens-per-step", help="Tokens of an optimiser step.")]
 Sequences = Annotated[int, typer.Option("--sequences", help="Sequences that stand for the data; a file is read whole.")]
@@ -64,9 +64,9 @@ def propose(
             --max-length 65536 --tokens-per-step 1048576 --out strategies.json
     """
     from seqloom.api import cost_model
-    from seqloom.cli.progress import steps as progress
-    from seqloom.cli.workload import Source
-    from seqloom.planners.strategies import propose_strategies, strategies_to_json
+    from seqloom.cli.shared import Source
+    from seqloom.cli.shared import steps as progress
+    from seqloom.planners.hydraulis import propose_strategies, strategies_to_json
 
     require_writable(out, "strategies", (".json",))
     counts = {"tokens-per-step": tokens_per_step, "sequences": sequences, "steps": steps, "most": most}
@@ -137,8 +137,8 @@ def tried(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tok
     from itertools import islice
 
     from seqloom.describe import batches_by_tokens
-    from seqloom.planners.strategies.assign import rank_strategies
-    from seqloom.planners.strategies.check import costs_of
+    from seqloom.planners.hydraulis.assign import rank_strategies
+    from seqloom.planners.hydraulis.costs import costs_of
 
     costs = costs_of(strategies, cost)
     rows = []
@@ -155,7 +155,7 @@ def tried(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tok
 def _report(
     cost: CostModel, source: Source, data: np.ndarray, dropped: int, strategies: Sequence[Strategy], trial: Trial
 ) -> dict[str, Any]:
-    from seqloom.cli.outcome import MS, setting
+    from seqloom.cli.shared import MS, setting
 
     times = [trial.mean_ns(k) for k in range(len(strategies))]
     return {
@@ -187,7 +187,7 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from seqloom.cli.outcome import heading
+    from seqloom.cli.shared import heading
     from seqloom.view import rank_chart
     from seqloom.view.numbers import duration
 
@@ -211,7 +211,7 @@ def _table(strategies: Sequence[Strategy], trial: Trial) -> Table:
     from rich import box
     from rich.table import Table
 
-    from seqloom.view.histogram import bar
+    from seqloom.view.charts import bar
     from seqloom.view.numbers import milliseconds, percent
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)

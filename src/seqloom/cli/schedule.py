@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.options import AsJson, Picture, print_json, require_picture, require_writable
+from seqloom.cli.shared import AsJson, Picture, print_json, require_picture, require_writable
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from seqloom.plan.schedules import Schedule
-    from seqloom.plan.schedules.figures import Figures
+    from seqloom.schedules import Schedule
+    from seqloom.schedules.timing import Figures
 
 FINEST, LARGEST = 10**9, 10**9
 """Times are rounded to one part in the first and may not exceed the second."""
@@ -70,7 +70,7 @@ def schedule(
         seqloom schedule seq1f1b --stages 4 --micro-batches 4 --pieces 2
         seqloom schedule --file mine.csv --pieces 2 --times 1,1.6,0.6
     """
-    from seqloom.plan.schedules.figures import figures
+    from seqloom.schedules.timing import figures
 
     require_picture(picture)
     require_writable(csv, "schedule", (".csv",))
@@ -136,7 +136,7 @@ def _named(
     """Build the schedule that is asked for by name."""
     import math
 
-    from seqloom.plan.schedules import schedule_of
+    from seqloom.schedules import schedule_of
 
     counts = _counts(pieces)
     if micro_batches is None and not isinstance(counts, int):
@@ -165,8 +165,8 @@ def _from_file(
     limit: Fraction | None,
 ) -> Schedule:
     """Read a schedule, and compare it with what is said of it."""
-    from seqloom.plan.schedules import Schedule
-    from seqloom.plan.schedules.registry import within
+    from seqloom.schedules import Schedule
+    from seqloom.schedules.registry import within
 
     try:
         text = file.read_text()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from seqloom.cli.options import (
+from seqloom.cli.shared import (
     AsJson,
     BudgetGib,
     ClusterName,
@@ -21,7 +21,7 @@ from seqloom.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from seqloom.cli.outcome import Outcome
+    from seqloom.cli.shared import Outcome
     from seqloom.cost import CostModel
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, .json or .txt.")]
@@ -51,7 +51,7 @@ def simulate(
         seqloom simulate plan.json --cluster 8x8xH200 --model llama3-8b
     """
     from seqloom.api import cost_model, simulated
-    from seqloom.cli.outcome import Outcome, setting
+    from seqloom.cli.shared import Outcome, setting
     from seqloom.plan import Plan
     from seqloom.planners.bounds import plan_bound
 
@@ -85,7 +85,7 @@ def _print_simulation(cost: CostModel, outcome: Outcome) -> None:
 
 
 def _draw_simulation(console: Console, cost: CostModel, outcome: Outcome) -> None:
-    from seqloom.cli.outcome import heading
+    from seqloom.cli.shared import heading
     from seqloom.view import gantt, plan_table
 
     console.print(heading(cost), markup=False)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.options import AsJson, print_json
+from seqloom.cli.shared import AsJson, print_json
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     from seqloom.train.config import Config
-    from seqloom.train.kinds import Kind
+    from seqloom.train.model import Kind
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
@@ -56,11 +56,11 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
 
 def kind_of(config: Config) -> Kind:
     """Return how the model that a config names is built and written."""
-    from seqloom.train.kinds import REFERENCE
+    from seqloom.train.model import REFERENCE
 
     if config.model.huggingface is None:
         return REFERENCE
-    from seqloom.integrations.training import HUGGINGFACE
+    from seqloom.integrations.transformers.loading import HUGGINGFACE
 
     return HUGGINGFACE
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from seqloom.cli.options import AsJson, print_json
+from seqloom.cli.shared import AsJson, print_json
 from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
-    from seqloom.planners.choice import Choice
-    from seqloom.train.verify import Verified
+    from seqloom.planners.registry import Choice
+    from seqloom.profiling.verify import Verified
 
 DTYPES = ("float64", "float32")
 USUAL = "static,adaptive,flex,zones"
@@ -72,11 +72,11 @@ def _verified(
         import torch
     except ImportError as error:
         raise SeqloomError(f"seqloom verify needs torch ({error}); pip install 'seqloom[train]'") from None
-    from seqloom.cli.progress import steps
+    from seqloom.cli.shared import steps
     from seqloom.cli.train import kind_of
+    from seqloom.profiling.verify import verify as compare
     from seqloom.train.config import Config
     from seqloom.train.setup import Setup
-    from seqloom.train.verify import verify as compare
 
     loaded = Config.load(path, overrides)
     setup = Setup.of(loaded, ranks or loaded.run.ranks)

@@ -1,9 +1,14 @@
 """Time and memory of any piece of a plan: compute, communication, memory; profiles as data files; fitting."""
 
-from __future__ import annotations
-
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import Profile
-from seqloom.cost.values import CostTables, Parts, Shape, Variant
+from seqloom.cost.shapes import CostTables, Parts, Shape, Variant
 
-__all__ = ["CostModel", "CostTables", "Parts", "Profile", "Shape", "Variant"]
+__all__ = [
+    "CostModel",
+    "CostTables",
+    "Parts",
+    "Profile",
+    "Shape",
+    "Variant",
+]

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.profile import AdditiveModel, AdditiveProfile
-from seqloom.cost.reach import Reach
-from seqloom.cost.routing import Flow
-from seqloom.cost.values import Shape, Variant
+from seqloom.cost.shapes import Shape, Variant
+from seqloom.cost.traffic import Flow, Reach
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from seqloom.cost.remapping import Remapping
+    from seqloom.cost.communication import Remapping
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import GroupFamily, Layout, Remap, Route, Work
+    from seqloom.layout import Layout, Route
+    from seqloom.plan import GroupFamily, Remap, Work
 
 MIB = 1024 * 1024
 GI = 1024 * MIB

@@ -8,24 +8,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost.communication import Communication
+from seqloom.cost.communication import (
+    Communication,
+    Remapping,
+    adding_ns,
+    column_model,
+    column_shape,
+    team_flow,
+    team_latency,
+)
 from seqloom.cost.compute import Compute
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, Memory
-from seqloom.cost.reach import proxies_of, reach_of
-from seqloom.cost.remapping import Remapping
-from seqloom.cost.routing import Flow
-from seqloom.cost.shapes import candidate_shapes, with_methods
-from seqloom.cost.teams import adding_ns, column_model, column_shape, team_flow, team_latency
-from seqloom.cost.values import Shape, Variant
-from seqloom.plan import Checkpoint, Method, Reduce, Remap, Route
+from seqloom.cost.shapes import Shape, Variant, candidate_shapes, with_methods
+from seqloom.cost.traffic import Flow, proxies_of, reach_of
+from seqloom.layout import Route
+from seqloom.plan import Checkpoint, Method, Reduce, Remap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.reach import Reach
+    from seqloom.cost.traffic import Reach
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import GroupFamily, Layout, Work
+    from seqloom.layout import Layout
+    from seqloom.plan import GroupFamily, Work
 
 GIB = 1024**3
 DEFAULT_CONTEXT = 384 * 1024  # sizes a learned position table when no longest sequence is given

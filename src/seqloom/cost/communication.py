@@ -7,18 +7,25 @@ divide, one more at most where they do not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from seqloom.cost.routing import Flow, best_slices, direct_flow, routed_flow
-from seqloom.plan import Checkpoint, Method
+import numpy as np
+
+from seqloom.cost.compute import kv_width, query_width
+from seqloom.cost.traffic import Flow, best_slices, direct_flow, routed_flow
+from seqloom.layout import move_between
+from seqloom.plan import Checkpoint, Method, Remap
 from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.reach import Reach, Traffic
-    from seqloom.cost.values import Shape
+    from seqloom.cost.shapes import Shape
+    from seqloom.cost.traffic import Reach, Traffic
     from seqloom.describe import Cluster, ModelSpec
+    from seqloom.layout import Layout
+    from seqloom.plan import Work
+
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
 KV_GRADIENT_BYTES = 4  # dK and dV travel in float32: they are sums of many steps
@@ -217,3 +224,127 @@ def exchanged_values(query: int, kv: int, checkpoint: Checkpoint) -> int:
     if checkpoint == Checkpoint.FULL:
         values += 2 * query + 2 * kv
     return values
+
+
+# ---- merged: cost.teams
+# Tensor parallelism on the links: what a team of ranks that split the weights exchanges.
+#
+# Between the products that are split, hidden states lie with the tokens. Each half of a layer, attention and the
+# feed-forward, gathers its input from the team and sends partial sums of its output back, each rank getting those
+# of its
+# own tokens:
+#
+#     forward     2 gathers, 2 sums per layer
+#     backward    of a gather a sum, of a sum a gather: 2 and 2
+#     again       where the layer is run again: 2 and 2
+#
+# A gather is an all-gather; a sum is an all-to-all of the partial rows, added up by their owner. So a rank sends
+# its own
+# tokens' hidden states, or its peer's, to each of its peers: one message of as many bytes each time.
+#
+# What happens inside attention is that of the column: the ranks of one index in all teams of a group, which share
+# 1 / tensor of the heads by Ulysses and ring exactly as ranks without teams share all of them.
+
+
+HIDDEN_BYTES = 2  # bf16 on the wire
+REPEATING = (Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
+
+
+def column_model(model: ModelSpec, tensor: int) -> ModelSpec:
+    """The model as the ranks of a column see its attention."""
+    return replace(model, heads=model.heads // tensor, kv_heads=model.kv_heads // tensor) if tensor > 1 else model
+
+
+def column_shape(shape: Shape, tensor: int) -> Shape:
+    """The shape of a column of a group: Ulysses beyond tensor."""
+    return shape._replace(ulysses=shape.ulysses // tensor) if tensor > 1 else shape
+
+
+def tensor_parallel_exchanges(checkpoint: Checkpoint) -> int:
+    """Gathers of a layer, forward and backward, with what is repeated; there are as many sums."""
+    return 6 if checkpoint in REPEATING else 4
+
+
+def team_flow(links: Communication, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+    """ns per token of the group, all layers, forward and backward."""
+    if not (reach.team.near or reach.team.sent):
+        return Flow()
+    message = (
+        tensor_parallel_exchanges(checkpoint) * links.model.layers * links.model.hidden * HIDDEN_BYTES / shape.degree
+    )
+    gathers = direct_flow(reach.team, *links.message_ns(message, "collective"))
+    return gathers + direct_flow(reach.team, *links.message_ns(message, "all_to_all"))
+
+
+def team_latency(links: Communication, tensor: int, reach: Reach, checkpoint: Checkpoint) -> float:
+    """ns per round, all layers, forward and backward."""
+    if tensor == 1:
+        return 0.0
+    crosses = reach.team.left > 0
+    gather = links.latency("collective", crosses, tensor - 1)
+    total = gather + links.latency("all_to_all", crosses, (tensor - 1).bit_length())
+    return tensor_parallel_exchanges(checkpoint) * links.model.layers * total
+
+
+def adding_ns(model: ModelSpec, tensor: int, checkpoint: Checkpoint, memory_gb_s: float) -> float:
+    """ns per token of a rank, all layers: a sum reads a row of every team member and writes one."""
+    if tensor == 1:
+        return 0.0
+    touched = tensor_parallel_exchanges(checkpoint) * model.layers * (tensor + 1) * model.hidden
+    return touched * HIDDEN_BYTES / memory_gb_s
+
+
+# ---- merged: cost.remapping
+# What it costs to hold tokens in one layout for attention and in another for linear layers.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Remapping:
+    """ns of one round's remapping, all layers, forward and backward."""
+
+    time: int  # of its exchanges, at the pace of the busiest rank or card
+    card: np.ndarray  # int64[nodes, cards] how long each card is taken
+    link: np.ndarray  # int64[ranks] how long each NVLink port is taken
+
+    @classmethod
+    def of(cls, work: Work, attention: Layout, linear: Layout, links: Communication) -> Remapping:
+        """Price the move from the attention layout of a round to its linear layout, and back, in every layer.
+
+        Half of the bytes go each way, so that a card is taken for the mean of what it sends and receives, and an
+        exchange lasts as long as the larger of both at the busiest place.
+        """
+        cluster = links.cluster
+        ranks, size = cluster.ranks, cluster.gpus_per_node
+        move = move_between(attention, linear, node_size=size)
+        ends, tokens = np.stack([move.sender, move.receiver]), move.sizes
+        inside = move.remote & (move.sender // size == move.receiver // size)
+        across = move.remote & ~inside
+        card_of = ends // size * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ends % size]
+        near = np.stack([np.bincount(end[inside], tokens[inside], ranks) for end in ends])
+        cards = cluster.nodes * cluster.nics_per_node
+        far = np.stack([np.bincount(end[across], tokens[across], cards) for end in card_of])
+        values, calls = remap_exchanges(links.model, work.remap, work.checkpoint)
+        link, card = links.message_ns(values * links.model.layers * ACTIVATION_BYTES, "all_to_all")
+        time = 0.0
+        if move.remote.any():
+            doublings = (len(np.unique(ends)) - 1).bit_length()
+            latency = links.model.layers * calls * links.latency("all_to_all", bool(across.any()), doublings)
+            time = max(float(near.max()) * link, float(far.max()) * card) + latency
+        return cls(
+            round(time),
+            np.rint(far.mean(axis=0) * card).astype(np.int64).reshape(cluster.nodes, -1),
+            np.rint(near.mean(axis=0) * link).astype(np.int64),
+        )
+
+
+def remap_exchanges(model: ModelSpec, remap: Remap, checkpoint: Checkpoint) -> tuple[int, int]:
+    """(values per moved token, calls) of a layer, forward and backward.
+
+    Around attention: q, k, v in and the output out, like a head exchange. Around the feed-forward: the hidden state
+    in and out; recomputing repeats the way in.
+    """
+    again = checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL)
+    if remap == Remap.MLP:
+        return (4 + again) * model.hidden, 4 + again
+    calls = {Checkpoint.SELECTIVE: 5, Checkpoint.FULL: 6}.get(checkpoint, 4)
+    return exchanged_values(query_width(model), kv_width(model), checkpoint), calls

@@ -18,16 +18,18 @@ team: what backward reads of them is kept so, and partial sums are sent and rece
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from seqloom.cost.activations import kv_width, layer_values, query_width
+from seqloom.cost.compute import kv_width, layer_values, query_width
 from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.values import Variant
+    from seqloom.cost.shapes import Variant
     from seqloom.describe import ModelSpec
+
 
 GIB = 1024**3
 PARAMETER_BYTES = 2
@@ -119,3 +121,17 @@ def free_bytes(held: int, parameters: int, owners: int) -> int:
 def partial_bytes(model: ModelSpec, tensor: int) -> int:
     """Bytes per token of a rank that partial sums of its team take while they are sent and received, bf16."""
     return 2 * 2 * tensor * model.hidden if tensor > 1 else 0
+
+
+# ---- merged: cost.offload
+# What it takes to keep a unit's activations in host memory: copies over the bus, beside the computing.
+
+
+HOST_GB_S = 20.0
+"""GB/s of a GPU to and from pinned host memory, in one direction: 16 lanes of PCIe 4 carry 25 to 28 when nothing else
+uses them, and the GPUs of a node share its memory. No profile has a figure of its own."""
+
+
+def copy_ns(size: float) -> int:
+    """ns of copying so many bytes between a GPU and host memory, one way."""
+    return math.ceil(size / HOST_GB_S)

@@ -1,32 +1,174 @@
-"""The cost model: cluster + model + profile -> time and memory of any piece of a plan."""
+"""Why a model cannot be trained here, or not in this way, and the way out."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost import closed_form, rounds
+from seqloom.cost import plan_cost as closed_form
+from seqloom.cost import plan_cost as rounds
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.analytic import AnalyticEngine
-from seqloom.cost.pieces import span_sums
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
-from seqloom.cost.reach import Reach, reach_of
-from seqloom.cost.refusal import require_sizes, require_teams, require_tensor, too_small
-from seqloom.cost.shapes import PROBED, ordered, useful_shapes
-from seqloom.cost.tabling import cost_tables, document_parts
-from seqloom.cost.values import CostTables, Parts, Shape, Variant
+from seqloom.cost.shapes import LANES, PROBED, CostTables, Parts, Shape, Variant, ordered, useful_shapes
+from seqloom.cost.traffic import Reach, reach_of
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Part, Reduce, Route, Sharding
+from seqloom.layout import Route
+from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Part, Reduce, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from seqloom.cost.rounds import RoundTimes
+    from seqloom.cost.plan_cost import RoundTimes
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.plan import Plan, Span, Work
+    from seqloom.layout import Span
+    from seqloom.plan import Plan, Work
+
+
+GIB = 1024**3
+
+
+def require_sizes(budget_gib: float | None, max_length: int | None) -> None:
+    """Refuse a memory budget and a longest sequence that hold nothing."""
+    if budget_gib is not None and not 0 < budget_gib < math.inf:
+        raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
+    if max_length is not None and max_length < 1:
+        raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
+
+
+def require_tensor(cost: CostModel) -> None:
+    """Refuse a tensor degree that the model or the ranks do not allow, and what published constants know nothing of."""
+    if isinstance(cost.profile, AdditiveProfile) and (cost.tensor > 1 or cost.sharding == Sharding.FREE):
+        what = f"tensor degree {cost.tensor}" if cost.tensor > 1 else "sharding free"
+        raise SeqloomError(f"profile {cost.profile.name} has no constants for {what}; leave the profile out")
+    cost.model.check_tensor(cost.tensor)
+    sizes = [size for size in cost.family.sizes if size in cost.whole.family.sizes]
+    if cost.tensor not in sizes:
+        raise _no_team(cost, cost.ranks, cost.tensor, sizes, "teams are blocks of the group family")
+
+
+def require_teams(cost: CostModel, ranks: int, tensor: int) -> None:
+    """Refuse to plan for ranks that are not whole teams."""
+    cost.model.check_tensor(tensor)
+    if ranks % tensor:
+        sizes = [size for size in cost.family.sizes if ranks % size == 0]
+        raise _no_team(cost, ranks, tensor, sizes, "teams divide the ranks")
+
+
+def _no_team(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[int], rule: str) -> SeqloomError:
+    legal = [size for size in cost.model.tensor_degrees if size in sizes]
+    nearest = min(legal, key=lambda t: (abs(t - tensor), t))
+    where = f"tensor degree {tensor} on {ranks} ranks in nodes of {cost.node_size}"
+    return SeqloomError(f"{where}: {rule}; use {nearest}")
+
+
+def too_small(cost: CostModel) -> SeqloomError:
+    """The error that says how much memory the model's state needs on plans of one stage."""
+    least = min(cost.engine.fixed_bytes(v) for v in cost.engine.variants) / GIB
+    if cost.sharding == Sharding.FREE:
+        return SeqloomError(
+            f"{cost.model.name} does not fit in one stage: its parameters and gradients, split over teams of "
+            f"{cost.tensor}, a part of the optimiser and buffers need {least:.1f} GiB per GPU, the budget is "
+            f"{cost.budget_bytes / GIB:.1f} GiB; use more stages or a larger tensor degree, take a smaller model, or "
+            f"raise the budget above {least:.1f} GiB"
+        )
+    way = "use more GPUs" if cost.island_size == cost.ranks else "shard wider (sharding full)"
+    return SeqloomError(
+        f"{cost.model.name} does not fit: parameters, gradients, optimiser and buffers need "
+        f"{least:.1f} GiB per GPU (sharded over {cost.island_size} ranks), "
+        f"the budget is {cost.budget_bytes / GIB:.1f} GiB; {way}, take a smaller model, "
+        f"or raise the budget above {least:.1f} GiB"
+    )
+
+
+# ---- merged: cost.tabling
+# The tables that planners search on, for documents of given lengths.
+
+
+def cost_tables(
+    cost: CostModel, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: tuple[Shape, ...]
+) -> CostTables:
+    """Everything planners compare, of these shapes on aligned blocks."""
+    tokens = cost.tokens(np.asarray(lengths))
+    places = [(shape, cost.aligned(shape)) for shape in shapes]
+    lanes = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
+    for name, values in cost.document_parts(tokens, places, variant).items():
+        for lane, members in enumerate(LANES):
+            if name in members:
+                lanes[lane] += values
+    whole = [not shape.hides for shape in shapes]
+    lanes[1, whole] = 0  # without a ring that lane is never the longest
+    fixed = [Parts(**cost.fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
+    return CostTables(
+        shapes=shapes,
+        degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
+        cost=lanes,
+        fixed=np.array(fixed, dtype=np.int64).T.copy(),
+        tokens=tokens,
+        capacity=0 if variant.resident else cost.capacity(variant),  # a stage of a pipeline has a limit of its own
+    )
+
+
+def document_parts(
+    cost: CostModel, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
+) -> dict[str, np.ndarray]:
+    """int64[S, n] per part: ns that each document adds to a group of each shape.
+
+    Plain elementwise float64 operations only, each rounded on its own, so that the integers are the
+    same on every machine and whether documents are priced together or one by one.
+    """
+    engine, lengths = cost.engine, tokens.astype(np.float64)
+    rates = [cost.token_rates(shape, variant, reach) for shape, reach in places]
+    parts = {}
+    for name in rates[0]:
+        column = np.array([rate[name] for rate in rates])[:, None]
+        parts[name] = np.rint(column * lengths).astype(np.int64)
+    whole = {ring: engine.attention(lengths, ring, variant) for ring in {shape.ring for shape, _ in places}}
+    calls = {shape: engine.document_calls(lengths, shape.kernels, variant) for shape, _ in places}
+    shares = [whole[shape.ring] * engine.attention_share(shape) + calls[shape] for shape, _ in places]
+    parts["attention"] = np.rint(np.stack(shares)).astype(np.int64)
+    return parts
+
+
+# ---- merged: cost.pieces
+# What the spans of a group add up to: whole documents, and pieces with a prefix.
+
+
+def span_sums(
+    cost: CostModel, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant
+) -> dict[str, np.ndarray]:
+    """int64[G] per part: ns that the spans of each of these alike groups add up to.
+
+    A piece adds what the document up to its end costs beyond the document up to its start, so pieces add up to their
+    document, and to what every further piece has of its own: the kernels are called once more, gradients of the prefix
+    are added up, and in a ring its keys and values are shared once more.
+    """
+    shape, reach = place
+    edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
+    edges = cost.tokens(edges)
+    tokens, inverse = np.unique(edges, return_inverse=True)
+    start, stop = inverse.reshape(-1, 2).T
+    owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
+    sums = {}
+    for name, values in cost.document_parts(tokens, [place], variant).items():
+        sums[name] = np.zeros(len(groups), dtype=np.int64)
+        np.add.at(sums[name], owner, values[0, stop] - values[0, start])
+    prefix = edges[:, 0].astype(np.float64)
+    if prefix.any():
+        work = cost.engine.prefix_work(prefix, shape, variant)
+        np.add.at(sums["attention"], owner, np.rint(work).astype(np.int64))
+    if prefix.any() and shape.ring > 1:
+        for name, rate in cost.engine.prefix_rates(shape, variant, reach).items():
+            np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))
+    return sums
+
+
+# ---- merged: cost.model
+# The cost model: cluster + model + profile -> time and memory of any piece of a plan.
 
 
 class CostModel:

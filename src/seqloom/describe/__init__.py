@@ -1,21 +1,11 @@
 """What a plan is made for: lengths, cluster and model."""
 
-from __future__ import annotations
-
+from seqloom.describe.batch import Batch, BatchStatistics, Sequence, batches_by_count, batches_by_tokens, drop_longer
 from seqloom.describe.cluster import CLUSTERS, DEVICES, Cluster, Device, Link
 from seqloom.describe.huggingface import model_from_config
-from seqloom.describe.lengths import LONGEST
+from seqloom.describe.lengths import LONGEST, lengths_from, read_lengths
 from seqloom.describe.model import MODELS, ModelSpec
-from seqloom.describe.readers import lengths_from, read_lengths
 from seqloom.describe.samplers import SAMPLERS, Sampler, sample, sampler
-from seqloom.describe.workload import (
-    Batch,
-    BatchStatistics,
-    Sequence,
-    batches_by_count,
-    batches_by_tokens,
-    drop_longer,
-)
 
 __all__ = [
     "CLUSTERS",

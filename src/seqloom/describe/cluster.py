@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seqloom.describe.files import build, is_file_name, read_mapping
-from seqloom.describe.registry import Presets
+from seqloom.describe.presets import Presets
 from seqloom.errors import SeqloomError
+from seqloom.reader import build, is_file_name, read_mapping
 
 _SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x(.+)", re.IGNORECASE)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqloom.describe.files import build, is_file_name, read_mapping
-from seqloom.describe.registry import Presets
+from seqloom.describe.presets import Presets
 from seqloom.errors import SeqloomError
+from seqloom.reader import build, is_file_name, read_mapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,20 @@
 """A reference transformer on packed tokens, whose attention goes through the engine."""
 
-from seqloom.models.details import Details
-from seqloom.models.rope import Rope, Stretch
-from seqloom.models.transformer import Transformer
+from seqloom.models.adapter import Network
+from seqloom.models.compile import compile_layers
+from seqloom.models.loss import summed_loss
+from seqloom.models.recompute import recompute_layers
+from seqloom.models.split_backward import split_weights
+from seqloom.models.transformer import Details, Rope, Stretch, Transformer
 
-__all__ = ["Details", "Rope", "Stretch", "Transformer"]
+__all__ = [
+    "Details",
+    "Network",
+    "Rope",
+    "Stretch",
+    "Transformer",
+    "compile_layers",
+    "recompute_layers",
+    "split_weights",
+    "summed_loss",
+]

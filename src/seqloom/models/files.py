@@ -18,11 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from seqloom.describe import ModelSpec
-from seqloom.describe.files import is_file_name, read_mapping
 from seqloom.errors import SeqloomError
-from seqloom.models.details import Details
-from seqloom.models.rope import Rope
-from seqloom.models.transformer import Transformer
+from seqloom.models.transformer import Details, Rope, Transformer
+from seqloom.reader import is_file_name, read_mapping
 
 CONFIG, PARAMETERS = "config.json", "model.safetensors"
 _HEAD = "lm_head.weight"

@@ -1,16 +1,11 @@
-"""A decoder of the Llama family on packed tokens: what the engine is tried, measured and trained with.
-
-Tokens of all documents lie one after the other, [tokens, hidden]; there is no batch axis and no padding. All but
-attention treats every token by itself, so a rank works on the tokens that its layout gives it, and only the
-attention call meets other ranks. Parameters have the names and shapes of Hugging Face's LlamaForCausalLM.
-
-In a team, attention and feed-forward meet the other members too: each has all tokens of the team and its own slice of
-the heads and of the width, which are those of the weights in hand when a layer runs. See `comm.team`.
-"""
+"""Slices of weights in a team: what a layer runs with must be its member's share."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +14,184 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.comm import attention_context, gathered, remapped, summed
-from seqloom.errors import SeqloomError
-from seqloom.models.details import Details
-from seqloom.models.rope import Rope, rotate
-from seqloom.models.slices import check_slice
+from seqloom.dist import attention_context, gathered, remapped, summed
+from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
-    from seqloom.comm.context import Context
     from seqloom.describe import ModelSpec
+    from seqloom.dist.token_layout import Context
+
+
+def check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor) -> None:
+    """Refuse a weight of which not this rank's share is in hand: the sum over a team would be that of another model.
+
+    Args:
+        weight: [rows in hand, ...], cut by rows.
+        rows: of the whole weight.
+        context: of the round. A rank that is in no group may not know its team, and has no tokens either; a ticket, as
+            compiled layers have it, has no team.
+    """
+    team = None if isinstance(context, torch.Tensor) else context.team
+    members = 1 if team is None else len(team.ranks)
+    if weight.shape[0] * members != rows and (team is None or members > 1):
+        raise SeqloomError(
+            f"{weight.shape[0]} of {rows} rows of a weight in a team of {members}: every member computes with an equal "
+            "share; keep parameters where each plan wants them (sharding 'free'), or plan with tensor = 1"
+        )
+
+
+# ---- merged: models.rope
+# Rotary positions: a query and a key are turned by angles that grow with their position in the document.
+#
+# The two halves of a head are the two coordinates of dim / 2 points. Point i at position p is turned by p * f_i, so
+# the product of a query at p and a key at s depends on p - s only. Positions are given per token: a token keeps
+# its own wherever a plan puts it.
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Llama 3's way to a longer context: slow points turn `factor` times slower, fast ones as they did.
+
+    A point is slow when it turns less than `low` times in the `context` tokens of the first training, fast when it
+    turns more than `high` times, and in between it is in between.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    context: int = 8192
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.factor < 1 or not 0 < self.low < self.high or self.context < 1:
+            raise SeqloomError(f"{self}: needs factor >= 1, 0 < low < high and context >= 1; Llama 3.1 has Stretch()")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions with base `theta`: point i of n turns by theta ** (-i / n) radians per token."""
+
+    theta: float = 10_000.0
+    stretch: Stretch | None = None
+
+    def frequencies(self, dim: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return radians per token of every point, float64[dim / 2]."""
+        if dim % 2 or self.theta <= 0:
+            raise SeqloomError(
+                f"heads of {dim} with rope theta {self.theta}: a head is dim / 2 points and theta is positive; "
+                f"choose head_dim {dim + dim % 2} and a theta like 10000"
+            )
+        speed = self.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+        if self.stretch is None:
+            return speed
+        turns = self.stretch.context * speed / (2 * math.pi)
+        fast = ((turns - self.stretch.low) / (self.stretch.high - self.stretch.low)).clamp(0, 1)
+        return speed * (fast + (1 - fast) / self.stretch.factor)
+
+    def table(self, positions: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin) of every token's angles, each [tokens, 1, dim / 2].
+
+        Angles are float64: at position 1,000,000 a float32 angle is wrong by up to 0.03 radians. The table is
+        float32, or `dtype` where that is wider.
+
+        Args:
+            positions: int64[tokens], from 0 at the start of each document.
+            dim: width of a head.
+            dtype: of the tensors that will be turned.
+        """
+        angles = positions.double()[:, None, None] * self.frequencies(dim, positions.device)
+        wide = torch.promote_types(dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
+
+
+def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Turn `x` [tokens, heads, dim] by the angles of its tokens; rounded once, at the end."""
+    cos, sin = table
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+# ---- merged: models.details
+# What a model computes beyond its shapes: a `ModelSpec` leaves it out, since no time and no memory depends on it.
+
+
+_FAMILIES: Mapping[str, Mapping[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+_EXPECTED: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+}
+"""Keys of a config that the model has no other value for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """Constants and switches of the Llama family.
+
+    Attributes:
+        rope: rotary positions.
+        eps: added to the mean square in every norm.
+        qk_norm: queries and keys are normalised per head before they are turned (Qwen 3).
+        qkv_bias: the query, key and value projections have biases (Qwen 2).
+    """
+
+    rope: Rope = field(default_factory=Rope)
+    eps: float = 1e-6
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Details:
+        """Read the content of a Hugging Face ``config.json``, beside `ModelSpec.load`, which reads the shapes.
+
+        Raises:
+            SeqloomError: a model type or a setting that the reference transformer does not have.
+        """
+        kind = str(config.get("model_type"))
+        if kind not in _FAMILIES:
+            raise unknown("model_type of the reference transformer", kind, _FAMILIES)
+        for key, expected in _EXPECTED.items():
+            value = config.get(key)
+            if value is not None and value != expected:
+                raise SeqloomError(f"{key} = {value!r}: the reference transformer has {expected!r} only; leave it out")
+        return cls(rope=_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **_FAMILIES[kind])
+
+
+def _rope(config: Mapping[str, Any]) -> Rope:
+    """Read both spellings: `rope_parameters` with theta inside, and `rope_scaling` with theta beside it."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(given.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind != "llama3":
+        raise SeqloomError(f"rope scaling {kind!r}: the reference transformer has 'default' and 'llama3' only")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if key not in given]
+    if missing:
+        raise SeqloomError(f"rope scaling 'llama3' without {', '.join(missing)}; add it to the config")
+    factor, low, high, context = (given[key] for key in keys)
+    return Rope(theta, Stretch(float(factor), float(low), float(high), int(context)))
+
+
+# ---- merged: models.transformer
+# A decoder of the Llama family on packed tokens: what the engine is tried, measured and trained with.
+#
+# Tokens of all documents lie one after the other, [tokens, hidden]; there is no batch axis and no padding. All but
+# attention treats every token by itself, so a rank works on the tokens that its layout gives it, and only the
+# attention call meets other ranks. Parameters have the names and shapes of Hugging Face's LlamaForCausalLM.
+#
+# In a team, attention and feed-forward meet the other members too: each has all tokens of the team and its own
+# slice of
+# the heads and of the width, which are those of the weights in hand when a layer runs. See `comm.team`.
+
 
 INITIAL_STD = 0.02
 Table = tuple[torch.Tensor, torch.Tensor]

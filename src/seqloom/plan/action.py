@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from seqloom.plan.error import PlanError
+from seqloom.errors import PlanError
 
 
 class ActionKind(StrEnum):

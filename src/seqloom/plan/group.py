@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from seqloom.plan.boxes import Column
-from seqloom.plan.error import PlanError
-from seqloom.plan.layout import Layout, Span
-from seqloom.plan.route import Route
+from seqloom.errors import PlanError
+from seqloom.layout.boxes import Column
+from seqloom.layout.layout import Layout, Span
+from seqloom.layout.route import Route
 
 
 class Method(StrEnum):

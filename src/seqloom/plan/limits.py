@@ -1,13 +1,101 @@
-"""What a plan must respect, carried by the plan so that it can be checked anywhere."""
+"""The fixed list of rank blocks that may become a Ulysses communicator.
+
+Communicators cost memory and start-up time, so they are never made on demand: a planner chooses among the
+blocks of this family, all of which exist before the first step. Blocks are contiguous and aligned:
+
+    in a node    ranks start..start+size of one node, start (counted in the node) a multiple of size
+    over nodes   a whole number of nodes, the index of the first a multiple of that number
+
+A rank is in at most one block of each size, so a budget of communicators per rank is a budget of sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
-from seqloom.plan.family import GroupFamily
+from seqloom.errors import PlanError
 from seqloom.plan.round import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFamily:
+    """Blocks of `ranks` ranks in nodes of `node_size`, `budget` communicators per rank (size 1 is free)."""
+
+    ranks: int
+    node_size: int
+    budget: int = 16
+    sizes: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the numbers and admit sizes until the budget is used up."""
+        if self.ranks < 1 or self.node_size < 1 or self.ranks % self.node_size:
+            raise PlanError(
+                f"{self.ranks} ranks in nodes of {self.node_size}: ranks must be a whole number of nodes; "
+                f"choose {max(1, round(self.ranks / max(1, self.node_size))) * max(1, self.node_size)} ranks"
+            )
+        if self.budget < 0:
+            raise PlanError(f"a budget of {self.budget} communicators: it must not be negative; choose 0 or more")
+        admitted = _sizes_by_preference(self.ranks, self.node_size)[: self.budget]
+        object.__setattr__(self, "sizes", (1, *sorted(admitted)))
+
+    @classmethod
+    def cached(cls, ranks: int, node_size: int, budget: int = 16) -> GroupFamily:
+        """Return the family of these numbers, built once per process."""
+        return _build(ranks, node_size, budget)
+
+    def blocks(self, size: int) -> tuple[range, ...]:
+        """Return all blocks of one size, in ascending order; none when the size is not in the family."""
+        if size not in self.sizes:
+            return ()
+        if size >= self.node_size:
+            return tuple(range(start, start + size) for start in range(0, self.ranks - size + 1, size))
+        per_node = range(0, self.node_size - size + 1, size)
+        nodes = range(0, self.ranks, self.node_size)
+        return tuple(range(node + start, node + start + size) for node in nodes for start in per_node)
+
+    def contains(self, start: int, size: int) -> bool:
+        """Say whether the `size` ranks from `start` are a block of the family."""
+        if size not in self.sizes or start < 0 or start + size > self.ranks:
+            return False
+        inner = start % self.node_size
+        if size < self.node_size:
+            return inner % size == 0 and inner + size <= self.node_size
+        return start % size == 0
+
+    def communicators(self) -> Iterator[range]:
+        """List every block that needs a communicator, by size and then by start."""
+        for size in self.sizes[1:]:
+            yield from self.blocks(size)
+
+    def nearest(self, start: int, size: int) -> range:
+        """Return the block nearest to the one asked for: by size (the smaller of two), then by start."""
+        best = min(self.sizes, key=lambda candidate: (abs(candidate - size), candidate))
+        return min(self.blocks(best), key=lambda block: (abs(block.start - start), block.start))
+
+
+def _sizes_by_preference(ranks: int, node_size: int) -> list[int]:
+    """Return all possible sizes above 1, the ones to admit first at the front."""
+    nodes = ranks // node_size
+    divisors = [size for size in range(1, node_size + 1) if node_size % size == 0]
+    doubled = [node_size << power for power in range(nodes.bit_length()) if node_size << power <= ranks]
+    order = sorted({size for size in divisors if size & (size - 1) == 0} | set(doubled))
+    order += divisors
+    order += [ranks]
+    order += [count * node_size for count in range(1, nodes + 1)]
+    order += list(range(2, node_size))
+    return [size for size in dict.fromkeys(order) if size > 1]
+
+
+@lru_cache(maxsize=64)
+def _build(ranks: int, node_size: int, budget: int) -> GroupFamily:
+    return GroupFamily(ranks, node_size, budget)
+
+
+# ---- merged: plan.limits
+# What a plan must respect, carried by the plan so that it can be checked anywhere.
 
 
 class Sharding(StrEnum):

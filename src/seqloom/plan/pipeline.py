@@ -1,14 +1,57 @@
-"""A pipeline: stages, the rounds that flow through them, and the table of actions that says in what order."""
+"""A stage: ranks, a range of layers and a tensor-parallel degree; and that range as a part of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
 
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.limits import Reduce
 from seqloom.plan.round import Round
-from seqloom.plan.stage import Part, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Ranks that run layers `layers[0] .. layers[1] - 1`.
+
+    Several stages of a pipeline may have the same ranks, see `Pipeline`.
+
+    With a tensor degree t above 1 the weights are split over t neighbours: ranks 0 to t - 1 of the stage, the
+    next t, and so on. Tokens and heads are then
+    split over these ranks exactly as over Ulysses ranks, so tensor ranks are the innermost part of a group's
+    Ulysses axis: every group of the stage has a `ulysses` that is a multiple of t.
+    """
+
+    ranks: tuple[int, ...]
+    layers: tuple[int, int]
+    tensor: int = 1
+
+
+class Part(NamedTuple):
+    """Layers `first .. stop - 1` of a model with `of` layers: what a stage of a pipeline has of it.
+
+    A part that begins also embeds; one that ends also has the final norm, the vocabulary projection and the loss.
+    """
+
+    first: int
+    stop: int
+    of: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether it takes token ids; others take hidden states."""
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether it gives the sum of token losses; others give hidden states."""
+        return self.stop == self.of
+
+
+# ---- merged: plan.pipeline
+# A pipeline: stages, the rounds that flow through them, and the table of actions that says in what order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +149,77 @@ def _open_together(rounds: Sequence[Round]) -> Iterator[range]:
         if number >= reach:
             yield range(start, number + 1)
             start = reach = number + 1
+
+
+# ---- merged: plan.per_pass
+# Stages whose parameters are gathered for every pass, not for the step: under free sharding, a choice of the plan.
+#
+#     0UNSHARD 0F0 0B0 0F1 0B1 0REDUCE 0RESHARD                       stay for the step
+#
+#     0UNSHARD0 0F0 0RESHARD0 0UNSHARD0 0B0 0RESHARD0 ... 0REDUCE     gathered for every pass
+#
+# Between passes the ranks with the same slice of such a stage's weights keep a share of it each, and of its
+# gradients.
+# That is less memory for more messages. UNSHARD brings the shares together. RESHARD drops the copies; after a
+# backward
+# it sums their gradients into the shares first. Gradients of weight halves (W) wait for the REDUCE.
+
+
+FRAME = (ActionKind.UNSHARD, ActionKind.RESHARD)
+BACKWARD = (ActionKind.B, ActionKind.I)
+COMPUTING = (ActionKind.F, *BACKWARD, ActionKind.W)
+
+
+class PassMove(Enum):
+    """What an action moves between shares and copies."""
+
+    GATHER = "gather"  # parameters: the shares to all ranks
+    SUM = "sum"  # gradients: of all ranks to the shares
+
+
+def stages_per_pass(pipeline: Pipeline) -> frozenset[int]:
+    """Return the stages that a pipeline gathers for every pass: those with an UNSHARD of a round."""
+    actions = (action for row in pipeline.actions for action in row)
+    return frozenset(each.stage for each in actions if each.kind is ActionKind.UNSHARD and each.round is not None)
+
+
+def gathered_for_passes(pipeline: Pipeline, stages: Sequence[int] | None = None) -> Pipeline:
+    """Return the pipeline with these stages gathered for every pass; None: all of them."""
+    chosen = range(len(pipeline.stages)) if stages is None else stages
+
+    def around(action: Action) -> tuple[Action, ...]:
+        if action.stage not in chosen or action.kind not in (*FRAME, *COMPUTING):
+            return (action,)
+        first, last = (Action(action.stage, kind, action.round) for kind in FRAME)
+        return () if action.kind in FRAME else (first, action, last)
+
+    rows = (tuple(each for action in row for each in around(action)) for row in pipeline.actions)
+    return replace(pipeline, actions=tuple(rows))
+
+
+def pass_moves(row: Sequence[Action], stages: frozenset[int]) -> Iterator[PassMove | None]:
+    """Yield for every action of a host's row what it moves.
+
+    Args:
+        row: of a pipeline.
+        stages: those that are gathered for every pass.
+    """
+    halves = any(action.kind is ActionKind.W for action in row)
+    owed: set[int] = set()  # stages with gradients that are not in the shares' yet
+    for action in row:
+        move = None
+        if action.stage in stages:
+            if action.kind is ActionKind.UNSHARD:
+                move = PassMove.GATHER
+            elif action.kind in BACKWARD:
+                owed.add(action.stage)
+            elif _sums(action, action.stage in owed, halves):
+                move = PassMove.SUM
+                owed.discard(action.stage)
+        yield move
+
+
+def _sums(action: Action, owed: bool, halves: bool) -> bool:
+    if action.kind is ActionKind.RESHARD:
+        return owed
+    return action.kind is ActionKind.REDUCE and action.round is None and (owed or halves)

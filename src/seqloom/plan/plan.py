@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from seqloom.plan.error import PlanError
+from seqloom.errors import PlanError
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline
 
@@ -36,7 +37,7 @@ class Plan:
     @property
     def hash(self) -> str:
         """Hex sha256 of the canonical JSON without the planner's name; the same in every process."""
-        from seqloom.plan.encode import content_hash
+        from seqloom.plan.json import content_hash
 
         known = self._hash or content_hash(self)
         object.__setattr__(self, "_hash", known)
@@ -70,14 +71,14 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as one line of JSON."""
-        from seqloom.plan.encode import to_json
+        from seqloom.plan.json import to_json
 
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote; does not validate."""
-        from seqloom.plan.encode import from_json
+        from seqloom.plan.json import from_json
 
         return from_json(text)
 
@@ -131,3 +132,23 @@ def _form_of(path: str | Path) -> str:
     if suffix not in (".json", ".txt"):
         raise PlanError(f"{str(path)!r} ends in {suffix!r}; a plan file ends in .json or .txt", rule="format")
     return suffix
+
+
+# ---- merged: plan.outline
+# A plan's pipelines in a few characters: for logs, tables and metrics.
+
+
+def outline(plan: Plan) -> str:
+    """Name the pipelines of a plan side by side, those with most ranks first; equal ones are counted.
+
+    A pipeline is tensor degree x stages / ranks, where groups of ranks that follow each other count as stages:
+    ``2x2/4, 1x1/2 x 2`` has two stages of two ranks that split the weights, and two pairs of ranks.
+    """
+    counts = Counter((len(line.ranks), _name(line)) for line in plan.pipelines)
+    largest_first = sorted(counts.items(), key=lambda each: (-each[0][0], each[0][1]))
+    return ", ".join(f"{name} x {count}" if count > 1 else name for (_, name), count in largest_first)
+
+
+def _name(line: Pipeline) -> str:
+    tensors = dict.fromkeys(str(stage.tensor) for stage in line.stages)
+    return f"{'-'.join(tensors)}x{len(line.hosts)}/{len(line.ranks)}"

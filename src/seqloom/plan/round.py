@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from seqloom.layout.layout import Layout, Span
 from seqloom.plan.group import Group
-from seqloom.plan.layout import Layout, Span
 
 
 class Checkpoint(StrEnum):

@@ -1,37 +1,288 @@
-"""A plan as text for people: a header, the documents, then one line per stage, group and row of actions.
-
-    seqloom plan 1
-    planner flex
-    ranks 8
-    ...
-    documents 3
-      0: 9000 512 700
-    pipeline 0
-    stage 0 ranks 0-7 layers 0-32 tensor 1
-    round 0 stage 0 checkpoint selective
-      group ranks 0-3 ulysses 4 ring 1: 0[0:4096)
-      group ranks 4 ulysses 1 ring 1: 1 2
-    host 0: 0F0 0B0 0REDUCE
-
-A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
-layout follows its groups, one line per rank. Host 0 is the ranks of stage 0, host 1 the next ranks that a stage
-names, and so on; stages with the same ranks share a row, such as `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank
-lines and lines that begin with # are skipped.
-"""
+"""Read the text form of a plan, line by line; every error names the line and the rule."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
+from typing import NoReturn, TypeVar
 
-from seqloom.plan.group import Method
-from seqloom.plan.layout import Layout
-from seqloom.plan.pipeline import Pipeline
+from seqloom.errors import PlanError, unknown
+from seqloom.layout.layout import Layout, Span
+from seqloom.layout.route import Route
+from seqloom.plan.action import Action
+from seqloom.plan.group import Group, Method
+from seqloom.plan.limits import Limits, Reduce, Sharding
+from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Remap, Work
-from seqloom.plan.text_reader import read_plan
+from seqloom.plan.round import Checkpoint, Remap, Round, Work
+
+_NUMBERS = ("ranks", "node_size", "heads", "granule", "communicators")
+_KEYS = ("planner", *_NUMBERS, "capacity", "sharding", "reduce", "documents")
+_STAGE = re.compile(r"stage (\d+) ranks (\S+) layers (\d+)-(\d+) tensor (\d+)")
+_ROUND = re.compile(r"round (\d+)(?: stage (\d+) checkpoint (\S+)(?: remap (\S+))?( offload)?)?")
+_GROUP = re.compile(r"group ranks (\S+) ulysses (\d+) ring (\d+)(?: method (\S+))?(?: route (\S+) slices (\d+))?:(.*)")
+_LAYOUT = re.compile(r"(attention|linear) axes ([12])")
+_RANK = re.compile(r"rank (\d+):(.*)")
+_ACTIONS = re.compile(r"host (\d+):(.*)")
+_RUN = re.compile(r"(\d+)(?:-(\d+))?")
+_BOX = re.compile(r"(\d+)(?:\[(\d+):(\d+)\)(?:x\[(\d+):(\d+)\))?)?")
+_MOST_RANKS = 2**20
+"""A run of ranks longer than this is a slip of the pen, not a cluster."""
+_MOST_DIGITS = 16
+
+E = TypeVar("E", Sharding, Reduce, Checkpoint, Method, Remap)
+
+
+def read_plan(text: str) -> Plan:
+    """Read a whole file."""
+    lines = _Lines(text)
+    if lines.take() != "seqloom plan 1":
+        lines.refuse("a plan text begins with 'seqloom plan 1'; write it with Plan.save")
+    header = _read_header(lines)
+    documents = _read_documents(lines, header.pop("documents"))
+    pipelines = []
+    while lines.peek():
+        number = lines.match(re.compile(r"pipeline (\d+)"), "pipeline NUMBER")[1]
+        lines.expect_number("pipeline", number, len(pipelines))
+        pipelines.append(_read_pipeline(lines, documents))
+    sharding, reduce, planner = header.pop("sharding"), header.pop("reduce"), header.pop("planner")
+    return Plan(Limits(**header), sharding, reduce, documents, tuple(pipelines), planner)
+
+
+class _Lines:
+    """The lines that say something, with their numbers."""
+
+    def __init__(self, text: str) -> None:
+        numbered = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
+        self.rows = [(number, line) for number, line in numbered if line and not line.startswith("#")]
+        self.at = 0
+
+    def peek(self) -> str:
+        """Return the next line, or nothing at the end."""
+        return self.rows[self.at][1] if self.at < len(self.rows) else ""
+
+    def take(self) -> str:
+        """Return the next line and step over it."""
+        line = self.peek()
+        self.at += 1
+        return line
+
+    def match(self, pattern: re.Pattern[str], form: str) -> re.Match[str]:
+        """Take the next line, which must have this form."""
+        found = pattern.fullmatch(self.take())
+        return found if found else self.refuse(f"expected '{form}'")
+
+    def refuse(self, message: str) -> NoReturn:
+        """Raise an error about the line taken last."""
+        index = self.at - 1
+        where = f"line {self.rows[index][0]}: {_short(self.rows[index][1])}" if index < len(self.rows) else "the end"
+        raise PlanError(f"plan text, {where}: {message}", rule="format")
+
+    def number(self, word: str) -> int:
+        """Read a whole number."""
+        if not re.fullmatch(r"-?\d+", word, re.ASCII) or len(word) > _MOST_DIGITS:
+            self.refuse(f"{_short(word)} is not a number; give a whole number of at most {_MOST_DIGITS} digits")
+        return int(word)
+
+    def expect_number(self, what: str, found: str, expected: int) -> None:
+        """Refuse numbers out of sequence: they would silently mean something else."""
+        if self.number(found) != expected:
+            self.refuse(f"{what} {found} is out of order; {what}s are numbered from 0 without gaps, use {expected}")
+
+    def choice(self, word: str, kind: type[E]) -> E:
+        """Read a word of a fixed list."""
+        try:
+            return kind(word)
+        except ValueError:
+            return self.refuse(str(unknown(kind.__name__.lower(), word, [member.value for member in kind])))
+
+
+def _short(line: str) -> str:
+    return repr(line if len(line) <= 60 else line[:57] + "...")
+
+
+def _read_header(lines: _Lines) -> dict:
+    header: dict = {"capacity": ()}
+    while "documents" not in header:
+        key, _, value = lines.take().partition(" ")
+        if key not in _KEYS:
+            lines.refuse(str(unknown("key", key, _KEYS)))
+        if key in header and key != "capacity":
+            lines.refuse(f"{key} is given twice; keep one line")
+        if key == "capacity":
+            name, _, tokens = value.partition(" ")
+            header[key] += ((lines.choice(name, Checkpoint), lines.number(tokens)),)
+        elif key == "planner":
+            header[key] = _read_name(lines, value)
+        elif key == "sharding":
+            header[key] = lines.choice(value, Sharding)
+        elif key == "reduce":
+            header[key] = lines.choice(value, Reduce)
+        else:
+            header[key] = lines.number(value)
+    missing = [key for key in _KEYS if key not in header]
+    if missing:
+        lines.refuse(f"the header lacks {missing[0]!r}; its keys are {', '.join(_KEYS)}")
+    return header
+
+
+def _read_name(lines: _Lines, value: str) -> str:
+    if not value.startswith('"'):
+        return value
+    try:
+        name = json.loads(value)
+    except ValueError:
+        name = None
+    return name if isinstance(name, str) else lines.refuse("the planner's name is not a quoted string; drop the quotes")
+
+
+def _read_documents(lines: _Lines, count: int) -> tuple[int, ...]:
+    lengths: list[int] = []
+    while re.match(r"\d+:", lines.peek()):
+        start, _, words = lines.take().partition(":")
+        lines.expect_number("document", start, len(lengths))
+        lengths += [lines.number(word) for word in words.split()]
+    if len(lengths) != count:
+        lines.refuse(f"{len(lengths)} lengths for 'documents {count}'; give as many lengths as documents")
+    return tuple(lengths)
+
+
+def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
+    stages: list[Stage] = []
+    while re.match(r"stage \d+ ", lines.peek()):
+        number, ranks, first, stop, tensor = lines.match(_STAGE, "stage 0 ranks 0-7 layers 0-32 tensor 1").groups()
+        lines.expect_number("stage", number, len(stages))
+        extent = (lines.number(first), lines.number(stop))
+        stages.append(Stage(_read_ranks(lines, ranks), extent, lines.number(tensor)))
+    rounds = _read_rounds(lines, documents)
+    rows: list[tuple[Action, ...]] = []
+    while lines.peek().startswith("host "):
+        number, words = lines.match(_ACTIONS, "host 0: 0F0 0B0").groups()
+        lines.expect_number("host", number, len(rows))
+        rows.append(_read_actions(lines, words))
+    if lines.peek() and not lines.peek().startswith("pipeline "):
+        lines.take()
+        lines.refuse("expected a stage, round, group, layout, host or pipeline line, in this order")
+    return Pipeline(tuple(stages), rounds, tuple(rows))
+
+
+def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]:
+    rounds: list[list[Work]] = []
+    while lines.peek().startswith("round "):
+        number, stage, checkpoint, remap, offload = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
+        if stage is None or lines.number(stage) == 0:
+            lines.expect_number("round", number, len(rounds))
+            rounds.append([])
+        else:
+            lines.expect_number("round", number, len(rounds) - 1)
+        if stage is not None:
+            lines.expect_number("stage", stage, len(rounds[-1]))
+            work = _read_work(lines, lines.choice(checkpoint, Checkpoint), documents)
+            work = work if remap is None else replace(work, remap=lines.choice(remap, Remap))
+            rounds[-1].append(replace(work, offload=offload is not None))
+    return tuple(Round(tuple(work)) for work in rounds)
+
+
+def _read_work(lines: _Lines, checkpoint: Checkpoint, documents: tuple[int, ...]) -> Work:
+    groups = []
+    while lines.peek().startswith("group "):
+        form = "group ranks 0-7 ulysses 8 ring 1: 12 15[0:4096)"
+        ranks, ulysses, ring, method, proxies, slices, words = lines.match(_GROUP, form).groups()
+        spans = tuple(_read_span(lines, word, documents) for word in words.split())
+        groups.append(
+            Group(
+                _read_ranks(lines, ranks),
+                lines.number(ulysses),
+                lines.number(ring),
+                spans,
+                Method.RING if method is None else lines.choice(method, Method),
+                None if proxies is None else Route(_read_ranks(lines, proxies), lines.number(slices)),
+            )
+        )
+    layouts: dict[str, Layout] = {}
+    while lines.peek().startswith(("attention ", "linear ")):
+        name, axes = lines.match(_LAYOUT, "linear axes 1").groups()
+        if name in layouts:
+            lines.refuse(f"the {name} layout is given twice; keep one")
+        layouts[name] = _read_layout(lines, int(axes))
+    return Work(tuple(groups), checkpoint, layouts.get("attention"), layouts.get("linear"))
+
+
+def _read_layout(lines: _Lines, axes: int) -> Layout:
+    boxes = []
+    while lines.peek().startswith("rank "):
+        rank, words = lines.match(_RANK, "rank 0: 3[0:100)").groups()
+        for word in words.split():
+            found = _BOX.fullmatch(word)
+            numbers = [] if found is None else [part for part in found.groups() if part is not None]
+            if len(numbers) != 1 + 2 * axes:
+                lines.refuse(f"{word!r} is not a box; with {axes} axes write {'3[0:100)' + 'x[0:4)' * (axes - 1)}")
+            boxes.append((lines.number(rank), *map(lines.number, numbers)))
+    try:
+        return Layout.of(boxes) if boxes else Layout.empty(axes)
+    except PlanError as error:
+        return lines.refuse(str(error))
+
+
+def _read_span(lines: _Lines, word: str, documents: tuple[int, ...]) -> Span:
+    found = _BOX.fullmatch(word)
+    if found is None or found[4] is not None:
+        lines.refuse(f"{_short(word)} is not a span; write 15 for a whole document or 15[0:4096) for a piece")
+    document = lines.number(found[1])
+    if found[2] is not None:
+        return Span(document, lines.number(found[2]), lines.number(found[3]))
+    if document >= len(documents):
+        lines.refuse(f"there is no document {document}; use 0 to {len(documents) - 1}")
+    return Span(document, 0, documents[document])
+
+
+def _read_ranks(lines: _Lines, text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    ranks: list[int] = []
+    for part in text.split(","):
+        found = _RUN.fullmatch(part)
+        if found is None:
+            lines.refuse(f"{_short(part)} is not a run of ranks; write 0-7 or 0-3,8-11")
+        first = lines.number(found[1])
+        last = first if found[2] is None else lines.number(found[2])
+        if not first <= last < first + _MOST_RANKS:
+            lines.refuse(f"{_short(part)} is not a run of ranks; the second number is the last rank, write 0-7")
+        ranks += range(first, last + 1)
+    return tuple(ranks)
+
+
+def _read_actions(lines: _Lines, words: str) -> tuple[Action, ...]:
+    try:
+        return tuple(Action.parse(word) for word in words.split())
+    except PlanError as error:
+        return lines.refuse(str(error))
+
+
+# ---- merged: plan.text
+# A plan as text for people: a header, the documents, then one line per stage, group and row of actions.
+#
+#     seqloom plan 1
+#     planner flex
+#     ranks 8
+#     ...
+#     documents 3
+#       0: 9000 512 700
+#     pipeline 0
+#     stage 0 ranks 0-7 layers 0-32 tensor 1
+#     round 0 stage 0 checkpoint selective
+#       group ranks 0-3 ulysses 4 ring 1: 0[0:4096)
+#       group ranks 4 ulysses 1 ring 1: 1 2
+#     host 0: 0F0 0B0 0REDUCE
+#
+# A document's number alone stands for the whole document. Layers 0-32 are 0 to 31, as in `[0:32)`. An explicit
+# layout follows its groups, one line per rank. Host 0 is the ranks of stage 0, host 1 the next ranks that a stage
+# names, and so on; stages with the same ranks share a row, such as `host 0: 0F0 0SEND_F0 2RECV_F0 2F0`. Blank
+# lines and lines that begin with # are skipped.
+
 
 _PER_LINE = 16
 

@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from seqloom.plan import check_actions, check_messages, check_routes, check_structure, check_teams, check_tokens
+from seqloom.plan.rules import actions as check_actions
+from seqloom.plan.rules import actions as check_messages
+from seqloom.plan.rules import groups as check_routes
+from seqloom.plan.rules import structure as check_structure
+from seqloom.plan.rules import structure as check_teams
+from seqloom.plan.rules import tokens as check_tokens
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan

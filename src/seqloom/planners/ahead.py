@@ -20,7 +20,7 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.choice import Choice
+from seqloom.planners.registry import Choice
 from seqloom.simulate import simulate
 
 

@@ -16,12 +16,11 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan, Sharding
-from seqloom.planners.adaptive import plan_adaptive
 from seqloom.planners.flex import plan_flex
-from seqloom.planners.pipelines import plan_pipeline
-from seqloom.planners.remapping import with_remapping
-from seqloom.planners.static import plan_static
-from seqloom.planners.strategies import Strategy, plan_strategies
+from seqloom.planners.hydraulis import Strategy, plan_strategies
+from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.remap import with_remapping
+from seqloom.planners.uniform import plan_adaptive, plan_static
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns
 
@@ -57,7 +56,7 @@ def plan_auto(
         return best_of([*known, *_free(lengths, cost, evaluations, seed, strategies)], cost)
     candidates = _whole(lengths, cost, evaluations, seed)
     if len(lengths) * cost.ranks <= SOLVER_LIMIT and find_spec("highspy"):
-        from seqloom.planners.flexsp import plan_flexsp
+        from seqloom.planners.published.flexsp import plan_flexsp
 
         with suppress(SeqloomError):  # its degrees are powers of two: it may refuse what the others hold
             candidates.append(plan_flexsp(lengths, cost, seed=seed))

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, Shape, Variant
-from seqloom.cost.passes import priced_passes
+from seqloom.cost.resharding import priced_passes
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Plan, Work
-from seqloom.planners.zones.bounds import ZoneBounds, zone_bounds
+from seqloom.planners.zones.search import ZoneBounds, zone_bounds
 from seqloom.simulate import simulate
 
 ZONES = ("inter-node", "intra-node", "local")

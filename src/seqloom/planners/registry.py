@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,15 @@ class Planned:
 def planner(name: str) -> Callable[..., Plan]:
     """The planner of that name: ``(lengths, cost, **options) -> Plan``. Modules are loaded on first use."""
     if name == "static":
-        from seqloom.planners.static import plan_static
+        from seqloom.planners.uniform import plan_static
 
         return plan_static
     if name == "adaptive":
-        from seqloom.planners.adaptive import plan_adaptive
+        from seqloom.planners.uniform import plan_adaptive
 
         return plan_adaptive
     if name == "flexsp":
-        from seqloom.planners.flexsp import plan_flexsp
+        from seqloom.planners.published.flexsp import plan_flexsp
 
         return plan_flexsp
     if name == "flex":
@@ -55,11 +55,11 @@ def planner(name: str) -> Callable[..., Plan]:
 
         return plan_zones
     if name == "pipeline":
-        from seqloom.planners.pipelines import plan_pipeline
+        from seqloom.planners.pipeline import plan_pipeline
 
         return plan_pipeline
     if name == "strategies":
-        from seqloom.planners.strategies import plan_strategies
+        from seqloom.planners.hydraulis import plan_strategies
 
         return plan_strategies
     if name == "exact":
@@ -71,7 +71,7 @@ def planner(name: str) -> Callable[..., Plan]:
 
         return plan_auto
     if name in RIVALS:
-        from seqloom.planners.rivals import RIVAL_PLANNERS
+        from seqloom.planners.published import RIVAL_PLANNERS
 
         return RIVAL_PLANNERS[name]
     raise unknown("planner", name, (*PLANNERS, *RIVALS))
@@ -157,7 +157,7 @@ def plan_batches(
     """
     options: dict[str, dict[str, Any]] = {name: {} for name in names}
     if "static" in options:
-        from seqloom.planners.static import fastest_static_degree
+        from seqloom.planners.uniform import fastest_static_degree
 
         options["static"] = {"degree": fastest_static_degree(batches, cost)}
     for name in names:  # load, and compile where that is installed, before the clock runs
@@ -177,3 +177,37 @@ def plan_batches(
             made[name] = Planned(plan, time.perf_counter_ns() - begin)
         results.append({name: made[name] for name in names})
     return results
+
+
+# ---- merged: planners.choice
+# A planner with its options, as a value: what a run was set to plan with, here or in another process.
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who plans, and how.
+
+    Attributes:
+        name: of the planner, see `make_plan`.
+        options: of that planner.
+        seed: of its pseudo-random choices.
+    """
+
+    name: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Name and options, for example ``pipeline:4,1,1f1b``; of a list its length, or the only one on it."""
+        return ":".join([self.name, *filter(None, [",".join(map(_spelled, self.options.values()))])])
+
+    def plan(self, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> Plan:
+        """Plan one batch, int64[n] tokens; the plan is validated."""
+        return make_plan(self.name, np.asarray(lengths, dtype=np.int64), cost, seed=self.seed, **self.options)
+
+
+def _spelled(value: Any) -> str:
+    """Spell the value of an option."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return str(value[0]) if len(value) == 1 else f"{len(value)} candidates"

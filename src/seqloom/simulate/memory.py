@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.cost.closed_form import idle_memory, pipeline_memory
-from seqloom.cost.passes import PassMemory, column_of, priced_passes
-from seqloom.cost.rounds import tokens_on_ranks
-from seqloom.cost.stage_memory import StageMemory
+from seqloom.cost.plan_cost import idle_memory, pipeline_memory, tokens_on_ranks
+from seqloom.cost.resharding import PassMemory, column_of, priced_passes
+from seqloom.cost.stages import StageMemory
 from seqloom.plan import ActionKind, Pipeline, Plan, Work
 
 

@@ -1,21 +1,69 @@
-"""Simulate a plan: step time, who works, who waits, memory, and the timeline."""
+"""A plan run on paper: its windows, its tasks, and when each of them starts and stops.
+
+Ranks that share memory and clock, as processes of one CPU do, are faster while others wait. A profile prices work as if
+all were busy and has a constant `alone` for the other end. Pipelines have ranks that wait, so they are run twice: with
+all prices as they are, which tells the share of time in which ranks work; and with prices for that share.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.simulate.cards import CardTable, busy_ns, record_cards
-from seqloom.simulate.events import EventTable, record
+from seqloom.simulate.events import CardTable, EventTable, busy_ns, record, record_cards
 from seqloom.simulate.memory import peak_memory
-from seqloom.simulate.on_paper import run_on_paper
-from seqloom.simulate.price import end_ns
-from seqloom.simulate.twins import Place
-from seqloom.simulate.window import Window
+from seqloom.simulate.tasks import Program, translate
+from seqloom.simulate.windows import WHOLE, Place, Window, end_ns, price
+
+
+class OnPaper(NamedTuple):
+    """Tasks are numbered as in the program's engine; ns."""
+
+    windows: dict[Place, Window]
+    program: Program
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+def run_on_paper(plan: Plan, cost: CostModel) -> OnPaper:
+    """Price a plan and run its actions."""
+    windows = price(plan, cost)
+    found = _run(plan, cost, windows)
+    if cost.engine.alone == 1.0 or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return found
+    busy = sum(int(window.total.sum()) for window in windows.values())
+    waiting = 1.0 - busy / max(busy, cost.ranks * int(found.stops.max(initial=0)), 1)
+    share = round(WHOLE * (1.0 - (1.0 - cost.engine.alone) * waiting))
+    return _run(plan, cost, {place: window.scaled(share) for place, window in windows.items()})
+
+
+def _run(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> OnPaper:
+    program = translate(plan, cost, windows)
+    return OnPaper(windows, program, *program.engine.run(program.name))
+
+
+# ---- merged: simulate.predicted
+# One predicted step time for any plan: what planners compare, and what training records beside the measured time.
+
+
+def predicted_ns(plan: Plan, cost: CostModel) -> int:
+    """Step time of a plan in ns: `Simulation.step_ns`, by the closed form where there is one.
+
+    Plans of one stage have a closed form; plans with more stages are run on paper.
+    """
+    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return cost.plan_ns(plan)
+    found = run_on_paper(plan, cost)
+    return int(found.stops.max(initial=0)) + end_ns(plan, cost, found.windows)[0]
+
+
+# ---- merged: simulate.simulation
+# Simulate a plan: step time, who works, who waits, memory, and the timeline.
 
 
 @dataclass(frozen=True, slots=True)

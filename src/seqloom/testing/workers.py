@@ -33,8 +33,7 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 
-from seqloom.comm.distributed import Distributed
-from seqloom.comm.groups import Communicators
+from seqloom.dist.torch_transport import Communicators, Distributed
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 

@@ -5,6 +5,7 @@ What is here needs no torch, so that a config is checked before anything heavy i
 """
 
 from seqloom.train.config import Config
-from seqloom.train.schedule import learning_rate
 
-__all__ = ["Config", "learning_rate"]
+__all__ = [
+    "Config",
+]

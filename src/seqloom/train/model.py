@@ -1,27 +1,114 @@
-"""The model of a run on one rank: its layers made ready, its parameters where the run's plans want them."""
+"""Kinds of models that a run can train: how one is built, and how the trained one is written.
+
+The loop knows no library. Who brings another kind of model brings these two functions, at the top of a module, so that
+other processes find them by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, cast
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 
-from seqloom.comm import Transport
 from seqloom.cost import CostModel
+from seqloom.dist import Transport
+from seqloom.models import Network, Transformer, compile_layers, recompute_layers, split_weights
+from seqloom.models.deferred_init import Values
+from seqloom.models.files import config_of, details_of, parameters_in, write_model
+from seqloom.params import FreeLayout, Parameters, Placement, Sharded, StageSharded
+from seqloom.params.placement import parameters_of
 from seqloom.plan import Part, Sharding, Stage
-from seqloom.runtime import (
-    FreeLayout,
-    Network,
-    Parameters,
-    Placement,
-    Sharded,
-    StageSharded,
-    compile_layers,
-    recompute_layers,
-    split_weights,
-)
-from seqloom.runtime.placement import parameters_of
+from seqloom.train.checkpoint import replaced
+from seqloom.train.config import Config
+from seqloom.train.setup import model_spec
+
+
+class Build(Protocol):
+    """Makes the model of a run."""
+
+    def __call__(self, config: Config, device: torch.device, dtype: torch.dtype, /) -> Network:
+        """Return the model, its parameters on "meta" and the same `values` of them on all ranks.
+
+        Args:
+            config: of the run.
+            device: where parameters shall live; on "meta" there are no values.
+            dtype: of parameters.
+        """
+        ...
+
+
+Save = Callable[[Config, nn.Module, Mapping[str, torch.Tensor]], Path]
+"""Write the trained model, given the module of its network and all its tensors, whole and on the CPU; return where.
+Called on the first rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of model.
+
+    Attributes:
+        build: makes it.
+        save: writes it after the last step.
+    """
+
+    build: Build
+    save: Save
+
+
+def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
+    """Make the reference model, with fresh parameters or those that the config names: see `Build`."""
+    settings = config.model
+    details = details_of(str(settings.spec)) if settings.parameters is not None else None
+    model = Transformer(model_spec(config), details, dtype=dtype, device="meta")
+    config_of(model.spec, model.details)  # refuse now what could not be written in the end
+    given = settings.parameters
+    read = partial(model.drawn, settings.seed) if given is None else parameters_in(model, given)
+    return replace(Network.of(model), values=None if device.type == "meta" else Values(read, device))
+
+
+def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
+    """Write config.json and model.safetensors: see `Save`."""
+    final = config.run.output / "model"
+    with replaced(final, SafetensorError) as partial:
+        write_model(partial, cast("Transformer", module), state, context=config.data.max_length)
+    return final
+
+
+REFERENCE = Kind(build_reference, save_reference)
+"""The reference transformer."""
+
+
+def dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtype of the parameters that are updated, and the one that layers compute in where it differs."""
+    dtype = getattr(torch, config.model.dtype)
+    return (torch.float32, dtype) if dtype == torch.bfloat16 else (dtype, None)
+
+
+def gathered(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model by name, whole and on the CPU; tied ones once, by the first name.
+
+    All ranks take part, one tensor after the other.
+
+    Args:
+        module: of the model; every rank has its buffers.
+        parameters: keeps its parameters, in shards or not.
+        keep: whether this rank wants them; others get nothing.
+    """
+    found = {name: whole.cpu() for name, whole in parameters.values() if keep}
+    if not keep:
+        return found
+    saved = module.state_dict(keep_vars=True)
+    return found | {name: each.detach().cpu() for name, each in module.named_buffers() if name in saved}
+
+
+# ---- merged: train.model
+# The model of a run on one rank: its layers made ready, its parameters where the run's plans want them.
 
 
 def made_ready(network: Network, *, compiled: bool = False, split: bool = True) -> Network:

@@ -1,20 +1,295 @@
-"""From a config to what a run is made of: documents, sampler, model spec, cost model."""
+"""Batches of a data set that is packed ahead: hierarchical balance packing decides which documents make a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.data import Batch, Limited, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Sharding
-from seqloom.train.config import Config
-from seqloom.train.packed import PackedSteps
-from seqloom.train.sections import Pipelining
-from seqloom.train.stages import SAMPLE, Planners, number_of_stages
-from seqloom.train.strategies import candidates
+from seqloom.packing import choose_levels, hbp
+from seqloom.plan import Plan, Sharding, Stage
+from seqloom.planners.hydraulis import (
+    Strategy,
+    check_strategies,
+    propose_strategies,
+    strategies_from_json,
+    strategies_to_json,
+)
+from seqloom.planners.hydraulis.assign import Assignment
+from seqloom.planners.hydraulis.planner import build
+from seqloom.planners.pipeline.search import FOLDED, require_order
+from seqloom.planners.pipeline.stage_layout import check_stages, line_of
+from seqloom.planners.registry import Choice, chooses_strategies, makes_stages
+from seqloom.simulate import predicted_ns
+from seqloom.train.config import Config, Pipelining
+
+
+class PackedSteps:
+    """The batches of every epoch: the same levels, and an order of steps of its own. See `data.Steps`."""
+
+    def __init__(self, lengths: np.ndarray, cost: CostModel, tokens: int, seed: int) -> None:
+        """Choose the lengths of packs.
+
+        Args:
+            lengths: int64[n] tokens of every document.
+            cost: prices packs.
+            tokens: of a step, at most.
+            seed: of the order of steps.
+        """
+        self._lengths, self._cost, self._tokens, self._seed = lengths, cost, tokens, seed
+        self._levels = choose_levels(lengths, cost, tokens)
+
+    def __call__(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the documents of an epoch, step after step, and where steps begin."""
+        packing = hbp(self._lengths, self._cost, self._tokens, levels=self._levels, seed=self._seed + epoch)
+        return packing.documents, packing.pack_starts[packing.step_starts]
+
+
+# ---- merged: train.stages
+# Who plans a run, and on which stages: one pipeline for all of its steps, none, or others in every step.
+
+
+SAMPLE = 4
+"""Batches by whose predicted times the number of stages is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planners:
+    """What a run plans with.
+
+    Attributes:
+        stages: of all its plans; a single one: no pipeline; none: every plan has its own.
+        planner: of every step.
+        stand_in: of a step whose plan is late or could not be made.
+        strategies: that the planner chooses from; none: it chooses from no list.
+    """
+
+    stages: tuple[Stage, ...]
+    planner: Choice
+    stand_in: Choice
+    strategies: tuple[Strategy, ...] = ()
+
+    @property
+    def cut(self) -> bool:
+        """Whether plans may cut the model into stages."""
+        return len(self.stages) != 1
+
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Tensor degrees of the strategies."""
+        return tuple(sorted({pipe.scheme.tensor for each in self.strategies for pipe in each.pipelines}))
+
+    def alternatives(self, lengths: np.ndarray) -> list[Choice]:
+        """Return one planner for every strategy that holds documents of these lengths, tokens; and that of the run.
+
+        A planner that makes nothing but such plans has no plan beside them.
+        """
+        able = [each for each in self.strategies if each.longest >= lengths.max()]
+        every = [replace(self.planner, name="strategies", options={"strategies": (each,)}) for each in able]
+        return every if every and makes_stages(self.planner.name) else [*every, self.planner]
+
+    @classmethod
+    def of(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> Planners:
+        """Return the planners of a run with so many stages, or with these strategies.
+
+        Raises:
+            SeqloomError: the model or the ranks do not allow this number.
+        """
+        if stages > 1:
+            return cls._of_line(config, cost, stages)
+        options = {"strategies": tuple(strategies)} if strategies else {}
+        planner = Choice(config.plan.planner, options, config.run.seed)
+        if cost.sharding == Sharding.FREE:
+            return cls((), planner, _plain(planner, cost), tuple(strategies))
+        everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
+        return cls((everything,), planner, Choice("static"))
+
+    @classmethod
+    def _of_line(cls, config: Config, cost: CostModel, stages: int) -> Planners:
+        """One pipeline over all ranks."""
+        chunks, order = config.pipeline.chunks, config.pipeline.schedule
+        check_stages(cost, stages, chunks)
+        require_order(order, stages, chunks)
+        _check_nodes(cost, stages)
+        folded = order in FOLDED
+        placed = line_of(cost, stages, chunks, folded=folded).stages
+        plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
+        line = {"stages": stages, "chunks": chunks}
+        planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        return cls(() if cost.sharding == Sharding.FREE else placed, planner, stand_in)
+
+
+def _plain(planner: Choice, cost: CostModel) -> Choice:
+    """Return who stands in where plans may have any stages: static, unless only several stages hold the documents."""
+    static = Choice("static")
+    try:
+        static.plan([cost.max_length or 1], cost)
+    except SeqloomError:
+        return planner
+    return static
+
+
+def _check_nodes(cost: CostModel, stages: int) -> None:
+    """Refuse hybrid sharding of ranks that are neither a part of a node nor a number of whole ones."""
+    width, node = cost.ranks // stages, cost.node_size
+    if cost.sharding == Sharding.HYBRID and width % node and node % width:
+        raise SeqloomError(
+            f"plan.sharding = 'hybrid' with stages of {width} ranks in nodes of {node}: every stage needs equally many "
+            "ranks in every node that it touches; use 'full' or 'none', or stages that fill nodes or divide them"
+        )
+
+
+def number_of_stages(config: Config, cost: CostModel, batches: Sequence[np.ndarray]) -> int:
+    """Return the config's number of stages; where it says auto, the one with the shortest predicted steps.
+
+    Args:
+        config: of the run.
+        cost: prices its plans.
+        batches: lengths of its first batches, int64[n] each.
+    """
+    wanted = config.pipeline.stages
+    if isinstance(wanted, int):
+        return wanted
+    most = cost.model.layers // config.pipeline.chunks
+    divisors = [count for count in range(1, min(cost.ranks, most) + 1) if cost.ranks % count == 0]
+    times: dict[int, int] = {}
+    refused: SeqloomError | None = None
+    for count in divisors:
+        try:
+            planner = Planners.of(config, cost, count).planner
+            times[count] = sum(predicted_ns(planner.plan(batch, cost), cost) for batch in batches[:SAMPLE])
+        except SeqloomError as error:
+            refused = refused or error
+    if not times:
+        raise refused or SeqloomError("no documents to choose the number of stages by; give it in pipeline.stages")
+    return min(times, key=lambda count: (times[count], count))
+
+
+# ---- merged: train.strategies
+# The strategies that a run chooses from at every step: proposed for its data, or read from a file.
+#
+# The list is part of a run's folder, so that it can be read, and given to another run. Nothing that is saved
+# depends on
+# it: parameters and the optimiser's state lie the same way whatever the plans.
+
+
+FILE = "strategies.json"
+"""Where the list lies in a run's folder."""
+FEW = 2
+"""Tokens per rank of a document that rehearses a pipeline."""
+
+
+def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[Strategy, ...]:
+    """Return what the run's planner chooses from; nothing where it chooses from no list.
+
+    Args:
+        config: of the run.
+        cost: prices its plans.
+        lengths: int64[documents], tokens of all its documents.
+
+    Raises:
+        SeqloomError: a list that cannot be read, that the ranks or the model do not allow, or that holds no document
+            as long as the longest.
+    """
+    planner, stages = config.plan.planner, config.pipeline.stages
+    if not chooses_strategies(planner, config.plan.sharding) or stages != 1:
+        return ()
+    if config.plan.strategies == "auto":
+        tokens = tokens_of_step(config, lengths)
+        try:
+            return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
+        except SeqloomError:
+            if makes_stages(planner):
+                raise
+            return ()  # plans of one stage may do
+    strategies = _read(Path(config.plan.strategies), cost)
+    room, longest = max(each.longest for each in strategies), int(lengths.max())
+    if room < longest:
+        raise SeqloomError(
+            f"document {int(lengths.argmax())} has {longest:,} tokens, but no pipeline of plan.strategies = "
+            f"{config.plan.strategies!r} holds more than {room:,}; set data.max_length to {room} with data.too_long "
+            "'truncate' or 'drop', or propose strategies for longer documents"
+        )
+    return strategies
+
+
+def tokens_of_step(config: Config, lengths: np.ndarray) -> int:
+    """Return the tokens that a step of the run has, as a mean where it has so many documents."""
+    return config.data.tokens or round((config.data.sequences or 1) * float(lengths.mean()))
+
+
+def kept(config: Config, strategies: Sequence[Strategy]) -> Config:
+    """Write a list that was proposed into the run's folder; return the config that names the file.
+
+    One that came from a file stays there.
+    """
+    if not strategies or config.plan.strategies != "auto":
+        return config
+    path = config.run.output / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(strategies_to_json(strategies) + "\n")
+    except OSError as error:
+        reason = error.strerror or error
+        raise SeqloomError(f"{path}: cannot be written ({reason}); choose another run.output") from None
+    return replace(config, plan=replace(config.plan, strategies=str(path)))
+
+
+def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] | None) -> Iterator[str]:
+    """Say what the run chooses from, and whether the run that it goes on from chose from something else.
+
+    Args:
+        config: of the run.
+        strategies: its list.
+        former: that of the checkpoint, as plain values; None: the run begins.
+    """
+    if strategies:
+        where = config.run.output / FILE if config.plan.strategies == "auto" else config.plan.strategies
+        yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
+    if config.model.compile and any(pipe.scheme.tensor > 1 for each in strategies for pipe in each.pipelines):
+        yield "model.compile = true: layers of stages that split weights (tensor > 1) run uncompiled, others compiled"
+    if former is not None and list(former) != [each.as_dict() for each in strategies]:
+        other = f"{len(former)} other strategies" if former else "no strategies"
+        yield f"the checkpoint was made with {other}; nothing in it depends on them"
+
+
+def small_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]:
+    """Return a plan of next to no tokens for every strategy, in which all its pipelines work on two documents each."""
+    plans = []
+    for strategy in strategies:
+        lengths = [min(FEW * len(pipe.ranks), pipe.longest) for pipe in strategy.pipelines for _ in range(2)]
+        batches = tuple(((2 * number,), (2 * number + 1,)) for number in range(len(strategy.pipelines)))
+        given = Assignment(0, batches, (0,) * len(batches))
+        plans.append(build(np.array(lengths), strategy, given, cost, seed=0).plan)
+    return plans
+
+
+def _read(path: Path, cost: CostModel) -> tuple[Strategy, ...]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SeqloomError(
+            f"plan.strategies = {str(path)!r} cannot be read ({reason}); write it with seqloom propose --json, or "
+            "set 'auto'"
+        ) from None
+    try:
+        strategies = strategies_from_json(text)
+        check_strategies(strategies, cost)
+        return strategies
+    except SeqloomError as error:
+        raise SeqloomError(f"plan.strategies = {str(path)!r}: {error}") from None
+
+
+# ---- merged: train.setup
+# From a config to what a run is made of: documents, sampler, model spec, cost model.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from typing import Self
 import torch.distributed as dist
 
 from seqloom.errors import SeqloomError
-from seqloom.train.folders import complete
+from seqloom.train.checkpoint import complete
 
 FAILED = 2
 """Exit code of a rank that could not go on."""

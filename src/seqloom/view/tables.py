@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from seqloom.plan import Group, Plan, Round
+from seqloom.planners.explain import Explanation, method_name
 from seqloom.simulate import Simulation
 from seqloom.view.numbers import milliseconds, percent
+
+if TYPE_CHECKING:
+    from seqloom.packing import Balance
+
 
 Figures = Mapping[str, Sequence[float]]
 """Figures of one planner by name (``step_ms``, ``bound_ms``, ...), each a list over the batches."""
@@ -109,3 +115,71 @@ def _empty(names: Sequence[str], left: str) -> Table:
         folds = name == left
         table.add_column(name, justify="left" if folds else "right", no_wrap=not folds, overflow="fold")
     return table
+
+
+# ---- merged: view.balance
+# How evenly steps use the ranks: one row per planner.
+
+
+def balance_table(rows: Mapping[str, Balance]) -> Table:
+    """Draw imbalance of tokens and of attention work, padding and communication in percent, and the times of steps.
+
+    Where planners make other steps of the same documents, the last column compares them.
+    """
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
+    for name in ("planner", "DBR %", "PR %", "ABR %", "CR %", "steps", "step ms", "all ms"):
+        table.add_column(name, justify="left" if name == "planner" else "right", no_wrap=True)
+    for name, row in rows.items():
+        shares = (row.tokens, row.padding, row.attention, row.communication)
+        times = (row.step_ns, row.step_ns * row.steps)
+        table.add_row(name, *map(percent, shares), f"{row.steps:,}", *map(milliseconds, times))
+    return table
+
+
+# ---- merged: view.explanation
+# Why documents are where they are, as a table and two lines.
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """Draw one row per class of documents, the longest first.
+
+    Costs are rank-milliseconds of one document (time on every rank that works on it): as placed, and in the cheapest
+    other shape that memory and the round's end allow.
+    """
+    remapped = any(one.placement.remapped for one in explanation.classes)
+    names = ["lengths", "docs", "zone", "method", "why", "rank-ms", "next best", "rank-ms"]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
+    for name in names[:4] + ["remap"] * remapped + names[4:]:
+        left = name in ("zone", "method", "remap", "why", "next best")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "method", overflow="fold")
+    for one in explanation.classes:
+        place = one.placement
+        table.add_row(
+            f"{one.shortest:,}" if one.shortest == one.longest else f"{one.shortest:,}-{one.longest:,}",
+            f"{one.documents:,}",
+            place.zone.removesuffix("-node"),
+            method_name(place.shape),
+            *([place.remapped or "-"] if remapped else []),
+            place.reason,
+            milliseconds(one.cost_ns),
+            one.next_best or "-",
+            "-" if one.next_ns is None else milliseconds(one.next_ns),
+        )
+    return table
+
+
+def bounds_lines(explanation: Explanation) -> list[str]:
+    """Say in words from which lengths on documents may be, and have to be, cut."""
+    bounds = explanation.bounds
+    lost = percent(bounds.break_even)
+    lines = [f"break-even: {lost} % of the work is lost to waiting and fixed costs; a cut may cost as much"]
+    for zone, pays, forced in (
+        ("inside a node", bounds.intra_pays, bounds.intra_forced),
+        ("across nodes", bounds.inter_pays, bounds.inter_forced),
+    ):
+        may = "at no length" if pays is None else f"from {pays:,} tokens"
+        must = "never" if forced is None else f"from {forced:,} tokens"
+        lines.append(f"cut {zone}: pays {may}, forced by memory or time {must}")
+    if any(one.placement.reason == "not cheapest" for one in explanation.classes):
+        lines.append("not cheapest: the next best would cost less, but not level the ranks, or the planner has none")
+    return lines

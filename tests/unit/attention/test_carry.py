@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from seqloom.attention import Carry, attention
+from seqloom.attention import attention
+from seqloom.attention.context_parallel import Carry
 from seqloom.attention.kernels.reference import Reference
-from seqloom.comm import Alone, Counting, bind, run_ranks
+from seqloom.dist import Alone, Counting, bind, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Layout, Method, Route, Span, Work
-from seqloom.testing.attention_cases import Case, assemble, worst
-from seqloom.testing.carry_cases import PiecesCase, attend_pieces
+from seqloom.layout import Layout, Route, Span
+from seqloom.plan import Checkpoint, Group, Method, Work
+from support.attention_cases import Case, assemble, worst
+from support.carry_cases import PiecesCase, attend_pieces
 
 torch.set_num_threads(1)
 HEADS, KV_HEADS, DIM = 4, 2, 8

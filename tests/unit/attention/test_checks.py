@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.comm.context import bind
-from seqloom.comm.counting import Counting
-from seqloom.comm.in_process import run_ranks
+from seqloom.dist.counting import Counting
+from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Work
 
 torch.set_num_threads(1)
 WORK = Work((Group((0, 1), 2, 1, (Span(0, 0, 6),)),), Checkpoint.NONE)
@@ -99,7 +100,7 @@ def test_pieces_of_documents():
 
 def test_what_a_kernel_cannot_do():
     class Narrow:
-        from seqloom.attention.kernels.kernel import Ability
+        from seqloom.attention.kernels.interface import Ability
 
         ability = Ability("narrow", ("cpu",), (torch.float32,), max_dim=4)
 

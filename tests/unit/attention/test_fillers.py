@@ -6,15 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from seqloom.attention import fillers
-from seqloom.attention.bound import calls_of
-from seqloom.attention.calls import Filler, GroupCall, Pieces, Shared
-from seqloom.attention.checks import Call
+from seqloom.attention.context_parallel import overlap as fillers
+from seqloom.attention.context_parallel.overlap import Filler, GroupCall, Pieces, Shared
 from seqloom.attention.kernels.reference import REFERENCE, Reference
-from seqloom.comm.context import bind
-from seqloom.comm.in_process import run_ranks
-from seqloom.plan import Group, Method, Span
-from seqloom.testing.attention_cases import Case, assemble, attend
+from seqloom.attention.plan import Call, calls_of
+from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import bind
+from seqloom.layout import Span
+from seqloom.plan import Group, Method
+from support.attention_cases import Case, assemble, attend
 
 torch.set_num_threads(1)
 

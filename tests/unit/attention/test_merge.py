@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.attention.merge import PLAIN, Part, Share, Sum, Total, accumulate, add_shares, merge_parts, sum_dtype
+from seqloom.attention.lse import PLAIN, Part, Share, Sum, Total, accumulate, add_shares, merge_parts, sum_dtype
 
 torch.set_num_threads(1)
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from seqloom.attention import attention, operator
-from seqloom.attention.kernels.registry import default
-from seqloom.attention.tickets import holder, ticket
-from seqloom.comm import bind, bind_alone, run_ranks
+from seqloom.attention.kernels.dispatch import default
+from seqloom.attention.operator import holder, ticket
+from seqloom.dist import bind, bind_alone, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Method, Route, Span, Work
+from seqloom.layout import Route, Span
+from seqloom.plan import Checkpoint, Group, Method, Work
 
 LENGTHS = (7, 1, 12)
 TOKENS = sum(LENGTHS)

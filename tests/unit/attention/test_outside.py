@@ -8,10 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from seqloom.comm.in_process import run_ranks
-from seqloom.plan import Group, Span
-from seqloom.testing.attention_cases import Case, Inputs, assemble, attend, worst
-from seqloom.testing.attention_oracle import difference
+from seqloom.dist.threads import run_ranks
+from seqloom.layout import Span
+from seqloom.plan import Group
+from seqloom.testing.oracle import difference
+from support.attention_cases import Case, Inputs, assemble, attend, worst
 
 torch.set_num_threads(1)
 

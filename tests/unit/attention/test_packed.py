@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from seqloom.attention import packed_attention
-from seqloom.comm import Alone, Parcel, bind_alone
+from seqloom.dist import Alone, Parcel, bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.testing.attention_cases import Case
-from seqloom.testing.attention_oracle import difference
+from seqloom.testing.oracle import difference
+from support.attention_cases import Case
 
 torch.set_num_threads(1)
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.attention.schedule import Chunks, gather_schedule, ring_tiles
+from seqloom.attention.tiles import Chunks, gather_schedule, ring_tiles
 from seqloom.cost import Shape
-from seqloom.plan import Group, Method, Span
-from seqloom.testing.attention_oracle import visible
+from seqloom.layout import Span
+from seqloom.plan import Group, Method
+from seqloom.testing.oracle import visible
 
 PACKS = [(1,), (2, 1), (9,), (40,), (3, 17, 1, 8), (1,) * 12, (64, 33)]
 MASKS = [(True, None), (False, None), (True, 1), (True, 2), (True, 7), (True, 30), (True, 1000)]

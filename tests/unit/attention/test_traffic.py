@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.comm.context import bind
-from seqloom.comm.counting import Counting
-from seqloom.comm.in_process import run_ranks
 from seqloom.cost import Shape
 from seqloom.cost.communication import Communication
 from seqloom.cost.profile import Profile
-from seqloom.cost.reach import Reach
+from seqloom.cost.traffic import Reach
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Group, Method, Route, Span
-from seqloom.testing.attention_cases import Case
+from seqloom.dist.counting import Counting
+from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import bind
+from seqloom.layout import Route, Span
+from seqloom.plan import Checkpoint, Group, Method
+from support.attention_cases import Case
 
 torch.set_num_threads(1)
 TOKENS = 96  # a multiple of 2 * ring * ulysses for all shapes below

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from seqloom.attention.ulysses import Exchange, HeadSplit
-from seqloom.comm.in_process import run_ranks
-from seqloom.plan import Group, Span
+from seqloom.attention.context_parallel.ulysses import Exchange, HeadSplit
+from seqloom.dist.threads import run_ranks
+from seqloom.layout import Span
+from seqloom.plan import Group
 
 torch.set_num_threads(1)
 SPLITS = [  # heads, kv heads, ulysses

@@ -5,12 +5,13 @@ import torch
 
 from seqloom.attention import attention, attention_with_lse, prepare_attention
 from seqloom.attention.kernels.reference import REFERENCE, Reference
-from seqloom.comm.alone import bind_alone
-from seqloom.comm.context import bind
-from seqloom.comm.counting import Counting
-from seqloom.comm.in_process import run_ranks
-from seqloom.plan import Checkpoint, Group, Method, Span, Work
-from seqloom.testing.attention_cases import Case, assemble, attend, worst
+from seqloom.dist.counting import Counting
+from seqloom.dist.single_rank import bind_alone
+from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import bind
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Method, Work
+from support.attention_cases import Case, assemble, attend, worst
 
 torch.set_num_threads(1)
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.kernel import Ability, Shape, rows_of
-from seqloom.attention.segments import Segments
-from seqloom.testing.segment_cases import Case, segment_cases, visible_pairs
+from seqloom.attention.kernels.interface import Ability, Shape, rows_of
+from seqloom.attention.masks import Segments
+from support.segment_cases import Case, segment_cases, visible_pairs
 
 BASE = {
     "name": "some",

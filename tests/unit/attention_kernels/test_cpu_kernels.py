@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels import cpu_flash
 from seqloom.attention.kernels.cpu_flash import CpuFlash
-from seqloom.attention.kernels.kernel import Saved, Shape
+from seqloom.attention.kernels.interface import Saved, Shape
 from seqloom.attention.kernels.reference import Reference
-from seqloom.attention.segments import Segments
-from seqloom.testing.attention_oracle import attention_truth, difference
-from seqloom.testing.segment_cases import SCALE, Case, kernel_errors, random_tensors, segment_cases
+from seqloom.attention.masks import Segments
+from seqloom.testing.oracle import attention_truth, difference
+from support.segment_cases import SCALE, Case, kernel_errors, random_tensors, segment_cases
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.cudnn_calls import Gaps
+from seqloom.attention.kernels.cudnn import Gaps
 
 
 @given(

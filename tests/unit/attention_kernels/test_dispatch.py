@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels.dispatch import Dispatcher, PreparedParts
-from seqloom.attention.kernels.kernel import Ability, Shape, rows_of
+from seqloom.attention.kernels.interface import Ability, Shape, rows_of
 from seqloom.attention.kernels.reference import REFERENCE, PreparedReference, Reference
 from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, device_name
-from seqloom.attention.segments import Segments
+from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
-from seqloom.testing.segment_cases import SCALE, Case, kernel_errors, segment_cases
+from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 torch.set_num_threads(1)
 

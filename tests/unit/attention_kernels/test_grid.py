@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.grid import (
+from seqloom.attention.kernels.cudnn_graphs import (
     DENSE_FROM,
     DENSE_STEP,
     DENSE_TO,
@@ -13,8 +13,8 @@ from seqloom.attention.kernels.grid import (
     dense_lengths,
     plan_calls,
 )
-from seqloom.attention.segments import Segments
-from seqloom.testing.segment_cases import segment_cases
+from seqloom.attention.masks import Segments
+from support.segment_cases import segment_cases
 
 LENGTHS = st.lists(st.integers(1, 200) | st.integers(1, 20_000) | st.integers(15_000, 140_000), min_size=1, max_size=40)
 

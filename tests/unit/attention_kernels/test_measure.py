@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from seqloom.attention.kernels.cpu_flash import CPU_FLASH, CpuFlash
-from seqloom.attention.kernels.kernel import Shape
-from seqloom.attention.kernels.measure import SMALLEST, Effort, measure
+from seqloom.attention.kernels.interface import Shape
 from seqloom.attention.kernels.tables import device_name
 from seqloom.errors import SeqloomError
+from seqloom.profiling.kernels import SMALLEST, Effort, measure
 
 torch.set_num_threads(1)
 

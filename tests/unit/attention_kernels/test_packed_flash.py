@@ -10,13 +10,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from seqloom import compat
-from seqloom.attention.kernels import flash_attn
-from seqloom.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FlashAttn2, FlashAttn3
-from seqloom.attention.kernels.kernel import Saved, Shape, Writer
+from seqloom.attention.kernels import flash as flash_attn
+from seqloom.attention.kernels.flash import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    VARLEN,
+    FlashAttn2,
+    FlashAttn3,
+    PreparedPacked,
+    Varlen,
+    packed_calls,
+)
+from seqloom.attention.kernels.interface import Saved, Shape, Writer
 from seqloom.attention.kernels.reference import Reference
-from seqloom.attention.kernels.varlen import VARLEN, PreparedPacked, Varlen, packed_calls
-from seqloom.attention.segments import Segments
-from seqloom.testing.segment_cases import SCALE, Case, kernel_errors, segment_cases
+from seqloom.attention.masks import Segments
+from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 torch.set_num_threads(1)
 

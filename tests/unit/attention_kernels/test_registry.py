@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import seqloom
-from seqloom.attention.kernels import registry, support
-from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels import dispatch as registry
+from seqloom.attention.kernels import support
+from seqloom.attention.kernels.interface import Shape
 from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, device_name
-from seqloom.attention.segments import Segments
+from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels import tables
-from seqloom.attention.kernels.kernel import Shape
+from seqloom.attention.kernels.interface import Shape
 from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, built_in, default_path, device_name
-from seqloom.attention.segments import Segments
+from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
 CPU = torch.device("cpu")

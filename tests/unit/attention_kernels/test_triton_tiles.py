@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.attention.kernels.triton_tiles import Config, Rows, Tiles, cut, default_config, heads_side_by_side
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.triton_attention import Config, Rows, Tiles, cut, default_config, heads_side_by_side
+from seqloom.attention.masks import Segments
 
 PACK = [5, 3, 1, 40, 7, 9, 70, 1, 64, 200]
 SEGMENTS = [

@@ -11,12 +11,11 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from seqloom.attention.kernels.kernel import Saved, Shape
+from seqloom.attention.kernels.interface import Saved, Shape
+from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.kernels.triton_merge import accumulate, add_shares, merge_parts
-from seqloom.attention.kernels.triton_segments import TritonSegments
-from seqloom.attention.kernels.triton_tiles import Config
-from seqloom.attention.merge import Part, Share
-from seqloom.attention.segments import Segments
+from seqloom.attention.lse import Part, Share
+from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
 torch.set_num_threads(1)

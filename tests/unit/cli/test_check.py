@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from seqloom.data import StoreWriter
-from seqloom.testing.tiny_specs import TINY
-from seqloom.train.check import forecasts, outlook, warnings
+from seqloom.profiling.check import forecasts, outlook, warnings
 from seqloom.train.config import Config
+from support.tiny_specs import TINY
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
 LENGTHS = (40, 3, 90, 2, 17, 60, 8, 25, 150, 31)

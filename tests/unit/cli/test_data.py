@@ -94,7 +94,7 @@ def test_help_shows_an_example_and_torch_is_not_needed(corpus):
 
 
 def test_progress_is_a_bar_for_somebody_who_looks(run, corpus, monkeypatch):
-    import seqloom.cli.progress as progress
+    import seqloom.cli.shared as progress
 
     monkeypatch.setattr(sys.modules["seqloom.data.prepare"], "CHUNK", 100)
     (corpus / "long.txt").write_text("many words, and more of them\n" * 1_000)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from seqloom.cost import Profile  # noqa: E402
-from seqloom.train import processes  # noqa: E402
+from seqloom.train import launch as processes  # noqa: E402
 
 SPEC = """
 name = "small"

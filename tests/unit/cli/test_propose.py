@@ -7,7 +7,7 @@ import pytest
 
 from seqloom.api import cost_model
 from seqloom.cli.propose import tried
-from seqloom.planners.strategies import check_strategies, strategies_from_json
+from seqloom.planners.hydraulis import check_strategies, strategies_from_json
 
 BOX = "--lengths data.txt --cluster 1x8xL40S --model qwen3-0.6b"
 PROPOSE = f"propose {BOX} --tokens-per-step 60000 --steps 6"

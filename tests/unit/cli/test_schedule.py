@@ -1,6 +1,6 @@
 import pytest
 
-from seqloom.plan.schedules import NAMES
+from seqloom.schedules import NAMES
 
 SMALL = "--stages 4 --micro-batches 8"
 

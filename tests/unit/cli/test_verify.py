@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from seqloom.cli.main import app
 from seqloom.data import StoreWriter
 from seqloom.errors import SeqloomError
-from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_to_json
-from seqloom.testing.tiny_models import tiny_model
-from seqloom.testing.tiny_specs import TINY
-from seqloom.train import verify as module
+from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.profiling import verify as module
+from support.tiny_models import tiny_model
+from support.tiny_specs import TINY
 
 torch.set_num_threads(1)
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from seqloom.comm import run_ranks
-from seqloom.comm.broadcast import broadcast_bytes
+from seqloom.dist import run_ranks
+from seqloom.dist.torch_transport import broadcast_bytes
 from seqloom.errors import SeqloomError
 
 
@@ -19,7 +19,7 @@ def test_everybody_gets_the_bytes_of_the_root(world, payload):
 
 
 def test_no_rank_is_asked_more_than_once_per_hop():
-    from seqloom.comm import Counting
+    from seqloom.dist import Counting
 
     def body(transport):
         counting = Counting(transport)

@@ -5,10 +5,11 @@ from dataclasses import is_dataclass, replace
 import pytest
 import torch
 
-from seqloom.comm import bind_alone
-from seqloom.comm.context import bind
+from seqloom.dist import bind_alone
+from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Layout, Route, Span, Work
+from seqloom.layout import Layout, Route, Span
+from seqloom.plan import Checkpoint, Group, Work
 
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
 

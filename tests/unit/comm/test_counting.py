@@ -1,6 +1,6 @@
 import torch
 
-from seqloom.comm import Counting, Parcel, Traffic, run_ranks
+from seqloom.dist import Counting, Parcel, Traffic, run_ranks
 
 
 def test_calls_and_bytes_are_exact():

@@ -4,10 +4,10 @@ import time
 import pytest
 import torch
 
-from seqloom.comm import Parcel, Ranks, run_ranks
+from seqloom.dist import Parcel, Ranks, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
-from seqloom.testing.programs import DTYPES, every_verb, expected_of, run_program
+from support.programs import DTYPES, every_verb, expected_of, run_program
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -200,7 +200,7 @@ def test_ranks_keep_their_threads_and_survive_a_failure():
 
 
 def test_ranks_that_do_not_come_back_are_not_used_again(monkeypatch):
-    monkeypatch.setattr("seqloom.comm.in_process.GRACE_S", 0.05)
+    monkeypatch.setattr("seqloom.dist.threads.GRACE_S", 0.05)
     gate = threading.Event()
     with Ranks(2) as ranks:
         with pytest.raises(SeqloomError, match="not done after"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.comm import Alone, Counting, Lane, Way, run_ranks
+from seqloom.dist import Alone, Counting, Lane, Way, run_ranks
 from seqloom.errors import SeqloomError
 
 BOTH = pytest.mark.parametrize("strict", [False, True])

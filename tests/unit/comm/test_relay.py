@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from seqloom.comm import Alone, Relay, run_ranks
-from seqloom.comm.relay_index import boxes_of, index_bundles
+from seqloom.dist import Alone, Relay, run_ranks
+from seqloom.dist.reshard_index import boxes_of, index_bundles
 from seqloom.errors import SeqloomError
-from seqloom.plan import Layout, Weight, optimiser_layout
-from seqloom.plan.rank_move import move_of_rank
+from seqloom.layout import Layout
+from seqloom.layout.move import move_of_rank
+from seqloom.plan import Weight, optimiser_layout
 
 WEIGHTS = [Weight("a", 8, 3, (0,)), Weight("b", 4, 1, (1,)), Weight("c", 6, 5, (1,))]
 

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention import attention, attention_with_lse
-from seqloom.comm import Counting, bind, run_ranks
-from seqloom.comm.remap import cross, remapped
+from seqloom.dist import Counting, bind, run_ranks
+from seqloom.dist.redistribute import cross, remapped
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, GroupFamily, Layout, Remap, Span, Work
-from seqloom.plan.move import move_between
-from seqloom.testing.attention_cases import Case
+from seqloom.layout import Layout, Span
+from seqloom.layout.move import move_between
+from seqloom.plan import Checkpoint, Group, GroupFamily, Remap, Work
+from support.attention_cases import Case
 
 torch.set_num_threads(1)
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)

@@ -6,11 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.comm.counting import Counting
-from seqloom.comm.in_process import run_ranks
-from seqloom.comm.passage import Passage, Store
-from seqloom.comm.route import start_routed
-from seqloom.plan import Move, Route
+from seqloom.dist.counting import Counting
+from seqloom.dist.routed import Passage, Store, start_routed
+from seqloom.dist.threads import run_ranks
+from seqloom.layout import Move, Route
 
 NODE, RANKS, UNIT = 4, 8, 12
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.comm import Parcel, run_ranks
+from seqloom.dist import Parcel, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 

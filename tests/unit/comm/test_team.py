@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.comm import Counting, attention_context, bind, bind_alone, gathered, run_ranks, summed
+from seqloom.dist import Counting, attention_context, bind, bind_alone, gathered, run_ranks, summed
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, GroupFamily, Layout, Method, Route, Span, Work
-from seqloom.testing.strategies_attention import cases, cases_of_many_groups
+from seqloom.layout import Layout, Route, Span
+from seqloom.plan import Checkpoint, Group, GroupFamily, Method, Work
+from support.strategies_attention import cases, cases_of_many_groups
 
 torch.set_num_threads(1)
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)

@@ -6,7 +6,8 @@ import pytest
 from seqloom.cost import CostModel, Shape, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Reduce, Sharding, Span
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Reduce, Sharding
 
 K = 1024
 VARIANT = Variant(Checkpoint.PROFILE, Reduce.ROUND)

@@ -9,10 +9,11 @@ from seqloom.cost import CostModel, Shape, Variant
 from seqloom.cost.communication import Communication
 from seqloom.cost.compute import LengthCurve, causal_area
 from seqloom.cost.profile import Curve, Profile
-from seqloom.cost.reach import Reach, Traffic, aligned_reach, reach_of
+from seqloom.cost.traffic import Reach, Traffic, aligned_reach, reach_of
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Method, Reduce, Span
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Method, Reduce
 
 NONE = Variant(Checkpoint.NONE, Reduce.ROUND)
 FULL = Variant(Checkpoint.FULL, Reduce.ROUND)

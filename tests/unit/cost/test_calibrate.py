@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Profile
-from seqloom.cost.calibrate import Trial, calibrate, scaled
-from seqloom.cost.fit import non_negative
+from seqloom.cost.calibrate import Trial, calibrate, non_negative, scaled
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan

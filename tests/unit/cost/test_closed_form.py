@@ -5,7 +5,8 @@ import pytest
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Span, Stage, Work
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
 
 VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
 

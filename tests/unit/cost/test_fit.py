@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import Profile
-from seqloom.cost.fit import fit_additive, fit_curve, fit_link
+from seqloom.cost.calibrate import fit_additive, fit_curve, fit_link
 from seqloom.errors import SeqloomError
 
 

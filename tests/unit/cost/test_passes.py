@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.holdings import holdings
-from seqloom.cost.passes import pass_times
-from seqloom.cost.relaying import relay_ns
-from seqloom.cost.stage_memory import StageMemory
+from seqloom.cost.resharding import holdings, pass_times, relay_ns
+from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Action, Checkpoint, Part, Reduce, Stage, Weight, compute_layout, move_between, step_layout
-from seqloom.plan.per_pass import PassMove, pass_moves, stages_per_pass
+from seqloom.layout import move_between
+from seqloom.plan import Action, Checkpoint, Part, Reduce, Stage, Weight, compute_layout, step_layout
+from seqloom.plan.pipeline import PassMove, pass_moves, stages_per_pass
 from seqloom.planners.bounds import plan_bound
 from seqloom.simulate import EventKind, predicted_ns, simulate
-from seqloom.testing.shapes import Shape, gathered_per_pass, shaped_plan
+from support.shapes import Shape, gathered_per_pass, shaped_plan
 
 LAYERS = 4
 SPEC = ModelSpec("small", LAYERS, 64, 8, 8, 16, 256, True, 512, False)

@@ -6,26 +6,24 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.holdings import holdings
-from seqloom.cost.relaying import relay_ns, relay_times
+from seqloom.cost.resharding import holdings, relay_ns, relay_times
 from seqloom.describe import Cluster, ModelSpec
+from seqloom.layout import Layout, Span
+from seqloom.layout.move import hops_of_rank
 from seqloom.plan import (
     Action,
     ActionKind,
     Checkpoint,
     Group,
-    Layout,
     Limits,
     Pipeline,
     Plan,
     Reduce,
     Round,
     Sharding,
-    Span,
     Stage,
     Work,
 )
-from seqloom.plan.rank_move import hops_of_rank
 from seqloom.simulate import predicted_ns, simulate
 
 LAYERS = 4

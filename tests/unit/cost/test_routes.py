@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from seqloom.cost import CostModel, Shape
-from seqloom.cost.reach import Traffic, proxies_of
-from seqloom.cost.routing import best_slices, direct_flow, routed_flow
 from seqloom.cost.shapes import with_methods
+from seqloom.cost.traffic import Traffic, best_slices, direct_flow, proxies_of, routed_flow
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Method, Route, Span
+from seqloom.layout import Route, Span
+from seqloom.plan import Method
 
 RING, GATHER = Method.RING, Method.GATHER
 PAIRED = (0, 0, 1, 1, 2, 2, 3, 3)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.rounds import NAMES, of_part
-from seqloom.cost.stage_memory import StageMemory
-from seqloom.cost.stages import stage_end_ns, stage_parameters
+from seqloom.cost.plan_cost import NAMES, of_part
+from seqloom.cost.stages import StageMemory, stage_end_ns, stage_parameters
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Group, Part, Reduce, Span
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Part, Reduce
 
 LENGTH = 20_000
 

@@ -5,13 +5,13 @@ from functools import cache
 import pytest
 
 from seqloom.cost import CostModel, Shape, Variant
-from seqloom.cost.reach import Traffic, reach_of
-from seqloom.cost.rounds import NAMES
-from seqloom.cost.stage_memory import StageMemory
-from seqloom.cost.stages import stage_parameters
+from seqloom.cost.plan_cost import NAMES
+from seqloom.cost.stages import StageMemory, stage_parameters
+from seqloom.cost.traffic import Traffic, reach_of
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Part, Reduce, Sharding, Span
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Part, Reduce, Sharding
 
 SPEC = ModelSpec("small", 9, 1024, 8, 4, 128, 4096, True, 32000, False)
 NONE, FULL = (Variant(kept, Reduce.STEP) for kept in (Checkpoint.NONE, Checkpoint.FULL))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from seqloom.data import IGNORED, Fields, TokenStore, load_tokenizer, prepare
-from seqloom.data import records as readers
 from seqloom.errors import SeqloomError
 
 BYTES = load_tokenizer("bytes")
@@ -222,7 +221,7 @@ def test_progress_rises_and_chunks_do_not_show(tmp_path, jsonl, monkeypatch):
     paths = [jsonl(*({"text": "x" * n} for n in range(1, 40)), name=f"{k}.jsonl") for k in range(3)]
     prepare(paths, tmp_path / "large", tokenizer=BYTES)
     monkeypatch.setattr(module, "CHUNK", 50)
-    monkeypatch.setattr(readers, "ROWS", 3)
+    monkeypatch.setattr(module, "ROWS", 3)
     seen = []
     prepare(paths, tmp_path / "small", tokenizer=BYTES, progress=seen.append)
     assert len(seen) > 10

@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.comm import bind, bind_alone
 from seqloom.data import IGNORED, Batch, rank_rows
+from seqloom.dist import bind, bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Work
 
 
 class Place:

@@ -8,7 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from seqloom.data import IGNORED, StoreWriter, TokenStore, writer
+from seqloom.data import IGNORED, StoreWriter, TokenStore
+from seqloom.data import store as writer
 from seqloom.errors import SeqloomError
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from seqloom.data import open_source
-from seqloom.data.source import IGNORED
-from seqloom.data.toy import END, LONGEST, ToySource
+from seqloom.data.source import END, IGNORED, LONGEST, ToySource
 from seqloom.errors import SeqloomError
 
 

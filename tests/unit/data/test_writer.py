@@ -28,7 +28,7 @@ def test_an_error_leaves_nothing(tmp_path):
 def test_a_killed_writer_leaves_no_store_and_the_next_one_succeeds(tmp_path):
     code = f"""
 import os, signal
-from seqloom.data import StoreWriter, writer
+from seqloom.data import StoreWriter, store as writer
 writer.TOKENS_PER_PART = 4
 with StoreWriter({str(tmp_path / "store")!r}, vocabulary=9) as made:
     for _ in range(100):

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from seqloom.describe.files import build
 from seqloom.errors import SeqloomError
+from seqloom.reader import build
 
 FORBID = {"extra": "forbid"}
 

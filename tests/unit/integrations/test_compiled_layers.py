@@ -5,14 +5,15 @@ import torch
 import transformers as hf
 from torch._dynamo.utils import counters
 
-from seqloom.comm import Alone, bind
+from seqloom.dist import Alone, bind
 from seqloom.errors import SeqloomError
-from seqloom.integrations import attach, network
-from seqloom.plan import Checkpoint, Group, Span, Work
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.compiled import compile_layers
-from seqloom.runtime.network import LossOf
-from seqloom.testing.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
+from seqloom.integrations.transformers import attach, network
+from seqloom.layout import Span
+from seqloom.models.adapter import LossOf
+from seqloom.models.compile import compile_layers
+from seqloom.models.recompute import recompute_layers
+from seqloom.plan import Checkpoint, Group, Work
+from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
 torch.set_num_threads(1)

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from seqloom.comm import bind_alone
+from seqloom.dist import bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.integrations import attach, network
-from seqloom.integrations.parts import Whole, parts_of
+from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers.parts import Whole, parts_of
+from seqloom.models.adapter import LossOf
+from seqloom.params.placement import held_by
 from seqloom.plan import Part
-from seqloom.runtime.network import LossOf
-from seqloom.runtime.placement import held_by
-from seqloom.testing.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
+from support.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
 
 torch.set_num_threads(1)
 LAYERS = 3

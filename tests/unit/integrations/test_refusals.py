@@ -8,8 +8,8 @@ import torch
 import transformers as hf
 
 from seqloom.errors import SeqloomError
-from seqloom.integrations import REFUSALS, attach, check
-from seqloom.testing.tiny_models import MODELS, SIZES, tiny_model
+from seqloom.integrations.transformers import REFUSALS, attach, check
+from support.tiny_models import MODELS, SIZES, tiny_model
 
 torch.set_num_threads(1)
 MOE = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}

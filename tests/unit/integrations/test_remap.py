@@ -7,13 +7,14 @@ import torch
 import transformers as hf
 from torch import nn
 
-from seqloom.comm import bind, run_ranks
+from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.integrations import attach, network
-from seqloom.integrations.remap import remap_layers
-from seqloom.plan import Checkpoint, Group, Layout, Remap, Span, Work
-from seqloom.runtime.network import LossOf
-from seqloom.testing.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
+from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers.attach import remap_layers
+from seqloom.layout import Layout, Span
+from seqloom.models.adapter import LossOf
+from seqloom.plan import Checkpoint, Group, Remap, Work
+from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = (9, 4)

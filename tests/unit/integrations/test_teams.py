@@ -9,18 +9,18 @@ import torch
 import transformers as hf
 from torch import nn
 
-from seqloom.attention import Carry
-from seqloom.comm import bind, run_ranks
+from seqloom.attention.context_parallel import Carry
+from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.integrations import attach, network
-from seqloom.integrations.plans import Region
-from seqloom.integrations.teams import team_layers
-from seqloom.plan import Checkpoint, Group, Part, Span, Work
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.network import LossOf
-from seqloom.runtime.split_backward import split_weights
-from seqloom.testing.teams import slice_parameters, whole_gradients
-from seqloom.testing.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
+from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers.tensor_parallel import Region, team_layers
+from seqloom.layout import Span
+from seqloom.models.adapter import LossOf
+from seqloom.models.recompute import recompute_layers
+from seqloom.models.split_backward import split_weights
+from seqloom.plan import Checkpoint, Group, Part, Work
+from support.teams import slice_parameters, whole_gradients
+from support.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = (13, 1, 6)

@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers as hf
 
-from seqloom.comm import bind, bind_alone, run_ranks
+from seqloom.dist import bind, bind_alone, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.integrations import attach, head, hidden_states, inputs, network
-from seqloom.plan import Checkpoint, Group, Span, Work
-from seqloom.testing.tiny_models import MODELS, SIZES, documents, one_by_one, tiny_model
+from seqloom.integrations.transformers import attach, head, hidden_states, inputs, network
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Work
+from support.tiny_models import MODELS, SIZES, documents, one_by_one, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = [5, 3]
@@ -185,7 +186,7 @@ def test_a_window_that_a_layer_keeps_to_itself_is_refused(ids, context):
     ],
 )
 def test_what_a_layer_asks_for_and_the_engine_has_not_is_refused(keyword, words, model, context):
-    from seqloom.integrations.interface import attention_function
+    from seqloom.integrations.transformers.attention import attention_function
 
     layer = model.model.layers[0].self_attn
     q, k = torch.zeros(1, 4, 8, 4), torch.zeros(1, 2, 8, 4)
@@ -197,7 +198,7 @@ def test_what_a_layer_asks_for_and_the_engine_has_not_is_refused(keyword, words,
 
 
 def test_a_mask_that_a_model_adds_is_refused():
-    from seqloom.integrations.interface import mask_function
+    from seqloom.integrations.transformers.attention import mask_function
 
     assert mask_function(batch_size=1) is None
     with pytest.raises(SeqloomError, match="a mask of its own"):
@@ -209,12 +210,12 @@ def test_a_mask_that_a_model_adds_is_refused():
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_without_the_extra_the_message_says_what_to_install(package):
-    code = f"import sys; sys.modules[{package!r}] = None; import seqloom.integrations"
+    code = f"import sys; sys.modules[{package!r}] = None; import seqloom.integrations.transformers"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode != 0
     assert "SeqloomError" in result.stderr and "pip install 'seqloom[train,hf]'" in result.stderr
 
 
 def test_nothing_else_imports_transformers():
-    code = "import sys, seqloom.attention, seqloom.models, seqloom.comm; assert 'transformers' not in sys.modules"
+    code = "import sys, seqloom.attention, seqloom.models, seqloom.dist; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

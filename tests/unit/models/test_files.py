@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import bind_alone
 from seqloom.describe import ModelSpec
+from seqloom.dist import bind_alone
 from seqloom.errors import SeqloomError
 from seqloom.models import Details, Rope, Stretch, Transformer
 from seqloom.models.files import config_of, details_of, parameters_in, write_model

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.plan import Checkpoint, Group, Span, Work
+from seqloom.plan import Checkpoint, Group, Work
 
 LENGTHS = [9, 1, 40, 3, 17]
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]

@@ -7,7 +7,7 @@ import torch
 
 from seqloom.errors import SeqloomError
 from seqloom.models import Rope, Stretch
-from seqloom.models.rope import rotate
+from seqloom.models.transformer import rotate
 
 F64 = torch.float64
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from seqloom.comm.context import bind
-from seqloom.comm.in_process import run_ranks
 from seqloom.describe import ModelSpec
+from seqloom.dist.threads import run_ranks
+from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
 from seqloom.models import Details, Rope, Transformer
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.comm import Lane, Way
-from seqloom.pipeline.borders import alike, border, same_groups, states_layout, ways_of, whole
-from seqloom.plan import Checkpoint, Group, Layout, Remap, Span, Work
+from seqloom.dist import Lane, Way
+from seqloom.engine.stage_p2p import alike, border, same_groups, states_layout, ways_of, whole
+from seqloom.layout import Layout, Span
+from seqloom.plan import Checkpoint, Group, Remap, Work
 
 
 @st.composite

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from seqloom.pipeline import offload as module
-from seqloom.pipeline.kept import Kept
-from seqloom.pipeline.offload import Offload
+from seqloom.engine import microbatch as module
+from seqloom.engine.microbatch import Kept, Offload
 
 torch.manual_seed(0)
 LAYER = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()

@@ -6,10 +6,8 @@ import weakref
 import pytest
 import torch
 
-from seqloom.comm import Lane, run_ranks
-from seqloom.pipeline.borders import Share
-from seqloom.pipeline.mail import Arrival, Mail, other_end
-from seqloom.pipeline.watch import Progress
+from seqloom.dist import Lane, run_ranks
+from seqloom.engine.stage_p2p import Arrival, Mail, Progress, Share, other_end
 from seqloom.plan import Action, Pipeline, Stage
 
 LINE = Pipeline((Stage((0,), (0, 1)), Stage((1,), (1, 2))), (), ((), ()))

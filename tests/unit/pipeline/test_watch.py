@@ -2,10 +2,10 @@
 
 import pytest
 
+from seqloom.engine.stage_p2p import Progress
 from seqloom.errors import SeqloomError
-from seqloom.pipeline.watch import Progress
 from seqloom.plan import Action, Pipeline, Stage
-from seqloom.plan.schedules import schedule_of
+from seqloom.schedules import schedule_of
 
 
 def line(name="1f1b", hosts=2):

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Stage, Work
+from seqloom.layout import Span
+from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
 
 LENGTHS = (100, 60, 40, 8)
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from seqloom.plan import Layout, PlanError, level_targets, rebalanced
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, level_targets, rebalanced
 
 
 def rows(layout: Layout) -> list[tuple[int, ...]]:

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.plan.error import PlanError
-from seqloom.plan.schedules import Schedule, Times, Unit, play, units_of
-from seqloom.plan.schedules.balanced import balanced
-from seqloom.plan.schedules.balanced_bound import least_makespan
-from seqloom.plan.schedules.listing import Problem, listed
-from seqloom.plan.schedules.strict import one_forward_one_backward
+from seqloom.errors import PlanError
+from seqloom.schedules import Schedule, Times, Unit, play, units_of
+from seqloom.schedules.balanced_bound import least_makespan
+from seqloom.schedules.fixed import one_forward_one_backward
+from seqloom.schedules.search import Problem, balanced, listed
 
 HOSTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
 

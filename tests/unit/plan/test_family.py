@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.plan import GroupFamily, PlanError
+from seqloom.errors import PlanError
+from seqloom.plan import GroupFamily
 
 
 def test_eight_nodes_of_eight() -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from seqloom.plan import Group, Layout, PlanError, Span
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, Span
+from seqloom.plan import Group
 
 
 def test_ulysses_shares_are_contiguous_runs_of_the_packed_tokens() -> None:

@@ -6,22 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from seqloom.plan import (
-    Action,
-    Checkpoint,
-    Group,
-    Limits,
-    Pipeline,
-    Plan,
-    PlanError,
-    Reduce,
-    Round,
-    Sharding,
-    Span,
-    Stage,
-    Work,
-)
-from seqloom.testing.tables import completed, rows_with_messages
+from seqloom.errors import PlanError
+from seqloom.layout import Span
+from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from support.tables import completed, rows_with_messages
 
 LOOP, VEE = ((0, 1), (2, 3), (0, 1), (2, 3)), ((0, 1), (2, 3), (2, 3), (0, 1))
 INTERLEAVED = (

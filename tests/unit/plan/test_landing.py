@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.plan import Layout, PlanError, Weight, compute_layout, optimiser_layout
-from seqloom.plan.landing import landing_layout
-from seqloom.plan.rank_move import hops_of_rank
-from seqloom.testing.relays import relay_cases
+from seqloom.errors import PlanError
+from seqloom.layout import Layout
+from seqloom.layout.move import hops_of_rank, landing_layout
+from seqloom.plan import Weight, compute_layout, optimiser_layout
+from support.relays import relay_cases
 
 EIGHT = [Weight("w", 8, 3, (0,))]
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from seqloom.plan import Layout, PlanError, Span, move_between
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, Span, move_between
 
 
 def test_boxes_are_sorted_and_joined() -> None:

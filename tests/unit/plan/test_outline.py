@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import seqloom as sl
 from seqloom.plan import Pipeline, Reduce, Stage
-from seqloom.plan.outline import outline
+from seqloom.plan.plan import outline
 
 
 def line(first, stages, width, tensor=1):

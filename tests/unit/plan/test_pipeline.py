@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Pipeline, PlanError, Reduce, Round, Span, Work
+from seqloom.errors import PlanError
+from seqloom.layout import Span
+from seqloom.plan import Action, ActionKind, Checkpoint, Group, Pipeline, Reduce, Round, Work
 
 
 def rounds(*contents: tuple[Span, ...]) -> list[Round]:

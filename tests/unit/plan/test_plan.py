@@ -14,21 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqloom.plan import (
-    Checkpoint,
-    Group,
-    Layout,
-    Limits,
-    Pipeline,
-    Plan,
-    PlanError,
-    Reduce,
-    Round,
-    Sharding,
-    Span,
-    Stage,
-    Work,
-)
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, Span
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
 
 
 def test_repr_and_hash_are_short_and_stable(plain: Plan) -> None:

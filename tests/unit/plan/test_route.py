@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from seqloom.plan import Layout, Move, PlanError, Route, staged
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, Move, Route, staged
 
 
 def move(*boxes: tuple[int, ...]) -> Move:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from seqloom.plan import Action, ActionKind, PlanError
-from seqloom.plan.schedules import Schedule, Times, Unit, play, schedule_of, units_of
-from seqloom.plan.schedules.files import to_csv
-from seqloom.plan.schedules.grid import grid
+from seqloom.errors import PlanError
+from seqloom.plan import Action, ActionKind
+from seqloom.schedules import Schedule, Times, Unit, play, schedule_of, units_of
+from seqloom.schedules.schedule import grid, to_csv
 
 F, B = ActionKind.F, ActionKind.B
 

@@ -5,10 +5,9 @@ from itertools import product
 
 import pytest
 
-from seqloom.errors import SeqloomError
-from seqloom.plan import PlanError
-from seqloom.plan.schedules import NAMES, Times, play, schedule_of
-from seqloom.plan.schedules.figures import figures
+from seqloom.errors import PlanError, SeqloomError
+from seqloom.schedules import NAMES, Times, play, schedule_of
+from seqloom.schedules.timing import figures
 
 ONE = Fraction(1)
 VEES = ("zb-v", "v-half", "v-min")

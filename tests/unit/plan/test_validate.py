@@ -9,24 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.plan import (
-    RULES,
-    Action,
-    Checkpoint,
-    Group,
-    Layout,
-    Method,
-    Pipeline,
-    Plan,
-    PlanError,
-    Reduce,
-    Round,
-    Route,
-    Sharding,
-    Span,
-    Stage,
-    Work,
-)
+from seqloom.errors import PlanError
+from seqloom.layout import Layout, Route, Span
+from seqloom.plan import RULES, Action, Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
 
 
 def pipelines(plan: Plan, **changes: object) -> Plan:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from seqloom.errors import PlanError
+from seqloom.layout import Route, Span
 from seqloom.plan import (
     RULES,
     Checkpoint,
@@ -14,12 +16,9 @@ from seqloom.plan import (
     Method,
     Pipeline,
     Plan,
-    PlanError,
     Reduce,
     Round,
-    Route,
     Sharding,
-    Span,
     Work,
     in_order,
 )
@@ -117,5 +116,5 @@ def test_pairs_are_counted(spans: tuple[Span, ...], text: str) -> None:
 
 
 def test_a_schedule_with_a_hole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqloom.plan.check_routes.wrong_chunks", lambda ring, method: (3, 1) if ring == 2 else None)
+    monkeypatch.setattr("seqloom.plan.rules.groups.wrong_chunks", lambda ring, method: (3, 1) if ring == 2 else None)
     refused(plan(), "pairs", "ring 2 with method ring computes query chunk 3 x key chunk 1")

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from seqloom.plan import Layout, Pipeline, PlanError, Stage, Weight, compute_layout, optimiser_layout, step_layout
-from seqloom.plan.rank_move import move_of_rank
-from seqloom.plan.weights import bundles, columns_of
+from seqloom.errors import PlanError
+from seqloom.layout import Layout
+from seqloom.layout.move import move_of_rank
+from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout, step_layout
+from seqloom.plan.parameter_layout import bundles, columns_of
 
 
 def boxes(layout, rank, item=0):

@@ -5,8 +5,7 @@ import pytest
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
-from seqloom.planners.adaptive import plan_adaptive
-from seqloom.planners.static import plan_static
+from seqloom.planners.uniform import plan_adaptive, plan_static
 
 COST = CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100")
 

@@ -8,9 +8,9 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.auto import SOLVER_LIMIT, best_of, plan_auto
-from seqloom.planners.static import plan_static
+from seqloom.planners.uniform import plan_static
 from seqloom.simulate import predicted_ns
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 LENGTHS = np.array([40_000, 12_000, 9_000] + [3_000] * 10 + [800] * 20)

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from seqloom.cost import Shape
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Span, Work
+from seqloom.layout import Span
+from seqloom.packing import hbp, plans_balance, profiled
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Round, Work
 from seqloom.planners import make_plan
-from seqloom.planners.hbp import hbp, plans_balance, profiled
 from seqloom.simulate import predicted_ns
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x4xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 

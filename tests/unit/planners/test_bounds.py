@@ -8,13 +8,11 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.bounds.lock_step import lock_step_bound, rounds_needed
+from seqloom.planners.bounds.lower import lock_step_bound, rounds_needed, throughput_bound, timeline_bound
 from seqloom.planners.bounds.options import Options, first_feasible
 from seqloom.planners.bounds.prices import price_all
-from seqloom.planners.bounds.throughput import throughput_bound
-from seqloom.planners.bounds.timeline import timeline_bound
-from seqloom.testing.brute_force import shortest_step
-from seqloom.testing.strategies import roomy_cost_model
+from support.brute_force import shortest_step
+from support.strategies import roomy_cost_model
 
 CLUSTERS = ("1x8xA100-40G", "1x4xA100-40G", "1x2xA100-40G")
 SHARDINGS = ("full", "hybrid", "none")

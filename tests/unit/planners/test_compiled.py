@@ -12,7 +12,7 @@ import pytest
 from seqloom.describe import sample
 from seqloom.planners.compiled import COMPILED
 from seqloom.planners.registry import make_plan
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 CASES = [
     (name, cluster, profile, sharding, seed)

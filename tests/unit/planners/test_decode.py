@@ -8,7 +8,7 @@ from seqloom.planners.flex.decode import LADDER_STEPS, NEAR, decode, limit_ladde
 from seqloom.planners.flex.planner import virtual_islands, work_bound
 from seqloom.planners.flex.search import LADDER_GROWTH, Search
 from seqloom.planners.problem import Problem
-from seqloom.testing.strategies import batches, cost_models
+from support.strategies import batches, cost_models
 
 
 @st.composite

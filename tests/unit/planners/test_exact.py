@@ -9,8 +9,8 @@ from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import variants_bound
 from seqloom.planners.exact import MOST_DOCUMENTS, plan_exact
-from seqloom.testing.brute_force import shortest_step
-from seqloom.testing.strategies import roomy_cost_model
+from support.brute_force import shortest_step
+from support.strategies import roomy_cost_model
 
 
 def published(sharding, cluster="1x4xA100-40G", tier=1):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from seqloom.plan import GroupFamily
 from seqloom.planners.fill import arrange, block_count, block_start, fill_round
 from seqloom.planners.problem import Problem
-from seqloom.testing.strategies import batches, cost_models
+from support.strategies import batches, cost_models
 
 
 @pytest.mark.parametrize(("ranks", "node"), [(8, 8), (6, 6), (12, 6), (24, 8), (7, 7), (12, 4), (9, 3)])

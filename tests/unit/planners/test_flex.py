@@ -9,7 +9,7 @@ from seqloom.planners.fill import NEVER
 from seqloom.planners.flex.planner import default_evaluations, plan_flex, start_searches, virtual_islands, work_bound
 from seqloom.planners.flex.search import Search, changes, replaced, shuffled, tiles
 from seqloom.planners.problem import Problem
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 LENGTHS = sample("commoncrawl", 40, seed=2, max_length=40_000)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.planners.flexsp.blaster import cut, fewest_chunks
+from seqloom.planners.published.flexsp.planner import cut, fewest_chunks
 
 small = st.lists(st.integers(1, 30), min_size=1, max_size=9)
 

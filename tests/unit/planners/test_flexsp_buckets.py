@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.planners.flexsp import buckets
-from seqloom.planners.flexsp.buckets import bucket
+from seqloom.planners.published.flexsp import micro_batch as buckets
+from seqloom.planners.published.flexsp.micro_batch import bucket
 
 small = st.lists(st.integers(1, 25), min_size=1, max_size=10)
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.planners.flexsp.micro_batch import virtual_groups
-from seqloom.planners.flexsp.milp import Budget, Programme
-from seqloom.planners.flexsp.starts import best_start, homogeneous
+from seqloom.planners.published.flexsp.micro_batch import best_start, homogeneous, virtual_groups
+from seqloom.planners.published.flexsp.milp import Budget, Programme
 from seqloom.planners.solver import require_highspy
 
 ENOUGH = Budget(nodes=10_000, gap=0.0)

@@ -5,8 +5,8 @@ import pytest
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
-from seqloom.planners.adaptive import plan_adaptive
-from seqloom.planners.flexsp import plan_flexsp
+from seqloom.planners.published.flexsp import plan_flexsp
+from seqloom.planners.uniform import plan_adaptive
 
 MODEL = ModelSpec.load("gpt-7b")
 

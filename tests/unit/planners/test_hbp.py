@@ -8,12 +8,11 @@ import pytest
 from seqloom.cost import Shape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
-from seqloom.planners.hbp import choose_levels, hbp, plain_packing, profiled
-from seqloom.planners.hbp.fill import fill_packs, first_fit
-from seqloom.planners.hbp.levels import Level, level_lengths, level_sets, packs_per_step
-from seqloom.planners.hbp.steps import cut, dealt, running_order
+from seqloom.packing import choose_levels, hbp, plain_packing, profiled
+from seqloom.packing.hbp import cut, dealt, fill_packs, first_fit, running_order
+from seqloom.packing.levels import Level, level_lengths, level_sets, packs_per_step
 from seqloom.simulate import predicted_ns
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 LENGTHS = sample("commoncrawl", 400, seed=3, max_length=40_000)

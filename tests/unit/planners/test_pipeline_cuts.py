@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.plan.error import PlanError
-from seqloom.planners.pipelines.cuts import cuts_from_back, equal_cuts, quadratic_cuts, rounded
+from seqloom.errors import PlanError
+from seqloom.planners.pipeline.micro_batches import cuts_from_back, equal_cuts, quadratic_cuts, rounded
 
 VOCABULARY = 50304
 MODELS = {"2.7B": (32, 2560, 32), "7B": (32, 4096, 32), "13B": (40, 5120, 40), "30B": (64, 6144, 64)}

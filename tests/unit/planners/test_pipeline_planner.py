@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, Profile, Variant
-from seqloom.cost.stage_limits import pipeline_limits
+from seqloom.cost.stages import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import ActionKind, Checkpoint, Group, Reduce, Span
+from seqloom.layout import Span
+from seqloom.plan import ActionKind, Checkpoint, Group, Reduce
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.explain import explain
-from seqloom.planners.pipelines import plan_pipeline, stage_layers
-from seqloom.planners.pipelines.ledger import Ledger
-from seqloom.planners.pipelines.line import island_of, line_of
-from seqloom.planners.pipelines.planner import build
-from seqloom.planners.pipelines.prices import UnitPrices
-from seqloom.planners.pipelines.search import Answer, Search
-from seqloom.planners.pipelines.seats import Level
+from seqloom.planners.pipeline import plan_pipeline, stage_layers
+from seqloom.planners.pipeline.memory import Ledger
+from seqloom.planners.pipeline.placement import Level
+from seqloom.planners.pipeline.planner import build
+from seqloom.planners.pipeline.prices import UnitPrices
+from seqloom.planners.pipeline.search import Answer, Search
+from seqloom.planners.pipeline.stage_layout import island_of, line_of
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns, simulate
-from seqloom.simulate.price import price
-from seqloom.simulate.twins import Place
+from seqloom.simulate.windows import Place, price
 
 KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
@@ -187,7 +187,7 @@ def test_what_is_not_tried_is_not_missed(monkeypatch, budget, seed):
     plans = []
     for near, tries in ((101, counted), (10**9, counted_anew)):
         counts.append(0)
-        monkeypatch.setattr("seqloom.planners.pipelines.search.NEAR_PERCENT", near)
+        monkeypatch.setattr("seqloom.planners.pipeline.search.NEAR_PERCENT", near)
         monkeypatch.setattr(Search, "_try", tries)
         plans.append(plan_pipeline(batch, cost, stages=stages).hash)
     assert plans[0] == plans[1] and counts[0] < counts[1]

@@ -7,7 +7,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 from seqloom.planners.fill import NEVER
 from seqloom.planners.problem import CHECKPOINTS, Problem, Seat, fitting_problems, to_plan
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 PUBLISHED = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 ANALYTIC = roomy_cost_model("1x4xH100", "qwen3-0.6b", None, "full", 0)

@@ -7,7 +7,7 @@ from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.planners import PLANNERS, make_plan, plan_batches
 from seqloom.planners.registry import parse_name, planner
-from seqloom.testing.strategies import roomy_cost_model
+from support.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 FREE = roomy_cost_model("1x8xH100", "qwen3-0.6b", None, "free", 1)

@@ -8,9 +8,10 @@ import pytest
 
 from seqloom.api import cost_model
 from seqloom.cost import Shape, Variant
-from seqloom.plan import Pipeline, Round, Span, Work
-from seqloom.planners.remapping import with_remapping
-from seqloom.planners.static import plan_static
+from seqloom.layout import Span
+from seqloom.plan import Pipeline, Round, Work
+from seqloom.planners.remap import with_remapping
+from seqloom.planners.uniform import plan_static
 
 
 def by_hand(cost, documents):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.planners import make_plan
-from seqloom.planners.rivals.partition import Machine, partition
-from seqloom.planners.rivals.tuned import fullest
+from seqloom.planners.published.tuned import fullest
+from seqloom.planners.published.zeppelin import Machine, partition
 
 TWO = Machine(nodes=2, node_size=4, capacity=100)
 

@@ -12,9 +12,9 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.plan import Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.rivals import RIVAL_PLANNERS, hybrid_dp, megatron
-from seqloom.planners.rivals.published import CLAIMS, Claim
-from seqloom.planners.rivals.tuned import Place, arrival_packs, capacities
+from seqloom.planners.published import RIVAL_PLANNERS, hybrid_dp, megatron
+from seqloom.planners.published.tuned import Place, arrival_packs, capacities
+from seqloom.planners.published.verdicts import CLAIMS, Claim
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
 ODD = cost_model("3x4xH100", "llama-7b", capacity=2_000)

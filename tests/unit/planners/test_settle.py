@@ -5,13 +5,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from seqloom.planners.fill import NEVER
+from seqloom.planners.flex.assign_ranks import settle
 from seqloom.planners.flex.decode import decode
 from seqloom.planners.flex.planner import rounds_of, virtual_islands, work_bound
 from seqloom.planners.flex.search import Search
-from seqloom.planners.flex.settle import settle
-from seqloom.planners.pricing import price_rounds
-from seqloom.planners.problem import Problem, to_plan
-from seqloom.testing.strategies import batches, cost_models
+from seqloom.planners.problem import Problem, price_rounds, to_plan
+from support.strategies import batches, cost_models
 
 
 @st.composite

@@ -6,9 +6,8 @@ import pytest
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.errors import SeqloomError
-from seqloom.planners.pricing import Pricer, price_rounds
-from seqloom.planners.problem import Problem, fitting_problems, to_plan
-from seqloom.planners.static import fastest_static_degree, homogeneous_answers, in_turn, pack, plan_static
+from seqloom.planners.problem import Pricer, Problem, fitting_problems, price_rounds, to_plan
+from seqloom.planners.uniform import fastest_static_degree, homogeneous_answers, in_turn, pack, plan_static
 
 CLUSTER, MODEL = Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b")
 LENGTHS = sample("wikipedia", 200, seed=3, max_length=100_000)

@@ -1,6 +1,7 @@
 """Two-stage assignment: the clock, dispatch and pack against exhaustive search and against the published greedy."""
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,21 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.plan.schedules import Times, play, schedule_of
-from seqloom.planners.strategies.assign import assign, choose, lower_bound, problem_of, rank_strategies
-from seqloom.planners.strategies.clock import estimate, one_f_one_b
-from seqloom.planners.strategies.dispatch import dispatch
-from seqloom.planners.strategies.pack import pack
-from seqloom.planners.strategies.price import SchemeCost
-from seqloom.planners.strategies.published import published_model
-from seqloom.planners.strategies.values import Pipe, Scheme, Strategy
-from seqloom.testing.exhaustive_strategies import best_assignment
+from seqloom.planners.hydraulis.assign import (
+    assign,
+    choose,
+    dispatch,
+    estimate,
+    lower_bound,
+    one_f_one_b,
+    pack,
+    problem_of,
+    rank_strategies,
+)
+from seqloom.planners.hydraulis.config import Pipe, Scheme, SchemeCost, Strategy
+from seqloom.planners.published.hydraulis import published_model
+from seqloom.schedules import Times, play, schedule_of
+from support.exhaustive_strategies import best_assignment
 
 PUBLISHED = published_model("32b").costs()
 
@@ -231,9 +238,17 @@ def mixed_assignment():
     return [choose(lengths, listed, PUBLISHED, alike=alike) for alike in (False, True)]
 
 
+WITH_SUPPORT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def test_plain_and_compiled_agree():
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PLAIN],
+        cwd=Path(__file__).parent,
+        env=WITH_SUPPORT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"False {mixed_assignment()}"

@@ -12,14 +12,13 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.plan.per_pass import stages_per_pass
+from seqloom.plan.pipeline import stages_per_pass
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.strategies import Pipe, Scheme, Strategy, check_strategies, plan_strategies, propose_strategies
-from seqloom.planners.strategies.schemes import fit, may_gather, scheme_costs
-from seqloom.planners.strategies.switch import switch_ns
+from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, check_strategies, plan_strategies, propose_strategies
+from seqloom.planners.hydraulis.costs import fit, may_gather, scheme_costs, switch_ns
 from seqloom.simulate import predicted_ns, simulate
-from seqloom.testing.steps import Step, tiny_spec
-from seqloom.train.strategies import small_plans
+from seqloom.train.setup import small_plans
+from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
 COST = cost_model("1x8xH100", "llama3-8b", sharding="free")

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.cost.relaying import relay_times
+from seqloom.cost.resharding import relay_times
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.planners.strategies import (
+from seqloom.planners.hydraulis import (
     Pipe,
     Scheme,
     Strategy,
@@ -23,9 +23,8 @@ from seqloom.planners.strategies import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.strategies.blocks import blocks
-from seqloom.planners.strategies.schemes import fit, legal_schemes, relative_fit, scheme_costs
-from seqloom.planners.strategies.switch import switch_ns
+from seqloom.planners.hydraulis.config import blocks
+from seqloom.planners.hydraulis.costs import fit, legal_schemes, relative_fit, scheme_costs, switch_ns
 from seqloom.simulate import predicted_ns, simulate
 
 COST = cost_model("1x8xH100", "qwen3-0.6b", sharding="free")
@@ -77,7 +76,7 @@ def test_strategies_that_are_given_up_early_would_not_have_won(monkeypatch, seed
     ]
     lengths = sample("commoncrawl", 12, seed=seed, max_length=20_000)
     found = predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
-    monkeypatch.setattr("seqloom.planners.strategies.planner.NEAR_PERCENT", 10**9)
+    monkeypatch.setattr("seqloom.planners.hydraulis.planner.NEAR_PERCENT", 10**9)
     assert found == predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
 
 

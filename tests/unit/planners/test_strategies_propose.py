@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.planners.strategies.assign import choose
-from seqloom.planners.strategies.histogram import Histogram
-from seqloom.planners.strategies.partition import NEVER, interval_times, partition
-from seqloom.planners.strategies.place import check_placement, fits_nodes, placed
-from seqloom.planners.strategies.price import SchemeCost
-from seqloom.planners.strategies.propose import propose
-from seqloom.planners.strategies.published import published_model
-from seqloom.planners.strategies.values import Scheme
-from seqloom.testing.exhaustive_strategies import all_mixtures, best_assignment
+from seqloom.planners.hydraulis.assign import choose
+from seqloom.planners.hydraulis.config import Scheme, SchemeCost, check_placement, fits_nodes, placed
+from seqloom.planners.hydraulis.propose import NEVER, Histogram, interval_times, partition, propose
+from seqloom.planners.published.hydraulis import published_model
+from support.exhaustive_strategies import all_mixtures, best_assignment
 
 SMALL = (Scheme(1, 1), Scheme(1, 2), Scheme(2, 1), Scheme(1, 4))
 LONGEST = {

@@ -9,14 +9,11 @@ from seqloom.describe import Cluster, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.zones import plan_zones
-from seqloom.planners.zones.bounds import zone_bounds
-from seqloom.planners.zones.build import build_plan
-from seqloom.planners.zones.clock import rank_times
-from seqloom.planners.zones.deal import deal_apart, deal_together
-from seqloom.planners.zones.planner import partition
+from seqloom.planners.zones.fill import best_ranks
+from seqloom.planners.zones.planner import build_plan, deal_apart, deal_together, partition
 from seqloom.planners.zones.prices import Alone, Prices
-from seqloom.planners.zones.seating import best_ranks
-from seqloom.testing.overlapping import shortest_overlapping_step
+from seqloom.planners.zones.search import rank_times, zone_bounds
+from support.overlapping import shortest_overlapping_step
 
 TINY = cost_model("2x2xH200", "llama3-8b", capacity=16_384)
 NODES = cost_model("4x8xH200", "llama3-8b")

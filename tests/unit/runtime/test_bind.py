@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import Alone, run_ranks
+from seqloom.dist import Alone, run_ranks
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Group, Part, Pipeline, Reduce, Round, Sharding, Span, Stage, Work
-from seqloom.plan.schedules import schedule_of
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.network import Network
-from seqloom.testing.steps import one_stage_plan, tiny_spec
+from seqloom.models.adapter import Network
+from seqloom.plan import Checkpoint, Group, Part, Pipeline, Reduce, Round, Sharding, Stage, Work
+from seqloom.schedules import schedule_of
+from support.steps import one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)
 ROUNDS = [

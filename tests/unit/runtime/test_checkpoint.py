@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.attention.kernels.registry import default
-from seqloom.comm import Counting, run_ranks
-from seqloom.cost.activations import layer_values
+from seqloom.attention.kernels.dispatch import default
+from seqloom.cost.compute import layer_values
+from seqloom.dist import Counting, run_ranks
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
+from seqloom.layout import Route, Span
 from seqloom.models import Transformer
-from seqloom.plan import Checkpoint, Group, Method, Route, Sharding, Span
-from seqloom.runtime import checkpoint as module
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.network import LossOf, Network
-from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
+from seqloom.models import recompute as module
+from seqloom.models.adapter import LossOf, Network
+from seqloom.models.recompute import recompute_layers
+from seqloom.plan import Checkpoint, Group, Method, Sharding
+from support.steps import Step, one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)
 STEP = Step((40, 9, 3), tiny_spec())
@@ -62,7 +63,7 @@ def overlapping(method):
 @pytest.mark.parametrize("method", Method)
 def test_selective_repeats_nothing_of_several_groups_and_of_relays(monkeypatch, method):
     kernel = CountingKernel()
-    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: kernel)
+    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: kernel)
     kinds = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
     found, forwards = [], []
     for kind in kinds:
@@ -121,7 +122,7 @@ class CountingKernel:
 )
 def test_selective_runs_no_kernel_twice(monkeypatch, checkpoint, forwards):
     kernel = CountingKernel()
-    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: kernel)
+    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: kernel)
     counts(checkpoint, 1, 1)
     assert kernel.calls == {"forward": forwards * LAYERS, "backward": LAYERS}
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from seqloom.attention.kernels.registry import default
-from seqloom.comm import Alone, bind_alone
+from seqloom.attention.kernels.dispatch import default
+from seqloom.dist import Alone, bind_alone
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.plan import Checkpoint, Group, Span
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.compiled import compile_layers
-from seqloom.runtime.network import LossOf, Network
-from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
+from seqloom.models.adapter import LossOf, Network
+from seqloom.models.compile import compile_layers
+from seqloom.models.recompute import recompute_layers
+from seqloom.plan import Checkpoint, Group
+from support.steps import Step, one_stage_plan, tiny_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
 torch.set_num_threads(1)
@@ -114,7 +115,7 @@ class CountingKernel:
 @pytest.mark.parametrize(("checkpoint", "forwards"), list(zip(KINDS, (1, 1, 2), strict=True)))
 def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forwards):
     kernel = CountingKernel()
-    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: kernel)
+    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: kernel)
     step = replace(STEP, lengths=(20, 9))
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
     once(compiled(step), step, bind_plan(plan, Alone()).rounds[0].context)

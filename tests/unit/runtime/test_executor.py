@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.comm import Alone, run_ranks
+from seqloom.dist import Alone, run_ranks
+from seqloom.engine.executor import evaluate, run_step
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Reduce, Sharding, Span
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.executor import evaluate, run_step
-from seqloom.runtime.network import Network
-from seqloom.runtime.parameters import Replicated, scale_gradients
-from seqloom.testing.steps import Step, one_stage_plan, open_together, tiny_spec
+from seqloom.layout import Span
+from seqloom.models.adapter import Network
+from seqloom.params.interface import Replicated, scale_gradients
+from seqloom.plan import Checkpoint, Group, Reduce, Sharding
+from support.steps import Step, one_stage_plan, open_together, tiny_spec
 
 torch.set_num_threads(1)
 STEP = Step((20, 9, 1, 17, 3), tiny_spec())

@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.comm import Alone, Counting, bind_alone
+from seqloom.dist import Alone, Counting, bind_alone
+from seqloom.engine import bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Reduce, Sharding, Span
-from seqloom.runtime import FreeLayout, Network, Replicated, bind_plan, evaluate, run_step
-from seqloom.runtime.network import LossOf
-from seqloom.runtime.parameters import check_fixed
-from seqloom.runtime.passes import Passes
-from seqloom.testing.shapes import Shape, gathered_per_pass, in_nodes_of, shaped_plan
-from seqloom.testing.steps import Found, Step, one_stage_plan, tiny_spec
-from seqloom.testing.tiny_models import tiny_model
+from seqloom.layout import Span
+from seqloom.models import Network
+from seqloom.models.adapter import LossOf
+from seqloom.params import FreeLayout, Replicated
+from seqloom.params.interface import check_fixed
+from seqloom.params.resharding import Passes
+from seqloom.plan import Group, Reduce, Sharding
 from seqloom.train.model import made_ready
+from support.shapes import Shape, gathered_per_pass, in_nodes_of, shaped_plan
+from support.steps import Found, Step, one_stage_plan, tiny_spec
+from support.tiny_models import tiny_model
 
 torch.set_num_threads(1)
 SPEC = tiny_spec(layers=3, tied=True)
@@ -335,8 +338,8 @@ def test_models_without_a_free_layout_are_refused():
 
 @pytest.mark.parametrize("shapes", [TEAMS, (Shape(1, 2, 2),)])
 def test_models_of_transformers(threads, shapes):
-    from seqloom.integrations import attach
-    from seqloom.integrations import network as described
+    from seqloom.integrations.transformers import attach
+    from seqloom.integrations.transformers import network as described
 
     made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
     context = bind_alone(STEP.lengths)

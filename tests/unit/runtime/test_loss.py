@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from seqloom.errors import SeqloomError
-from seqloom.runtime.loss import IGNORED, HeadGradients, summed_loss, valid_tokens
+from seqloom.models.loss import IGNORED, HeadGradients, summed_loss, valid_tokens
 
 torch.set_num_threads(1)
 
@@ -96,7 +96,7 @@ def test_large_logits_do_not_overflow():
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch):
-    from seqloom.runtime import loss as module
+    from seqloom.models import loss as module
 
     seen = []
     whole = module._one_chunk

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from seqloom.attention import Carry
-from seqloom.comm import Alone, bind, bind_alone
-from seqloom.plan import Checkpoint, Group, Span, Work
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.compiled import compile_layers
-from seqloom.runtime.network import LossOf, Network
-from seqloom.testing.steps import Step, tiny_spec
+from seqloom.attention.context_parallel import Carry
+from seqloom.dist import Alone, bind, bind_alone
+from seqloom.layout import Span
+from seqloom.models.adapter import LossOf, Network
+from seqloom.models.compile import compile_layers
+from seqloom.models.recompute import recompute_layers
+from seqloom.plan import Checkpoint, Group, Work
+from support.steps import Step, tiny_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
 torch.set_num_threads(1)

@@ -5,10 +5,10 @@ import torch
 
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
+from seqloom.models.adapter import Network
+from seqloom.params.placement import Placement, held_by, keep_only
 from seqloom.plan import Part, Sharding, Stage
-from seqloom.runtime.network import Network
-from seqloom.runtime.placement import Placement, held_by, keep_only
-from seqloom.testing.steps import Step, tiny_spec
+from support.steps import Step, tiny_spec
 
 STEP = Step((3,), tiny_spec(layers=4, tied=True))
 

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.attention.kernels.registry import default
-from seqloom.comm import Counting, run_ranks
+from seqloom.attention.kernels.dispatch import default
+from seqloom.dist import Counting, run_ranks
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Layout, Remap, Sharding, Span
-from seqloom.plan.move import move_between
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.network import LossOf
-from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
-from seqloom.testing.two_layouts import with_works
+from seqloom.layout import Layout, Span
+from seqloom.layout.move import move_between
+from seqloom.models.adapter import LossOf
+from seqloom.models.recompute import recompute_layers
+from seqloom.plan import Checkpoint, Group, Remap, Sharding
+from support.steps import Step, one_stage_plan, tiny_spec
+from support.two_layouts import with_works
 
 torch.set_num_threads(1)
 SPEC = tiny_spec()
@@ -106,7 +107,7 @@ def test_selective_runs_no_kernel_twice(monkeypatch, remap, checkpoint, forwards
 
             return Prepared()
 
-    monkeypatch.setattr("seqloom.attention.bound._default_kernels", lambda device: Kernel())
+    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: Kernel())
     traffic(planned(remap))
     plain, calls[:] = len(calls), []
     traffic(planned(remap, checkpoint))

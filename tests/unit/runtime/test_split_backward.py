@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqloom.comm import Alone
+from seqloom.dist import Alone
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.plan import Checkpoint, Group, Span
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.network import LossOf
-from seqloom.runtime.split_backward import split_weights
-from seqloom.testing.steps import Step, one_stage_plan, tiny_spec
+from seqloom.models.adapter import LossOf
+from seqloom.models.recompute import recompute_layers
+from seqloom.models.split_backward import split_weights
+from seqloom.plan import Checkpoint, Group
+from support.steps import Step, one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

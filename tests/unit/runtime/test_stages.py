@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.comm import Alone, Counting, Ranks
+from seqloom.dist import Alone, Counting, Ranks
+from seqloom.engine import microbatch as offload
+from seqloom.engine.executor import evaluate, run_step
+from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
-from seqloom.pipeline import offload
-from seqloom.plan import Action, Checkpoint, Group, Layout, Limits, Pipeline, Plan, Reduce, Round, Sharding, Span, Work
-from seqloom.plan.schedules import schedule_of
-from seqloom.runtime.bind import bind_plan
-from seqloom.runtime.executor import evaluate, run_step
-from seqloom.runtime.network import Network
-from seqloom.runtime.parameters import Replicated
-from seqloom.runtime.split_backward import WeightGradients
-from seqloom.testing.pipelines import stages_on
-from seqloom.testing.steps import Step, tiny_spec
+from seqloom.layout import Layout, Span
+from seqloom.models.adapter import Network
+from seqloom.models.split_backward import WeightGradients
+from seqloom.params.interface import Replicated
+from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.schedules import schedule_of
+from support.pipelines import stages_on
+from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
 STEP = Step((11, 8, 5, 4), tiny_spec(layers=4))

@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.attention import Carry
-from seqloom.comm import Counting, bind, run_ranks
+from seqloom.attention.context_parallel import Carry
+from seqloom.dist import Counting, bind, run_ranks
 from seqloom.errors import SeqloomError
+from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.plan import Checkpoint, Group, Span, Work
-from seqloom.runtime.checkpoint import recompute_layers
-from seqloom.runtime.compiled import compile_layers
-from seqloom.runtime.network import LossOf, Network
-from seqloom.runtime.split_backward import split_weights
-from seqloom.testing.steps import Found, Step, tiny_spec
-from seqloom.testing.teams import slice_parameters, whole_gradients
+from seqloom.models.adapter import LossOf, Network
+from seqloom.models.compile import compile_layers
+from seqloom.models.recompute import recompute_layers
+from seqloom.models.split_backward import split_weights
+from seqloom.plan import Checkpoint, Group, Work
+from support.steps import Found, Step, tiny_spec
+from support.teams import slice_parameters, whole_gradients
 
 torch.set_num_threads(1)
 LENGTHS = (21, 2, 9)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from seqloom.runtime import triton_loss
-from seqloom.runtime.loss import IGNORED, plain_losses
+from seqloom.models import triton_loss
+from seqloom.models.loss import IGNORED, plain_losses
 
 torch.set_num_threads(1)
 

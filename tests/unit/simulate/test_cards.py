@@ -7,7 +7,8 @@ import pytest
 
 from seqloom.cost import CostModel, Shape, Variant
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Group, Layout, Pipeline, Plan, Reduce, Remap, Round, Span, Work
+from seqloom.layout import Layout, Span
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Remap, Round, Work
 from seqloom.simulate import simulate
 
 VARIANT = Variant(Checkpoint.FULL, Reduce.STEP)

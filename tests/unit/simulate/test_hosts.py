@@ -7,9 +7,10 @@ import pytest
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Action, Group, Pipeline, Plan, Round, Sharding, Span, Stage, Work
+from seqloom.layout import Span
+from seqloom.plan import Action, Group, Pipeline, Plan, Round, Sharding, Stage, Work
 from seqloom.simulate import DeadlockError, EventKind, simulate
-from seqloom.testing.tables import completed, rows_with_messages
+from support.tables import completed, rows_with_messages
 
 A, B = tuple(range(8)), tuple(range(8, 16))
 LOOP, VEE = (A, B, A, B), (A, B, B, A)

@@ -8,7 +8,8 @@ import pytest
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Span, Work
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Work
 from seqloom.simulate import EventKind, simulate
 
 VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)

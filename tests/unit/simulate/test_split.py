@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from seqloom.cost import Parts
-from seqloom.cost.rounds import NAMES
+from seqloom.cost.plan_cost import NAMES
 from seqloom.plan import Checkpoint
-from seqloom.simulate.split import FORWARD, computing_ns, forward_ns, weights_ns
+from seqloom.simulate.windows import FORWARD, computing_ns, forward_ns, weights_ns
 
 CASES = [
     Parts(),

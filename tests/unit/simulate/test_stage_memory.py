@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
-from seqloom.cost.rounds import tokens_on_ranks
-from seqloom.cost.stage_memory import StageMemory
+from seqloom.cost.plan_cost import tokens_on_ranks
+from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import ActionKind, Part
-from seqloom.planners.pipelines import plan_pipeline
+from seqloom.planners.pipeline import plan_pipeline
 from seqloom.simulate import simulate
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W

@@ -9,9 +9,10 @@ from seqloom.cost import CostModel, Profile
 from seqloom.cost.profile import LinkRate, Links
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, Group, Pipeline, Plan, Reduce, Round, Span, Stage, Work
+from seqloom.layout import Span
+from seqloom.plan import Action, Group, Pipeline, Plan, Reduce, Round, Stage, Work
 from seqloom.planners import make_plan
-from seqloom.planners.pipelines import plan_pipeline
+from seqloom.planners.pipeline import plan_pipeline
 from seqloom.simulate import DeadlockError, EventKind, predicted_ns, simulate
 
 NODE = 8

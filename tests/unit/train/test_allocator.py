@@ -9,7 +9,7 @@ import pytest
 
 from seqloom.cli.doctor import examine
 from seqloom.train import launch
-from seqloom.train.allocator import NAMES, SETTING, advice, for_new_processes
+from seqloom.train.launch import NAMES, SETTING, advice, for_new_processes
 
 SHOW = f"import os; print([os.environ.get(name) for name in {NAMES!r}])"
 

@@ -12,11 +12,14 @@ from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scaled  # noqa: 
 from seqloom.describe import Cluster, ModelSpec  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
+from seqloom.profiling import calibration as stage_costs  # noqa: E402
+from seqloom.profiling.calibration import (  # noqa: E402
+    matmul_tflops,
+    solved,
+    with_stage_costs,
+)
+from seqloom.profiling.trials import described, trial_plans  # noqa: E402
 from seqloom.simulate import predicted_ns, simulate  # noqa: E402
-from seqloom.train import stage_costs  # noqa: E402
-from seqloom.train.calibration import matmul_tflops  # noqa: E402
-from seqloom.train.stage_costs import solved, with_stage_costs  # noqa: E402
-from seqloom.train.trials import described, trial_plans  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
 OWN = {"document_us": 50.0, "gathered_us": 700.0, "step_us": 900.0}

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.train.checkpoints import Checkpoints, latest
-from seqloom.train.folders import AtomicWriter, complete
-from seqloom.train.manifest import rng_state, set_rng_state
-from seqloom.train.optimiser import make_optimiser, named_state
-from seqloom.train.sections import Optimiser
+from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete, latest, rng_state, set_rng_state
+from seqloom.train.config import Optimiser
+from seqloom.train.optim import make_optimiser, named_state
 
 
 @pytest.fixture(autouse=True)
@@ -255,8 +253,8 @@ def test_a_write_that_the_system_breaks_off(tmp_path):
 CRASH = """
 import os, sys, torch
 from pathlib import Path
-from seqloom.train.checkpoints import Checkpoints
-from seqloom.train import folders
+from seqloom.train.checkpoint import Checkpoints
+from seqloom.train import checkpoint as folders
 
 torch.set_num_threads(1)
 where, folder = sys.argv[1], Path(sys.argv[2])

@@ -3,8 +3,8 @@
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train import compilers
-from seqloom.train.compilers import check_compilers
+from seqloom.train import launch as compilers
+from seqloom.train.launch import check_compilers
 
 WAY_OUT = "install it, or set model.compile = false"
 

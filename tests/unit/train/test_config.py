@@ -6,7 +6,7 @@ import pytest
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.train import Config
-from seqloom.train.overrides import merged, parse_overrides
+from seqloom.train.config import merged, parse_overrides
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LEAST = """

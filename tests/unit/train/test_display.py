@@ -2,8 +2,7 @@ import io
 
 from rich.console import Console
 
-from seqloom.train.display import Lines, Live, open_display
-from seqloom.train.metrics import StepRecord
+from seqloom.train.logging import Lines, Live, StepRecord, open_display
 
 RECORD = StepRecord(
     step=7,

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train import hub
-from seqloom.train.config import Config
-from seqloom.train.hub import fetched, is_hub_name
+from seqloom.train import config as hub
+from seqloom.train.config import Config, fetched, is_hub_name
 
 pytest.importorskip("huggingface_hub")
 NAME = "someone/a-model"

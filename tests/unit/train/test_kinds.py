@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from seqloom.comm import bind_alone
+from seqloom.dist import bind_alone
 from seqloom.errors import SeqloomError
-from seqloom.integrations import loading
-from seqloom.integrations.training import build_huggingface
-from seqloom.testing.tiny_models import tiny_model
+from seqloom.integrations.transformers import loading
+from seqloom.integrations.transformers.loading import build_huggingface
 from seqloom.train.config import Config
-from seqloom.train.kinds import build_reference
+from seqloom.train.model import build_reference
+from support.tiny_models import tiny_model
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny-cpu.toml"
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train.metrics import Journal, Metrics, StepRecord, Summary, read_steps
+from seqloom.train.logging import Journal, Metrics, StepRecord, Summary, read_steps
 
 
 def record(step, **values):
@@ -100,7 +100,7 @@ def test_a_bad_line_in_the_middle_is_an_error_and_the_file_stays(tmp_path):
 def test_a_process_that_dies_leaves_whole_lines(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
-        "import os, sys; from pathlib import Path; from seqloom.train.metrics import Journal\n"
+        "import os, sys; from pathlib import Path; from seqloom.train.logging import Journal\n"
         "journal = Journal(Path(sys.argv[1]))\n"
         "for step in range(1, 6): journal.write({'step': step, 'loss': 1.0})\n"
         "os._exit(9)"

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.train.optimiser import clip_factor, make_optimiser, named_state, set_learning_rate
-from seqloom.train.sections import Optimiser
+from seqloom.train.config import Optimiser
+from seqloom.train.optim import clip_factor, make_optimiser, named_state, set_learning_rate
 
 
 @pytest.fixture(autouse=True)

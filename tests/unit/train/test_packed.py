@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train.check import outlook
+from seqloom.profiling.check import outlook
 from seqloom.train.config import Config
 from seqloom.train.setup import Setup
 

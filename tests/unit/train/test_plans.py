@@ -3,12 +3,12 @@
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.comm import run_ranks
+from seqloom.dist import run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.ahead import StepPlan
-from seqloom.train.plans import SharedPlans
+from seqloom.train.trainer import SharedPlans
 
 COST = cost_model("1x4xH200", "llama3-8b")
 LENGTHS = [512, 700, 3_300, 40]

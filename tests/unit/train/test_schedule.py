@@ -4,7 +4,7 @@ import pytest
 
 from seqloom.errors import SeqloomError
 from seqloom.train import learning_rate
-from seqloom.train.sections import Schedule
+from seqloom.train.config import Schedule
 
 
 def rates(steps, peak=2.0, **settings):

@@ -4,7 +4,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train.sinks import open_sinks
+from seqloom.train.logging import open_sinks
 
 SETTINGS = {"run": {"steps": 3}}
 

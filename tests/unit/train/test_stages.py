@@ -10,12 +10,10 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Stage
-from seqloom.planners.choice import Choice
+from seqloom.planners.registry import Choice
 from seqloom.simulate import predicted_ns
-from seqloom.train.config import Config
-from seqloom.train.sections import Data, Model, Pipelining, Planning, Run
-from seqloom.train.setup import Setup
-from seqloom.train.stages import Planners, number_of_stages
+from seqloom.train.config import Config, Data, Model, Pipelining, Planning, Run
+from seqloom.train.setup import Planners, Setup, number_of_stages
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "pipeline-cpu.toml"
 BATCHES = [np.array([900, 60, 400, 70]), np.array([300, 120, 80])]

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.plan.outline import outline
-from seqloom.planners.strategies import Pipe, Scheme, Strategy, strategies_from_json, strategies_to_json
+from seqloom.plan.plan import outline
+from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_from_json, strategies_to_json
 from seqloom.train.config import Config
-from seqloom.train.setup import Setup
-from seqloom.train.strategies import FILE, kept, small_plans, tokens_of_step, told
+from seqloom.train.setup import FILE, Setup, kept, small_plans, tokens_of_step, told
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "strategies-cpu.toml"
 RANKS = 4

@@ -3,8 +3,8 @@
 import torch
 
 import seqloom as sl
-from seqloom.runtime import Network
-from seqloom.train import warm
+from seqloom.models import Network
+from seqloom.train import trainer as warm
 
 
 def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypatch):

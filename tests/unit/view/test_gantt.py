@@ -8,7 +8,7 @@ from rich.console import Console
 
 from seqloom.simulate import CardTable, EventKind, EventTable, Simulation
 from seqloom.view import gantt
-from seqloom.view.occupancy import occupancy
+from seqloom.view.gantt import occupancy
 
 
 class Ascii(StringIO):

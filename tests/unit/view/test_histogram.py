@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from seqloom.view import length_histogram
-from seqloom.view.histogram import bar, buckets
+from seqloom.view.charts import bar, buckets
 
 
 class Ascii(StringIO):

@@ -4,8 +4,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from seqloom.planners.hbp import Balance
-from seqloom.planners.strategies import Pipe, Scheme, Strategy
+from seqloom.packing import Balance
+from seqloom.planners.hydraulis import Pipe, Scheme, Strategy
 from seqloom.view import balance_table, rank_chart
 
 WIDE, PAIR, ONE = Scheme(2, 2), Scheme(1, 1, 2), Scheme(1, 1, 1, 1)

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from seqloom.plan.schedules import Times, play, schedule_of
+from seqloom.schedules import Times, play, schedule_of
 from seqloom.view import schedule_chart
 
 

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Span, Work
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Work
 from seqloom.simulate import simulate
 from seqloom.view import comparison_table, plan_table
 from seqloom.view.numbers import duration, milliseconds, percent, tokens

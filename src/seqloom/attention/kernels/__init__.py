@@ -3,8 +3,11 @@
 Heavy modules are loaded by `registry`, not here.
 """
 
-from __future__ import annotations
+from seqloom.attention.kernels.interface import Ability, Kernel, Prepared, Shape
 
-from seqloom.attention.kernels.kernel import Ability, Kernel, Prepared, Shape
-
-__all__ = ["Ability", "Kernel", "Prepared", "Shape"]
+__all__ = [
+    "Ability",
+    "Kernel",
+    "Prepared",
+    "Shape",
+]

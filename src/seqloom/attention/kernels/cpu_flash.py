@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
-from seqloom.attention.merge import sum_dtype
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape
+from seqloom.attention.lse import sum_dtype
+from seqloom.attention.masks import Segments
 
 CPU_FLASH = Ability(
     name="cpu_flash",

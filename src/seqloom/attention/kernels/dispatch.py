@@ -1,24 +1,124 @@
-"""Several kernels behind the interface of one: segments go where they are predicted to finish soonest.
-
-The prediction is a sum: every kernel that is used costs a call, every segment costs its time on its kernel. So once
-it is known which kernels take part, each segment goes to the fastest of them; the few sets of kernels are all tried.
-Forward and backward are chosen apart: all a backward needs of its forward is the output and the log-sum-exp.
-"""
+"""Segments over several kernels, as one prepared attention: they share the buffers of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from importlib.util import find_spec
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from seqloom.attention.kernels.kernel import Ability, Kernel, Prepared, Shape, Warmable
-from seqloom.attention.kernels.parts import PreparedParts
-from seqloom.attention.kernels.tables import KernelTable, Times
-from seqloom.attention.segments import Segments
-from seqloom.errors import SeqloomError
+from seqloom.attention.kernels.cpu_flash import CpuFlash
+from seqloom.attention.kernels.cudnn import Cudnn
+from seqloom.attention.kernels.flash import FlashAttn2, FlashAttn3, Varlen, installed
+from seqloom.attention.kernels.interface import (
+    Ability,
+    Gradients,
+    Kernel,
+    Prepared,
+    Saved,
+    Shape,
+    Warmable,
+    Writer,
+    rows_of,
+)
+from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.tables import KernelTable, Times, built_in, default_path
+from seqloom.attention.kernels.triton_attention import TritonSegments
+from seqloom.attention.masks import Segments
+from seqloom.errors import SeqloomError, unknown
+
+Share = tuple[Kernel, Segments]
+
+
+class Placed(NamedTuple):
+    """A prepared part and where its rows are."""
+
+    prepared: Prepared
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    writer: Writer | None
+
+    @classmethod
+    def of(cls, kernel: Kernel, segments: Segments, shape: Shape) -> Placed:
+        """Prepare a part."""
+        prepared = kernel.prepare(segments, shape)
+        queries = rows_of(segments.q_start, segments.q_stop, shape.device)
+        keys = rows_of(segments.k_start, segments.k_stop, shape.device)
+        return cls(prepared, queries, keys, prepared if isinstance(prepared, Writer) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedParts:
+    """The parts of both passes. The first makes the buffers, the others put their rows into them, in order."""
+
+    forward_parts: tuple[Placed, ...]
+    backward_parts: tuple[Placed, ...]
+
+    @classmethod
+    def of(cls, forward: Sequence[Share], backward: Sequence[Share], shape: Shape) -> PreparedParts:
+        """Prepare the shares of both passes; a share of both is prepared once."""
+        made: dict[tuple[int, bytes], Placed] = {}
+
+        def place(shares: Sequence[Share]) -> tuple[Placed, ...]:
+            placed = []
+            for kernel, segments in sorted(shares, key=_order):
+                key = (id(kernel), segments.q_start.tobytes())
+                if key not in made:
+                    made[key] = Placed.of(kernel, segments, shape)
+                placed.append(made[key])
+            return tuple(placed)
+
+        return cls(place(forward), place(backward))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse), see `Prepared`."""
+        first, *others = self.forward_parts
+        out, lse = first.prepared.forward(q, k, v)
+        for part in others:
+            if part.writer is not None:
+                part.writer.forward_into(q, k, v, out, lse)
+                continue
+            result, sums = part.prepared.forward(q, k, v)
+            out[part.queries] = result[part.queries].to(out.dtype)
+            lse[:, part.queries] = sums[:, part.queries]
+        return out, lse
+
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return (dq, dk, dv), see `Prepared`."""
+        first, *others = self.backward_parts
+        gradients = first.prepared.backward(dout, saved)
+        for part in others:
+            if part.writer is not None:
+                part.writer.backward_into(dout, saved, gradients)
+                continue
+            results = part.prepared.backward(dout, saved)
+            places = (part.queries, part.keys, part.keys)
+            for buffer, where, result in zip(gradients, places, results, strict=True):
+                buffer[where] = result[where].to(buffer.dtype)
+        return gradients
+
+
+def _order(share: Share) -> tuple[bool, int]:
+    """Kernels that spill come first, then the part with most rows, which others need not copy."""
+    kernel, segments = share
+    return not kernel.ability.spills, -int(segments.q_len.sum() + segments.k_len.sum())
+
+
+# ---- merged: attention.kernels.dispatch
+# Several kernels behind the interface of one: segments go where they are predicted to finish soonest.
+#
+# The prediction is a sum: every kernel that is used costs a call, every segment costs its time on its kernel. So
+# once
+# it is known which kernels take part, each segment goes to the fastest of them; the few sets of kernels are all
+# tried.
+# Forward and backward are chosen apart: all a backward needs of its forward is the output and the log-sum-exp.
+
 
 NEVER = 2**40
 """Nanoseconds of a segment on a kernel that refuses it; far above any, and a sum of many still fits an integer."""
@@ -198,3 +298,107 @@ def _why(alone_ns: Mapping[str, int], total_ns: int) -> str:
 def _plain(segments: Segments) -> Segments:
     """Drop a window that hides nothing, so that kernels without windows need not know of it."""
     return segments if segments.windowed().any() else replace(segments, window=None)
+
+
+# ---- merged: attention.kernels.registry
+# All kernels by name, and the dispatcher of a device.
+
+
+class Entry(NamedTuple):
+    """A kernel that may be used where nothing is missing."""
+
+    make: Callable[[], Kernel]
+    missing: Callable[[torch.device], str | None]
+    """Says what a device or an installation lacks."""
+    at_least: int = 0
+    """Without measurements it is preferred for segments of at least this many tokens."""
+
+
+def _nothing(device: torch.device) -> str | None:
+    return None
+
+
+def _triton(device: torch.device) -> str | None:
+    return "package triton is not installed" if find_spec("triton") is None else None
+
+
+def _cudnn(device: torch.device) -> str | None:
+    needed = "it needs the package nvidia-cudnn-frontend and a GPU of compute capability 9.0 or more"
+    return None if Cudnn.available(device) else needed
+
+
+def _ampere(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}, not 8.0 or more" if major < 8 else None
+
+
+def _flash_attn_2(device: torch.device) -> str | None:
+    return _ampere(device) if installed("flash_attn_2") else "package flash_attn is not installed"
+
+
+def _flash_attn_3(device: torch.device) -> str | None:
+    if not installed("flash_attn_3"):
+        return "package flash_attn_interface is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}, not 9.x" if major != 9 else None
+
+
+ENTRIES = {
+    "cudnn": Entry(Cudnn, _cudnn, at_least=256),
+    "triton": Entry(TritonSegments, _triton),
+    "varlen": Entry(Varlen, _ampere),
+    "flash_attn_3": Entry(FlashAttn3, _flash_attn_3),
+    "flash_attn_2": Entry(FlashAttn2, _flash_attn_2),
+    "cpu_flash": Entry(CpuFlash, _nothing),
+    "reference": Entry(Reference, _nothing),
+}
+"""In order of preference, which decides where nothing was measured."""
+
+
+def all_abilities() -> dict[str, Ability]:
+    """Return what every kernel can do, by name, whether or not it can run here."""
+    return {name: entry.make().ability for name, entry in ENTRIES.items()}
+
+
+def make_kernel(name: str) -> Kernel:
+    """Return the kernel of this name."""
+    if name not in ENTRIES:
+        raise unknown("kernel", name, ENTRIES)
+    return ENTRIES[name].make()
+
+
+def missing(device: torch.device) -> dict[str, str]:
+    """Return the kernels for this kind of device that cannot run on it, and why."""
+    found = {}
+    for name, entry in ENTRIES.items():
+        why = entry.missing(device) if device.type in entry.make().ability.devices else None
+        if why is not None:
+            found[name] = why
+    return found
+
+
+def available(device: torch.device) -> tuple[Kernel, ...]:
+    """Return the kernels that can run on a device, in order of preference."""
+    absent = missing(device)
+    kernels = [entry.make() for name, entry in ENTRIES.items() if name not in absent]
+    return tuple(kernel for kernel in kernels if device.type in kernel.ability.devices)
+
+
+def default(device: torch.device | str, table: Path | None = None) -> Dispatcher:
+    """Return the dispatcher over all kernels that can run on a device; the same one every time.
+
+    Args:
+        device: where attention runs.
+        table: file of measured times; None: the one that `seqloom profile` keeps, and those of the package.
+    """
+    return _default(torch.device(device), table)
+
+
+@lru_cache
+def _default(device: torch.device, table: Path | None) -> Dispatcher:
+    own = default_path() if table is None else table
+    measured = KernelTable() if table is None and not own.is_file() else KernelTable.load(own)
+    if table is None:
+        measured = measured.joined(built_in())
+    floors = {name: entry.at_least for name, entry in ENTRIES.items() if entry.at_least}
+    return Dispatcher(available(device), measured, floors)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.kernels.kernel import Ability, Gradients, Saved, Shape
-from seqloom.attention.merge import sum_dtype
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape
+from seqloom.attention.lse import sum_dtype
+from seqloom.attention.masks import Segments
 
 REFERENCE = Ability(
     name="reference",

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from seqloom.attention.kernels.kernel import Ability, Shape
-from seqloom.attention.kernels.registry import all_abilities
-from seqloom.attention.segments import Segments
+from seqloom.attention.kernels.dispatch import all_abilities
+from seqloom.attention.kernels.interface import Ability, Shape
+from seqloom.attention.masks import Segments
 
 SUPPORTED, REFUSED, UNTESTED = "supported", "refused", "untested"
 ENGINE = "engine"

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.kernel import Shape
-from seqloom.attention.segments import Segments
-from seqloom.describe.files import read_mapping
+from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
+from seqloom.reader import read_mapping
 
 FORMAT = 1
 

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from seqloom.attention.kernels.triton_blocks import run_kernel, store_rows
-from seqloom.attention.merge import AT_ONCE, Part, Share
+from seqloom.attention.kernels.triton_kernels import run_kernel, store_rows
+from seqloom.attention.lse import AT_ONCE, Part, Share
 from seqloom.errors import SeqloomError
 
 _ROWS = 32  # of one program

@@ -18,9 +18,12 @@ Plans with several stages have a bound of their own, see `stages`: work of every
 plans of several pipelines, see `side_by_side`.
 """
 
-from __future__ import annotations
-
 from seqloom.planners.bounds.lower import lower_bound, variants_bound
 from seqloom.planners.bounds.stages import plan_bound, stages_bound
 
-__all__ = ["lower_bound", "plan_bound", "stages_bound", "variants_bound"]
+__all__ = [
+    "lower_bound",
+    "plan_bound",
+    "stages_bound",
+    "variants_bound",
+]

@@ -1,7 +1,7 @@
 """Planner ``flex``: groups of every size for every round, on true lengths, in milliseconds."""
 
-from __future__ import annotations
-
 from seqloom.planners.flex.planner import plan_flex
 
-__all__ = ["plan_flex"]
+__all__ = [
+    "plan_flex",
+]

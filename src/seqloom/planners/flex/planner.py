@@ -16,9 +16,9 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.plan import Plan
 from seqloom.planners.fill import NEVER, Tables
+from seqloom.planners.flex.assign_ranks import Seats, settle
 from seqloom.planners.flex.decode import Draft
 from seqloom.planners.flex.search import LARGE_PROBLEM, ORDERED_BELOW, Search
-from seqloom.planners.flex.settle import Seats, settle
 from seqloom.planners.problem import CHECKPOINTS, Problem, Seat, fitting_problems, to_plan
 
 SMALL_CLUSTER = 16

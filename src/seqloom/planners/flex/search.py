@@ -13,8 +13,8 @@ from random import Random
 import numpy as np
 
 from seqloom.planners.fill import NEVER, Tables
+from seqloom.planners.flex.assign_ranks import Seats, settle
 from seqloom.planners.flex.decode import LADDER_STEPS, Draft, Keys, decode
-from seqloom.planners.flex.settle import Seats, settle
 
 LADDER_GROWTH = 22
 """Per cent from one time limit of a round's ladder to the next; finer steps cost time and find little."""

@@ -4,8 +4,8 @@ Groups of a round may share ranks: a rank holds a slice of a very long document,
 ones. What a document may be cut into is decided by its price, never by its length alone.
 """
 
-from __future__ import annotations
-
 from seqloom.planners.zones.planner import plan_zones
 
-__all__ = ["plan_zones"]
+__all__ = [
+    "plan_zones",
+]

@@ -1,16 +1,90 @@
-"""Fill one round: longest first, cut only where the target asks for it, the rest whole on the least loaded rank."""
+"""The ranks of a round while it is filled: how loaded each is, how much room it has, and where a shape fits best."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
 
+from seqloom.cost import Shape
 from seqloom.planners.fill import NEVER
 from seqloom.planners.zones.prices import Prices
-from seqloom.planners.zones.seating import Ranks, Seating, best_ranks
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Seating:
+    """Who holds what in a round. Groups may share ranks; loads are estimates in ns, rooms are tokens."""
+
+    load: list[int]
+    room: list[int]
+    whole: list[list[int]]
+    """Documents that are whole on each rank."""
+    cut: dict[tuple[Ranks, int], list[int]] = field(default_factory=dict)
+    """(ranks, index of the shape) -> documents cut over them: one group."""
+    groups: dict[int, list[Ranks]] = field(default_factory=dict)
+    """Index of a shape -> the ranks of each group of it."""
+    left: list[int] = field(default_factory=list)
+    """Documents that found no room."""
+
+    @classmethod
+    def empty(cls, begin: list[int], capacity: int) -> Seating:
+        """A round in which nobody holds anything; rank i is free from ``begin[i]`` on."""
+        return cls(list(begin), [capacity] * len(begin), [[] for _ in begin])
+
+    def place(self, ranks: Ranks, shape: int, document: int, tokens: int, charge: int) -> None:
+        """Cut a document over these ranks, each of which takes ``charge`` ns more."""
+        if (ranks, shape) not in self.cut:
+            self.cut[ranks, shape] = []
+            self.groups.setdefault(shape, []).append(ranks)
+        self.cut[ranks, shape].append(document)
+        share = -(-tokens // len(ranks))
+        for rank in ranks:
+            self.load[rank] += charge
+            self.room[rank] -= share
+
+
+def best_ranks(
+    shape: Shape, load: np.ndarray, room: np.ndarray, share: int, node_size: int
+) -> tuple[int, Ranks] | None:
+    """The least loaded ranks that a group of this shape may have, each with room for ``share`` tokens.
+
+    Inside a node these are any aligned Ulysses blocks of it (any ranks, for a pure ring), across nodes whole nodes.
+
+    Args:
+        load: int64[ranks] ns.
+        room: int64[ranks] tokens.
+
+    Returns:
+        load of the fullest of them and the ranks, or None where there is no room.
+    """
+    inner = shape.ulysses
+    load = np.where(room >= share, load, NEVER)
+    if shape.degree > node_size:
+        width = max(inner, node_size)
+        blocks = load[: len(load) // width * width].reshape(-1, width).max(axis=1)
+        first, count = 0, shape.degree // width
+    else:
+        width, per_node = inner, node_size // inner
+        rows = load.reshape(-1, node_size)[:, : per_node * inner].reshape(-1, per_node, inner).max(axis=2)
+        worst = np.sort(rows, axis=1)[:, shape.ring - 1]
+        node = int(worst.argmin())
+        first, count, blocks = node * node_size, shape.ring, rows[node]
+    chosen = np.argsort(blocks, kind="stable")[:count].tolist()
+    fullest = int(blocks[chosen[-1]]) if len(chosen) == count else int(NEVER)
+    if fullest >= NEVER:
+        return None
+    starts = (first + block * width for block in sorted(chosen))
+    return fullest, tuple(rank for start in starts for rank in range(start, start + width))
+
+
+# ---- merged: planners.zones.fill
+# Fill one round: longest first, cut only where the target asks for it, the rest whole on the least loaded rank.
+
 
 GROUPS_TRIED = 16
 """Groups of a shape that a document may join; it may open another anywhere."""
@@ -163,3 +237,88 @@ def _best_group(seating: Seating, s: int, share: int, charge: int) -> tuple[int,
         if (best is None or end < best[0]) and min(room[rank] for rank in ranks) >= share:
             best = (end, ranks)
     return best
+
+
+# ---- merged: planners.zones.repair
+# Level a filled round: whole documents change places between slow ranks and fast ones, all pairs of ranks at once.
+
+
+SWEEPS = 8
+"""Times that the slow ranks are paired with the fast ones."""
+LOOKED = 8
+"""Documents of a rank, the shortest ones, that may change places in a sweep."""
+SETTLED = 1000
+"""Ranks that wait less than one part in this many are level."""
+
+
+def level(prices: Prices, seating: Seating, times: np.ndarray, begin: np.ndarray) -> None:
+    """Move or exchange whole documents, as long as that helps.
+
+    The slowest rank is paired with the fastest and so on; in every other sweep with the least fast one and so on.
+
+    Args:
+        times: int64[ranks] ns that the ranks take; changed along with the seating.
+        begin: int64[ranks] ns at which they are free.
+    """
+    times += begin
+    room = np.array(seating.room)
+    even = int(times.sum()) // len(times)
+    idle = 0
+    for sweep in range(SWEEPS):
+        order = np.argsort(times, kind="stable")
+        movable = np.array([bool(documents) for documents in seating.whole])
+        slow = order[(times[order] - even > even // SETTLED) & movable[order]][::-1]
+        fast = order[times[order] <= even]
+        pairs = min(len(slow), len(fast))
+        turned = fast[:pairs] if sweep % 2 == 0 else fast[:pairs][::-1]
+        idle = 0 if pairs and _sweep(prices, seating, times, room, slow[:pairs].tolist(), turned.tolist()) else idle + 1
+        if not pairs or idle == 2:
+            break
+    times -= begin
+    seating.room[:] = room.tolist()
+
+
+def _sweep(
+    prices: Prices, seating: Seating, times: np.ndarray, room: np.ndarray, slow: list[int], fast: list[int]
+) -> bool:
+    """Make the best exchange of each pair: a document of the slow rank for one of the fast rank, or for none.
+
+    Returns:
+        whether any pair gained.
+    """
+    given, taken = _shortest(seating, slow), _shortest(seating, fast)
+    taken = np.concatenate([np.full((len(fast), 1), -1), taken], axis=1)
+    # P pairs, G documents to give, T to take: shifts of time and tokens are int64[P, G, T]
+    shift = prices.whole[given][:, :, None] - np.where(taken < 0, 0, prices.whole[taken])[:, None, :]
+    more = prices.tokens[given][:, :, None] - np.where(taken < 0, 0, prices.tokens[taken])[:, None, :]
+    before, after = times[slow], times[fast]
+    later = np.maximum(before[:, None, None] - shift, after[:, None, None] + shift)
+    barred = (more > room[fast][:, None, None]) | (-more > room[slow][:, None, None]) | (given < 0)[:, :, None]
+    barred |= np.concatenate([np.zeros((len(fast), 1), bool), taken[:, 1:] < 0], axis=1)[:, None, :]
+    later = np.where(barred, before[:, None, None], later).reshape(len(slow), -1)
+    best = later.argmin(axis=1)
+    gained = later[np.arange(len(slow)), best] < before
+    for pair in np.flatnonzero(gained).tolist():
+        row, at = divmod(int(best[pair]), taken.shape[1])
+        _swap(seating, slow[pair], fast[pair], int(given[pair, row]), int(taken[pair, at]))
+        for rank, sign in ((slow[pair], -1), (fast[pair], 1)):
+            times[rank] += sign * shift[pair, row, at]
+            seating.load[rank] += sign * int(shift[pair, row, at])
+            room[rank] -= sign * more[pair, row, at]
+    return bool(gained.any())
+
+
+def _shortest(seating: Seating, ranks: list[int]) -> np.ndarray:
+    """int64[ranks, LOOKED]: the last whole documents of each rank, which are its shortest; -1 where it has fewer."""
+    width = max(1, min(LOOKED, max(len(seating.whole[rank]) for rank in ranks)))
+    rows = [seating.whole[rank][-width:] for rank in ranks]
+    return np.array([row + [-1] * (width - len(row)) for row in rows], np.int64)
+
+
+def _swap(seating: Seating, slow: int, fast: int, gift: int, back: int) -> None:
+    """Give ``gift`` to the fast rank and take ``back`` (-1: nothing) for it."""
+    seating.whole[slow].remove(gift)
+    seating.whole[fast].append(gift)
+    if back >= 0:
+        seating.whole[fast].remove(back)
+        seating.whole[slow].append(back)

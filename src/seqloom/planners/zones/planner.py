@@ -1,22 +1,120 @@
-"""Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best variant."""
+"""From seated rounds to the plan everybody reads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappush, heapreplace
+from itertools import repeat
 
 import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan
-from seqloom.planners.problem import Problem
-from seqloom.planners.remapping import with_remapping
-from seqloom.planners.zones.build import build_plan
-from seqloom.planners.zones.deal import deal_apart, deal_together
-from seqloom.planners.zones.prices import Alone, Prices
+from seqloom.layout import Span
+from seqloom.plan import Group, Pipeline, Plan, Round, Work
+from seqloom.planners.problem import CHECKPOINTS, Problem
+from seqloom.planners.remap import with_remapping
+from seqloom.planners.zones.fill import Seating
+from seqloom.planners.zones.prices import WHOLE, Alone, Prices
 from seqloom.planners.zones.search import best_filling
-from seqloom.planners.zones.seating import Seating
+
+
+def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
+    """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
+    cost, reduce = prices.cost, prices.variant.reduce
+    capacities = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == reduce}
+    size = lengths.tolist()
+    built = []
+    for seating in rounds:
+        fullest = prices.capacity - min(seating.room)
+        checkpoint = next(c for c in CHECKPOINTS if capacities.get(c, -1) >= fullest)
+        built.append(Round((Work(groups_of(prices, seating, size), checkpoint),)))
+    return Plan(
+        limits=cost.limits(reduce),
+        sharding=cost.sharding,
+        reduce=reduce,
+        documents=tuple(size),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce),),
+        planner="zones",
+    )
+
+
+def groups_of(prices: Prices, seating: Seating, lengths: Sequence[int]) -> tuple[Group, ...]:
+    """The groups of a round, slow links first: those that cross nodes, then the wider ones, then whole documents."""
+    node = prices.cost.node_size
+    cuts = sorted(
+        seating.cut.items(),
+        key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
+    )
+    cost = prices.cost
+    groups = [cost.group(prices.shapes[s], ranks, _spans(members, lengths)) for (ranks, s), members in cuts]
+    for rank, members in enumerate(seating.whole):
+        if members:
+            groups.append(cost.group(WHOLE, (rank,), _spans(members, lengths)))
+    return tuple(groups)
+
+
+def _spans(documents: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:
+    ordered = sorted(documents)
+    return tuple(map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False)))
+
+
+# ---- merged: planners.zones.deal
+# Deal a batch into rounds, in two ways: long documents apart, or long documents together.
+
+
+FILLER = 40
+"""Per cent of the tokens, in the shortest documents, that level the ranks of every round alike."""
+
+
+def deal_apart(prices: Prices, rounds: int) -> list[list[int]]:
+    """Give every document to the round with the least work that has room; the documents of a round by falling time.
+
+    All rounds take about as long. A document that no round has room for goes to the one with most room; what its ranks
+    cannot hold is left over there.
+    """
+    order = prices.order.tolist()
+    if rounds == 1:
+        return [order]
+    tokens, whole = prices.listed
+    room = [prices.capacity * prices.cost.ranks] * rounds
+    work = [(0, r) for r in range(rounds)]
+    dealt: list[list[int]] = [[] for _ in range(rounds)]
+    for k in order:
+        size, chosen = tokens[k], work[0]
+        if room[chosen[1]] < size:
+            chosen = min((one for one in work if room[one[1]] >= size), default=max(work, key=lambda one: room[one[1]]))
+            work.remove(chosen)
+            heapify(work)
+            heappush(work, (chosen[0] + whole[k], chosen[1]))
+        else:
+            heapreplace(work, (chosen[0] + whole[k], chosen[1]))
+        room[chosen[1]] -= size
+        dealt[chosen[1]].append(k)
+    return dealt
+
+
+def deal_together(prices: Prices, rounds: int) -> list[list[int]]:
+    """Cut the long documents, by falling time, into runs of equal tokens, a run per round; deal the short ones in turn.
+
+    The first round takes longest: there is more time for the longest documents, which are cut less finely.
+    """
+    order = prices.order
+    if rounds == 1:
+        return [order.tolist()]
+    tokens = prices.tokens[order]
+    upto = np.cumsum(tokens)
+    long = upto * 100 <= int(upto[-1]) * (100 - FILLER)
+    runs = np.minimum((upto - tokens) * rounds // max(1, int(tokens[long].sum())), rounds - 1)
+    chosen = np.where(long, runs, (np.cumsum(~long) - 1) % rounds)
+    return [order[chosen == r].tolist() for r in range(rounds)]
+
+
+# ---- merged: planners.zones.planner
+# Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best variant.
+
 
 EVALUATIONS = 1_200
 """Documents seated, over all fillings of the batch, where no budget is given."""

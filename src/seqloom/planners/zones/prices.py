@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables, Shape, Variant
-from seqloom.plan import Group, Span
+from seqloom.layout import Span
+from seqloom.plan import Group
 from seqloom.planners.fill import NEVER
 
 WHOLE = Shape(1, 1)

@@ -1,19 +1,142 @@
-"""Fill a round towards several aims, then change the degree of one document at a time; keep what is done first."""
+"""When the ranks of a seated round are done, as the cost model counts it for groups that share ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
+from typing import Any
 
 import numpy as np
 
+from seqloom.cost import CostModel, CostTables, Variant
 from seqloom.planners.fill import NEVER
-from seqloom.planners.zones.clock import finish, rank_times
-from seqloom.planners.zones.fill import Aim, fill
+from seqloom.planners.zones.fill import Aim, Seating, fill, level
 from seqloom.planners.zones.prices import Prices
-from seqloom.planners.zones.repair import level
-from seqloom.planners.zones.seating import Seating
+
+
+def rank_times(prices: Prices, seating: Seating) -> np.ndarray:
+    """int64[ranks] ns: fixed cost, computing, and the ring messages that attention does not hide.
+
+    A rank's whole documents have no messages of their own: their attention hides what a ring leaves exposed.
+    """
+    ranks = len(seating.load)
+    documents = np.fromiter(chain.from_iterable(seating.whole), np.int64)
+    first = np.cumsum([0, *map(len, seating.whole)])
+    busy = np.diff(np.append(0, np.cumsum(prices.whole[documents]))[first])
+    filler = np.diff(np.append(0, np.cumsum(prices.attention[documents]))[first])
+    exposed = np.zeros(ranks, np.int64)
+    network = np.zeros(ranks, np.int64)
+    for (members, s), cut in seating.cut.items():
+        columns = [prices.column[k] for k in cut]
+        lane0 = int(prices.lane0[s, columns].sum()) + int(prices.extra[0, s])
+        ring = int(prices.ring[s, columns].sum()) + int(prices.extra[1, s])
+        at = list(members)
+        busy[at] += lane0
+        exposed[at] += max(0, ring - lane0)
+        network[at] += int(prices.network[s, columns].sum())
+    computing = prices.fixed + busy + np.maximum(0, exposed - filler)
+    return np.where(busy > 0, np.maximum(computing, prices.floor + network), 0)
+
+
+def finish(prices: Prices, seating: Seating, times: np.ndarray, ready: np.ndarray) -> np.ndarray:
+    """int64[islands] ns: when every island is done after this round.
+
+    Islands that a group joins meet in it: they start together and end together.
+
+    Args:
+        times: int64[ranks] ns that each rank takes in the round.
+        ready: int64[islands] ns at which each island is free.
+    """
+    size = prices.cost.island_size
+    slowest = times.reshape(-1, size).max(axis=1)
+    if len(ready) == 1:
+        return ready + slowest
+    root = np.arange(len(ready))
+    for members, _ in seating.cut:
+        joined = root[np.unique(np.array(members) // size)]
+        root[np.isin(root, joined)] = joined.min()
+    done = ready.copy()
+    for first in np.unique(root[slowest > 0]):
+        islands = root == first
+        done[islands] = ready[islands].max() + slowest[islands].max()
+    return done
+
+
+# ---- merged: planners.zones.bounds
+# From which length on a document may be cut inside a node, and across nodes: from prices, never from constants.
+#
+# A cut costs rank-time: exchanges, shorter kernels, more launches. It *pays* where that is no more than the break-
+# even,
+# the share of rank-time that would otherwise be lost; it is *forced* where one rank (or one node) has not enough
+# memory,
+# or would still be at work when the round ends. Routed shapes are in the tables: a faster network lowers the
+# bounds.
+
+
+SHORTEST, OCTAVES, STEPS = 128, 14, 16
+"""Lengths at which prices are compared: so many steps per octave."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneBounds:
+    """Bounds in tokens; None where no document on this cluster may be, or has to be, cut that far."""
+
+    break_even: float
+    """What a cut may cost, as a share of the uncut document's rank-time."""
+    intra_pays: int | None
+    intra_forced: int | None
+    inter_pays: int | None
+    inter_forced: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The bounds for a report in JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def zone_bounds(cost: CostModel, variant: Variant, round_ns: int, break_even: float) -> ZoneBounds:
+    """The bounds of one cost model and variant.
+
+    Args:
+        round_ns: when the round ends.
+        break_even: share of the rank-time of an uncut document that a cut may cost.
+    """
+    steps = SHORTEST * 2 ** (np.arange(OCTAVES * STEPS) / STEPS)
+    lengths = np.unique(cost.tokens(np.rint(steps).astype(np.int64)))
+    tables = cost.tables(lengths, variant)
+    local = tables.degree == 1
+    inside = (tables.degree > 1) & (tables.degree <= cost.node_size)
+    across = tables.degree > cost.node_size
+    narrow = local | inside
+    return ZoneBounds(
+        break_even=break_even,
+        intra_pays=_pays(tables, inside, local, break_even),
+        intra_forced=_forced(tables, local, round_ns) if inside.any() else None,
+        inter_pays=_pays(tables, across, narrow, break_even),
+        inter_forced=_forced(tables, narrow, round_ns) if across.any() else None,
+    )
+
+
+def _pays(tables: CostTables, wide: np.ndarray, narrow: np.ndarray, break_even: float) -> int | None:
+    """The shortest length whose cheapest wide shape costs no more than the break-even above its cheapest narrow one."""
+    if not wide.any():
+        return None
+    spent = tables.cost[:2].max(axis=0) * tables.degree[:, None]
+    pays = spent[wide].min(axis=0) <= (1 + break_even) * spent[narrow].min(axis=0)
+    return int(tables.tokens[pays.argmax()]) if pays.any() else None
+
+
+def _forced(tables: CostTables, narrow: np.ndarray, round_ns: int) -> int | None:
+    """The shortest length that no narrow shape holds, or ends in time."""
+    fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
+    ends = (tables.cost[:2] + tables.fixed[:2, :, None]).max(axis=0) <= round_ns
+    held = (fits & ends)[narrow].any(axis=0)
+    return None if held.all() else int(tables.tokens[(~held).argmax()])
+
+
+# ---- merged: planners.zones.search
+# Fill a round towards several aims, then change the degree of one document at a time; keep what is done first.
+
 
 SETTLED = 200
 """A round whose ranks wait less than one part in this many is not worth another filling."""

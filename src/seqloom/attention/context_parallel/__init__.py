@@ -1,0 +1,7 @@
+"""TODO."""
+
+from seqloom.attention.context_parallel.kv_cache import Carry
+
+__all__ = [
+    "Carry",
+]

@@ -1,0 +1,482 @@
+"""Tiles: runs of rows that one program works on, and the columns each of them must look at.
+
+A row of one side (a query, or a key) sees a run of rows of the other side (its columns), `low <= column < high`. Both
+ends only grow along a segment, so causal masks, windows, offsets and full rectangles are one rule, and the ends of a
+tile are those of its first and last row. A tile starts where its segment starts, so a document of 512 costs its own
+blocks and no more; very short segments share a tile when they are neighbours, and the ends of each row keep them
+apart.
+
+    columns   low      full_low        full_high      high
+    of a tile  |  mask  |    no mask       |    mask    |      in steps of `columns` of the Config
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Literal
+
+import numpy as np
+import torch
+
+from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape
+from seqloom.attention.masks import Segments
+from seqloom.errors import SeqloomError
+
+Kind = Literal["forward", "dq", "dkdv"]
+
+_FAR = 1 << 30  # farther than any row; twice that is still 32 bits
+_SHARED_BYTES = 24 << 20  # of the other side, read again by programs that run at the same time; half of an L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one kernel is cut and compiled.
+
+    Attributes:
+        rows: of a tile: queries for "forward" and "dq", keys for "dkdv". At least 16.
+        columns: of one step of a tile's loop. At least 16.
+        warps, stages: of a program, as Triton counts them.
+        join: let neighbours share a tile; their rows are then kept apart by a mask on every block.
+        side: kv heads whose programs run side by side; None: as many as the cache holds.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    join: bool = False
+    side: int | None = None
+
+
+Pick = Callable[[Kind, int, torch.dtype, int], Config]
+
+
+def default_config(kind: Kind, dim: int, dtype: torch.dtype, length: int) -> Config:
+    """Choose a Config: the one table to tune.
+
+    Args:
+        kind: which kernel.
+        dim: width of a head.
+        dtype: of q, k, v.
+        length: rows of the segment, on the side that the tiles cut.
+    """
+    width = dim * dtype.itemsize  # bytes of a row: what shared memory must hold
+    if width > 512:
+        return Config(32, 16, warps=4, stages=1, join=length <= 16)
+    if width > 256:
+        return Config(64, 32, warps=8, stages=2, join=length <= 32)
+    if length <= 64:
+        return Config(64, 64, warps=4, stages=2, join=length <= 32)
+    if kind == "forward":
+        return Config(128, 64, warps=8, stages=3)
+    return Config(128, 64, warps=8, stages=2 if dim > 64 else 3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """One side of segments, in the order of its rows.
+
+    Row r of segment i sees the columns from `r + low_shift[i]` to before `r + high_shift[i]`, as far as they lie in
+    `other_start[i] .. other_stop[i]`.
+
+    Attributes:
+        start, stop, other_start, other_stop, low_shift, high_shift: int64[n].
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+    other_start: np.ndarray
+    other_stop: np.ndarray
+    low_shift: np.ndarray
+    high_shift: np.ndarray
+
+    @classmethod
+    def queries(cls, segments: Segments) -> Rows:
+        """Return the query rows and the keys each sees."""
+        own = segments.k_start - segments.q_start + segments.offset  # from a query's row to the row of its own key
+        far = np.full_like(own, _FAR)
+        low = -far if segments.window is None else own - segments.window + 1
+        high = own + 1 if segments.causal else far
+        return cls._sorted(segments.q_start, segments.q_stop, segments.k_start, segments.k_stop, low, high)
+
+    @classmethod
+    def keys(cls, segments: Segments) -> Rows:
+        """Return the key rows and the queries that see each."""
+        own = segments.q_start - segments.k_start - segments.offset
+        far = np.full_like(own, _FAR)
+        low = own if segments.causal else -far
+        high = far if segments.window is None else own + segments.window
+        return cls._sorted(segments.k_start, segments.k_stop, segments.q_start, segments.q_stop, low, high)
+
+    @classmethod
+    def _sorted(cls, start: np.ndarray, *columns: np.ndarray) -> Rows:
+        order = np.argsort(start, kind="stable")
+        return cls(start[order], *(column[order] for column in columns))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Rows of every segment."""
+        return self.stop - self.start
+
+    @property
+    def covered(self) -> int:
+        """Rows that are in a segment."""
+        return int(self.lengths.sum())
+
+    def ends(self, segment: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (low, high) of rows that lie in these segments."""
+        first, last = self.other_start[segment], self.other_stop[segment]
+        low = np.clip(row + self.low_shift[segment], first, last)
+        high = np.clip(row + self.high_shift[segment], first, last)
+        return low, high
+
+    def table(self) -> np.ndarray:
+        """Return int32[n, 8]: start, other_start, other_stop, low_shift, high_shift, 0, 0, 0."""
+        zero = np.zeros_like(self.start)
+        low, high = self.shifts(slice(None))
+        columns = (self.start, self.other_start, self.other_stop, low, high, zero, zero, zero)
+        return np.stack(columns, axis=1).astype(np.int32)
+
+    def shifts(self, segment: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        """Return low and high shift of segments, within 32 bits when a row is added."""
+        low, high = self.low_shift[segment], self.high_shift[segment]
+        return np.clip(low, -_FAR, _FAR), np.clip(high, -_FAR, _FAR)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Tiles of the segments that share a Config: one launch.
+
+    Attributes:
+        table: int32[n, 8]: row, stop, low, high, full_low, full_high, then low and high shift of the segment, or,
+            where segments share tiles, the first one and how many; long segments first, and in a segment the tiles
+            with most columns first, so that the last programs to start are short.
+        longest: most columns of a segment.
+    """
+
+    table: np.ndarray
+    longest: int
+    config: Config
+
+
+def cut(rows: Rows, choose: Callable[[int], Config]) -> list[Tiles]:
+    """Cut all segments into tiles, grouped by the Config that `choose` names for a segment's length."""
+    lengths, which = np.unique(rows.lengths, return_inverse=True)
+    configs = [choose(int(length)) for length in lengths]
+    used = list(dict.fromkeys(configs))
+    group = np.array([used.index(config) for config in configs], dtype=np.int64)[which]
+    return [_cut(rows, np.flatnonzero(group == index), config) for index, config in enumerate(used)]
+
+
+def _cut(rows: Rows, chosen: np.ndarray, config: Config) -> Tiles:
+    """Cut the chosen segments, given in row order, into tiles of one Config."""
+    first, last = _join(rows, chosen, config.rows) if config.join else (chosen, chosen)
+    start, stop = rows.start[first], rows.stop[last]
+    count = -(-(stop - start) // config.rows)
+    whole = np.repeat(np.arange(len(first)), count)
+    row = start[whole] + (np.arange(len(whole)) - np.repeat(np.cumsum(count) - count, count)) * config.rows
+    end = np.minimum(row + config.rows, stop[whole])
+    low, least_high = rows.ends(first[whole], row)
+    most_low, high = rows.ends(last[whole], end - 1)
+    step = config.columns
+    full_low = low + -(-(most_low - low) // step) * step
+    full_high = low + (least_high - low) // step * step
+    none = full_high <= full_low
+    full_low, full_high = np.where(none, low, full_low), np.where(none, low, full_high)
+    rule = (first[whole], (last - first + 1)[whole]) if config.join else rows.shifts(first[whole])
+    table = np.stack([row, end, low, high, full_low, full_high, *rule], axis=1).astype(np.int32)
+    columns = rows.other_stop[last] - rows.other_start[first]
+    order = np.lexsort((low - high, whole, -((stop - start) * columns)[whole]))
+    return Tiles(table[order], int(columns.max(initial=0)), config)
+
+
+def _join(rows: Rows, chosen: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return first and last segment of every run of neighbours that fits into one tile, both sides counted."""
+    start, stop = rows.start[chosen], rows.stop[chosen]
+    other_start, other_stop = rows.other_start[chosen], rows.other_stop[chosen]
+    near = np.zeros(len(chosen), dtype=bool)  # begins where the one before ends, on both sides
+    near[1:] = (start[1:] == stop[:-1]) & (other_start[1:] == other_stop[:-1])
+    runs: list[int] = []
+    columns = (near.tolist(), start.tolist(), stop.tolist(), other_start.tolist(), other_stop.tolist())
+    row = column = 0
+    for index, (neighbour, begin, end, other_begin, other_end) in enumerate(zip(*columns, strict=True)):
+        if not (neighbour and end - row <= limit and other_end - column <= limit):
+            runs.append(index)
+            row, column = begin, other_begin
+    head = np.array(runs, dtype=np.int64)
+    tail = np.append(head[1:], len(chosen))[: len(head)] - 1
+    return chosen[head], chosen[tail]
+
+
+def heads_side_by_side(tiles: Tiles, kv_heads: int, row_bytes: int) -> int:
+    """Return how many kv heads run side by side: the most that divide `kv_heads` and whose columns stay in cache.
+
+    Args:
+        row_bytes: bytes of one row of the other side that programs of one kv head read.
+    """
+    wanted = tiles.config.side or max(1, _SHARED_BYTES // max(1, tiles.longest * row_bytes))
+    return max(side for side in range(1, kv_heads + 1) if kv_heads % side == 0 and side <= max(1, wanted))
+
+
+def upload(tables: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy int32 tables to the device in one transfer that nothing waits for; each starts at a multiple of 32 bytes."""
+    sizes = [-(-table.size // 8) * 8 for table in tables]
+    whole = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    parts = [part[: table.size] for part, table in zip(whole.split(sizes), tables, strict=True)]
+    for part, table in zip(parts, tables, strict=True):
+        part.copy_(torch.from_numpy(np.ascontiguousarray(table).reshape(-1)))
+    moved = whole.to(device, non_blocking=True)
+    views = [part[: table.size] for part, table in zip(moved.split(sizes), tables, strict=True)]
+    return [view.view(table.shape) for view, table in zip(views, tables, strict=True)]
+
+
+# ---- merged: attention.kernels.triton_segments
+# Attention over segments in Triton: tiles that start where documents start, gradients without atomics.
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSegments:
+    """The kernel of this project for packed documents and for tiles of a ring, on NVIDIA GPUs.
+
+    Attributes:
+        pick: chooses block sizes by kernel, width of a head, dtype and segment length.
+        result_dtype: of out, dq, dk, dv; None: the dtype of the inputs.
+    """
+
+    pick: Pick = default_config
+    result_dtype: torch.dtype | None = None
+    ability: Ability = field(
+        default=Ability(
+            name="triton",
+            devices=("cuda",),
+            dtypes=(torch.bfloat16, torch.float16, torch.float32),
+            max_dim=256,
+            dim_multiple=16,
+        ),
+        init=False,
+    )
+
+    def prepare(self, segments: Segments, shape: Shape) -> TritonPrepared:
+        """Cut the segments into tiles and copy the tables to the device."""
+        if find_spec("triton") is None:
+            raise SeqloomError("kernel 'triton': the package triton is not installed; use another kernel")
+        if not shape.scale > 0:
+            raise SeqloomError(f"scale {shape.scale}: kernel 'triton' needs a positive one; put the sign into q")
+        sides = {"forward": Rows.queries(segments), "dq": Rows.queries(segments), "dkdv": Rows.keys(segments)}
+        kinds: list[Kind] = ["forward", "dq", "dkdv"]
+        tiles = {kind: cut(sides[kind], partial(self.pick, kind, shape.dim, shape.dtype)) for kind in kinds}
+        flat = [one for kind in kinds for one in tiles[kind]]
+        tables = [sides["forward"].table(), sides["dkdv"].table(), *(one.table for one in flat)]
+        q_segments, k_segments, *moved = upload(tables, shape.device)
+        on_device = iter(moved)
+        flags = {
+            "forward": {"LOW": segments.window is not None},
+            "dq": {"LOW": segments.window is not None},
+            "dkdv": {"LOW": segments.causal, "HIGH": segments.window is not None},
+        }
+        launches = {
+            kind: [_launch(one, next(on_device), shape, kind, flags[kind]) for one in tiles[kind]] for kind in kinds
+        }
+        return TritonPrepared(
+            shape,
+            self.result_dtype or shape.dtype,
+            q_segments,
+            k_segments,
+            sides["forward"].covered,
+            sides["dkdv"].covered,
+            launches,
+        )
+
+    def warm_up(
+        self,
+        shape: Shape,
+        longest: int,
+        *,
+        tokens: int | None = None,
+        report: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Compile what causal documents of up to `longest` tokens need, by running a short one of every kind."""
+        kinds: list[Kind] = ["forward", "dq", "dkdv"]
+        longest = longest if tokens is None else min(longest, tokens)
+        lengths = [1 << k for k in range(longest.bit_length())]
+        by_config = {tuple(self.pick(kind, shape.dim, shape.dtype, n) for kind in kinds): n for n in reversed(lengths)}
+        for done, length in enumerate(by_config.values(), 1):
+            prepared = self.prepare(Segments.packed([length]), shape)
+            q = torch.zeros(length, shape.heads, shape.dim, dtype=shape.dtype, device=shape.device)
+            k = torch.zeros(length, shape.kv_heads, shape.dim, dtype=shape.dtype, device=shape.device)
+            out, lse = prepared.forward(q, k, k)
+            prepared.backward(q, Saved(q, k, k, out, lse))
+            if report is not None:
+                report(done, len(by_config))
+        return len(by_config)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One kernel launch, all but the tensors.
+
+    Attributes:
+        tiles: int32[n, 8] on the device.
+        grid: programs.
+        side: kv heads side by side.
+        options: compile-time arguments, warps and stages.
+    """
+
+    tiles: torch.Tensor
+    grid: tuple[int]
+    side: int
+    options: dict[str, int | bool | str]
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Tiles, and kv heads side by side: the arguments of every kernel after the strides."""
+        return len(self.tiles), self.side
+
+
+def _launch(tiles: Tiles, table: torch.Tensor, shape: Shape, kind: Kind, flags: dict[str, bool]) -> Launch:
+    group = shape.heads // shape.kv_heads
+    config: Config = tiles.config
+    streams = 2 * group if kind == "dkdv" else 2  # heads of rows that a kv head's programs read per column
+    side = heads_side_by_side(tiles, shape.kv_heads, streams * shape.dim * shape.dtype.itemsize)
+    options: dict[str, int | bool | str] = {
+        "GROUP": group,
+        "DIM": shape.dim,
+        "WIDTH": max(16, 1 << (shape.dim - 1).bit_length()),
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "JOIN": config.join,
+        "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **{name: value or config.join for name, value in flags.items()},
+    }
+    programs = len(tiles.table) * (shape.kv_heads if kind == "dkdv" else shape.heads)
+    return Launch(table, (programs,), side, options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonPrepared:
+    """Segments cut into tiles, ready to run.
+
+    Attributes:
+        dtype: of out, dq, dk, dv.
+        q_segments, k_segments: int32[n, 8], the segments in the order of their query rows and of their key rows.
+        q_covered, k_covered: rows in a segment.
+        launches: of every kind, one per Config in use.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    q_segments: torch.Tensor
+    k_segments: torch.Tensor
+    q_covered: int
+    k_covered: int
+    launches: dict[Kind, list[Launch]]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse), see `Prepared`."""
+        rows, heads, _ = q.shape
+        out = self._room(q, self.q_covered)
+        lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
+        if rows != self.q_covered:
+            lse.fill_(-math.inf)
+        self.forward_into(q, k, v, out, lse)
+        return out, lse
+
+    def forward_into(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """See `Writer`."""
+        from seqloom.attention.kernels.triton_kernels import forward_kernel, run_kernel
+
+        q, k, v = _unit_stride(q, k, v)
+        numbers = (*_strides(q, k, v, out), lse.stride(0))
+        scale = self.shape.scale * math.log2(math.e)
+        with _on(q.device):
+            for launch in self.launches["forward"]:
+                tensors = (q, k, v, out, lse, launch.tiles, self.q_segments)
+                run_kernel(forward_kernel, launch.grid, *tensors, *numbers, *launch.numbers, scale, **launch.options)
+
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return (dq, dk, dv), see `Prepared`."""
+        covered = (self.q_covered, self.k_covered, self.k_covered)
+        dq, dk, dv = map(self._room, saved[:3], covered)
+        self.backward_into(dout, saved, (dq, dk, dv))
+        return dq, dk, dv
+
+    def backward_into(self, dout: torch.Tensor, saved: Saved, gradients: Gradients) -> None:
+        """See `Writer`."""
+        dout, q, k, v, out, lse = _unit_stride(dout, *saved)
+        dq, dk, dv = gradients
+        delta = torch.empty_strided(lse.shape, lse.stride(), dtype=torch.float32, device=q.device)
+        self.queries_into(dout, q, k, v, out, lse, delta, dq)
+        self.keys_into(dout, q, k, v, lse, delta, dk, dv)
+
+    def queries_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        dq: torch.Tensor,
+    ) -> None:
+        """Write dq and, with the shape and strides of lse, delta: the row sums of dout * out."""
+        from seqloom.attention.kernels.triton_kernels import dq_kernel, run_kernel
+
+        numbers = (*_strides(q, k, v, out, dout, dq), lse.stride(0))
+        with _on(q.device):
+            for launch in self.launches["dq"]:
+                tensors = (q, k, v, out, dout, lse, delta, dq, launch.tiles, self.q_segments)
+                run_kernel(
+                    dq_kernel, launch.grid, *tensors, *numbers, *launch.numbers, self.shape.scale, **launch.options
+                )
+
+    def keys_into(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Write dk and dv."""
+        from seqloom.attention.kernels.triton_kernels import dkdv_kernel, run_kernel
+
+        numbers = (*_strides(q, k, v, dout, dk, dv), lse.stride(0))
+        with _on(k.device):
+            for launch in self.launches["dkdv"]:
+                tensors = (q, k, v, dout, lse, delta, dk, dv, launch.tiles, self.k_segments)
+                run_kernel(
+                    dkdv_kernel, launch.grid, *tensors, *numbers, *launch.numbers, self.shape.scale, **launch.options
+                )
+
+    def _room(self, like: torch.Tensor, covered: int) -> torch.Tensor:
+        """Return a buffer for results; rows in no segment are 0."""
+        make: Callable[..., torch.Tensor] = torch.empty if len(like) == covered else torch.zeros
+        return make(like.shape, dtype=self.dtype, device=like.device)
+
+
+def _unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with a contiguous last axis."""
+    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+
+
+def _strides(*tensors: torch.Tensor) -> list[tuple[int, int]]:
+    """Return row and head stride of every tensor [rows, heads, dim]."""
+    return [(tensor.stride(0), tensor.stride(1)) for tensor in tensors]
+
+
+def _on(device: torch.device):
+    """Make the device current, where there is a choice."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,347 @@
+"""The time of a round, rank by rank, card by card: several groups per rank, local work behind rings, remapping.
+
+    exposed(g) = max(0, ring(g) - attention(g) - steps(g))         messages of a ring that its own work does not hide
+    filler     = attention of the rank's groups of one rank         which hides them instead
+    T(rank)    = fixed + sum of lane 0 over its groups + max(0, sum of exposed - filler),
+                 and not below parameter gather + reduction + sum of network
+
+``fixed``, gather and reduction count once, however many groups a rank has. For a rank in one group all this is
+`Parts.total_ns`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.memory import free_bytes
+from seqloom.cost.resharding import column_of, one_stage_bytes, passes_ns, priced_passes, relay_ns
+from seqloom.cost.shapes import LANES, Parts, Variant
+from seqloom.cost.traffic import card_load
+from seqloom.errors import SeqloomError
+from seqloom.plan import Group, Part, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from seqloom.cost.communication import Remapping
+    from seqloom.cost.model import CostModel
+    from seqloom.plan import Pipeline, Plan, Work
+
+
+NAMES = tuple(field.name for field in fields(Parts))
+"""The parts, in the order of the columns of every table of parts."""
+ONCE = ("fixed", "gather", "reduce")
+"""Parts that a rank has once in a round."""
+BY_RANK = ("linear", "head", "remap")
+"""Parts that follow the linear layout where a round has one, not the groups."""
+
+
+def of_part(part: Part, table: np.ndarray) -> np.ndarray:
+    """Times of a stage's part of the model, in a table of columns `NAMES`: by its layers; the head all or nothing.
+
+    Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
+    round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
+    """
+    own = table * (part.stop - part.first) // part.of
+    head = NAMES.index("head")
+    own[:, head] = table[:, head] if part.ends else 0
+    return own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundTimes:
+    """One round (or one stage's share of it). ns, int64. Members are pairs of a group and one of its ranks.
+
+    Members come in the order of the groups; a rank that only has tokens in linear layers is a member with group -1.
+    """
+
+    parts: np.ndarray  # [ranks, len(NAMES)] summed over the rank's groups
+    rank_ns: np.ndarray  # [ranks] forward and backward; 0 for ranks without work
+    nic_ns: np.ndarray  # [nodes, nics] how long each card is taken, by all groups together
+    link_ns: np.ndarray  # [ranks] how long each NVLink port is taken
+    member_rank: np.ndarray  # [members]
+    member_group: np.ndarray  # [members] index in `Work.groups`
+    member_ns: np.ndarray  # [members] a rank's members add up to its `rank_ns`
+
+    def part(self, name: str) -> np.ndarray:
+        """int64[ranks] ns of one part, as named in `Parts`."""
+        return self.parts[:, NAMES.index(name)]
+
+    def joined_ns(self, ranks: Iterable[int]) -> int:
+        """Time of ranks in lock step: the longest of them, and no less than their nodes' cards and links are taken."""
+        chosen = np.fromiter(set(ranks), dtype=np.int64)
+        nodes = np.unique(chosen // (len(self.rank_ns) // len(self.nic_ns)))
+        taken = max(int(self.nic_ns[nodes].max()), int(self.link_ns[chosen].max()))
+        return max(int(self.rank_ns[chosen].max()), taken)
+
+
+def round_times(
+    cost: CostModel,
+    work: Work,
+    variant: Variant,
+    stage: Part | None = None,
+    priced: Sequence[Parts] | None = None,
+) -> RoundTimes:
+    """Price a round; see `CostModel.round_times`."""
+    parts_of = cost.groups_parts(work.groups, variant) if priced is None else priced
+    groups = [[getattr(parts, name) for name in NAMES] for parts in parts_of]
+    table = np.array(groups, dtype=np.int64).reshape(-1, len(NAMES))
+    degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
+    group = np.repeat(np.arange(len(degrees)), degrees)
+    rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
+    cards = _card_ns(cost, work, variant, table[:, NAMES.index("network")])
+    links = np.zeros(cost.ranks, dtype=np.int64)
+    by_rank = None
+    if work.linear is not None:
+        by_rank, remap = _by_rank(cost, work, variant)
+        cards, links = cards + remap.card, links + remap.link
+        idle = np.setdiff1d(np.flatnonzero(by_rank.any(axis=1)), rank)
+        alone = cost.group_parts(Group(tuple(range(cost.tensor)), cost.tensor, 1, ()), variant)
+        lone = np.array([getattr(alone, name) for name in NAMES], dtype=np.int64)
+        table = np.concatenate([table, lone[None, :]])  # the last row: a group of nothing
+        table[:, _columns(BY_RANK)] = 0
+        group = np.concatenate([group, np.full(len(idle), len(table) - 1)])
+        rank = np.concatenate([rank, idle])
+        degrees = np.append(degrees, 0)
+    if stage is not None:
+        table = of_part(stage, table)
+        cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
+        by_rank = None if by_rank is None else of_part(stage, by_rank)
+    parts = parts_of_ranks(table, rank, group, cost.ranks)
+    if by_rank is not None:
+        parts += by_rank
+    rank_ns, member_ns = compose(parts, table, rank, group, degrees == 1)
+    links = links + parts[:, NAMES.index("link")]
+    group = np.where(degrees[group] > 0, group, -1)
+    return RoundTimes(parts, rank_ns, cards, links, rank, group, member_ns)
+
+
+def _columns(names: Iterable[str]) -> list[int]:
+    return [NAMES.index(name) for name in names]
+
+
+def parts_of_ranks(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks: int) -> np.ndarray:
+    """int64[ranks, len(NAMES)]: parts of every rank, over all groups that it is in.
+
+    Args:
+        table: int64[groups, len(NAMES)].
+        rank: int64[members] of every pair of a group and one of its ranks.
+        group: int64[members]
+        ranks: how many there are.
+    """
+    parts = np.zeros((ranks, len(NAMES)), dtype=np.int64)
+    np.add.at(parts, rank, table[group])
+    once = _columns(ONCE)
+    parts[:, once] = 0
+    np.maximum.at(parts, (rank[:, None], np.array(once)[None, :]), table[group][:, once])
+    return parts
+
+
+def compose(
+    parts: np.ndarray, table: np.ndarray, rank: np.ndarray, group: np.ndarray, local: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[ranks], int64[members]) ns by the formula above.
+
+    What a rank has once is its first member's, what no filler hides that of the ring it belongs to (fillers hide the
+    first rings first), and waiting for the network that of the last member.
+    """
+    column = {name: table[:, NAMES.index(name)] for name in NAMES}
+    serial = table[:, _columns(name for name in LANES[0] if name not in ONCE)].sum(axis=1)
+    exposed = np.maximum(column["ring"] - column["attention"] - column["steps"], 0)
+    filler = np.zeros(len(parts), dtype=np.int64)
+    np.add.at(filler, rank, np.where(local, column["attention"], 0)[group])
+    order = np.argsort(rank, kind="stable")
+    first = np.append(True, rank[order][1:] != rank[order][:-1]) if len(order) else np.zeros(0, dtype=bool)
+    before, upto = _running(exposed[group][order], first)
+    hidden = filler[rank[order]]
+    member = serial[group][order] + np.maximum(upto - hidden, 0) - np.maximum(before - hidden, 0)
+    own = parts[:, _columns(("fixed", *BY_RANK))].sum(axis=1)
+    of_groups = np.zeros(len(parts), dtype=np.int64)
+    np.add.at(of_groups, rank, table[:, _columns(BY_RANK)].sum(axis=1)[group])
+    member[first] += (own - of_groups)[rank[order][first]]
+    total = np.zeros(len(parts), dtype=np.int64)
+    np.add.at(total, rank[order], member)
+    floor = parts[:, _columns(LANES[2])].sum(axis=1)
+    last = np.append(first[1:], True) if len(first) else first
+    member[last] += np.maximum(floor - total, 0)[rank[order][last]]
+    member_ns = np.empty_like(member)
+    member_ns[order] = member
+    return np.where(np.isin(np.arange(len(parts)), rank), np.maximum(total, floor), 0), member_ns
+
+
+def _running(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums within every run that begins at `first`: before each entry, and with it."""
+    upto = np.cumsum(values)
+    start = np.flatnonzero(first)
+    base = np.repeat((upto - values)[start], np.diff(np.append(start, len(values))))
+    return upto - values - base, upto - base
+
+
+def _by_rank(cost: CostModel, work: Work, variant: Variant) -> tuple[np.ndarray, Remapping]:
+    """(int64[ranks, len(NAMES)] linear, head and remap of a round with a linear layout, its remapping)."""
+    linear, attention = work.linear_layout(), work.attention_layout()
+    held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in (linear, attention)])
+    parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
+    for name, rates in cost.engine.layout_rates(variant, work.remap).items():
+        parts[:, NAMES.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
+    remap = cost.engine.remapping(work, attention, linear)
+    parts[:, NAMES.index("remap")] = np.where(held.any(axis=0), remap.time, 0)
+    return parts, remap
+
+
+def _card_ns(cost: CostModel, work: Work, variant: Variant, network: np.ndarray) -> np.ndarray:
+    """int64[nodes, nics]: how long the groups of a round take each card. Direct traffic is the sender's own card's."""
+    cluster = cost.cluster
+    taken = np.zeros((cluster.nodes, cluster.nics_per_node), dtype=np.int64)
+    for k in np.flatnonzero(network):
+        group = work.groups[k]
+        shape, reach = cost.place(group)
+        heads, keys, team = (flow.network for flow in cost.engine.flows(shape, variant, reach))
+        route = group.route if shape.routed else None
+        load = card_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
+        share = (heads * load.ulysses + keys * load.sharing + team * load.team) / (heads + keys + team)
+        taken[load.node, load.card] += (int(network[k]) * share).astype(np.int64)
+    return taken
+
+
+def tokens_on_ranks(cost: CostModel, work: Work) -> np.ndarray:
+    """int64[ranks]: tokens that every rank holds, in whole granules and evenly over its groups.
+
+    Several groups add up; where linear layers have a layout of their own, the larger of both counts.
+    """
+    tokens, granule = np.zeros(cost.ranks, dtype=np.int64), cost.granule
+    for group in work.groups:
+        held = sum(-(-stop // granule) - -(-start // granule) for _, start, stop in group.spans) * granule
+        tokens[list(group.ranks)] += -(-held // group.degree)
+    if work.linear is None:
+        return tokens
+    return np.maximum(tokens, np.bincount(work.linear.rank, work.linear.sizes, cost.ranks).astype(np.int64))
+
+
+# ---- merged: cost.closed_form
+# Step time and memory of a whole plan in closed form, from the same integers the planners compare.
+#
+# Rounds are totally ordered and there is no barrier between them. A round joins the islands that its groups
+# connect; it starts when all ranks of those islands are free and holds them until its slowest rank is done
+# (they meet in every parameter gather). Ranks of other islands are not touched.
+#
+# Under free sharding the step also has what it does not hide of moving parameters and gradients, see `relaying`.
+
+
+def plan_ns(cost: CostModel, plan: Plan) -> int:
+    """Latest finish over all islands, plus what a step costs once."""
+    _require_one_stage(plan)
+    islands = plan.islands
+    ready = [0] * len(islands)
+    island_of = {rank: i for i, island in enumerate(islands) for rank in island}
+    overhead, shades = 0, []
+    for pipeline in plan.pipelines:
+        own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
+        together = _together(cost, pipeline)
+        for work in _works(pipeline):
+            variant = Variant(work.checkpoint, plan.reduce, bool(together))
+            overhead = max(overhead, own.step_overhead_ns(variant))
+            times = own.round_times(work, variant)
+            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, island_of, together)]
+            shortest.append(min(time for _, time in parts))
+            for joined, time in parts:
+                finish = max(ready[i] for i in joined) + time
+                for i in joined:
+                    ready[i] = finish
+        shades.append((shortest[0], shortest[-1]) if shortest else (0, 0))
+        moved = passes_ns(cost, pipeline) if together else 0
+        for i in {island_of[rank] for rank in together}:
+            ready[i] += moved
+    return max(ready, default=0) + overhead + relay_ns(cost, plan.pipelines, shades)
+
+
+def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
+    """int64[ranks]: peak bytes of every rank over the rounds."""
+    _require_one_stage(plan)
+    peak = idle_memory(cost, plan)
+    for pipeline in plan.pipelines:
+        peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
+    return peak
+
+
+def idle_memory(cost: CostModel, plan: Plan) -> np.ndarray:
+    """int64[ranks]: bytes of ranks in no stage: under free sharding, their part of the optimiser's state."""
+    own = 0
+    if plan.sharding == Sharding.FREE and isinstance(cost.engine, AnalyticEngine):
+        memory = cost.engine.memory
+        own = free_bytes(0, memory.parameters, memory.owners)
+    return np.full(cost.ranks, own, dtype=np.int64)
+
+
+def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarray:
+    """int64[ranks]: peak bytes of the ranks of a pipeline of one stage over its rounds, 0 of all others.
+
+    Where parameters are sharded over all ranks, a single pipeline is all there is.
+    """
+    own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
+    together = _together(cost, pipeline)
+    for work in _works(pipeline):
+        variant = Variant(work.checkpoint, plan.reduce)
+        tokens = tokens_on_ranks(own, work)
+        if together:
+            used = one_stage_bytes(own, column_of(pipeline.stages[0]), work.checkpoint, tokens)
+        else:
+            used = own.fixed_bytes(variant) + np.ceil(tokens * own.token_bytes(variant)).astype(np.int64)
+        peak = np.maximum(peak, used)
+    if len(plan.pipelines) > 1 or plan.sharding == Sharding.FREE:
+        peak[np.setdiff1d(np.arange(cost.ranks), pipeline.ranks)] = 0
+    return peak
+
+
+def _together(cost: CostModel, pipeline: Pipeline) -> tuple[int, ...]:
+    """Ranks of the only stage where they meet in every pass, because parameters are gathered for it; else ()."""
+    return pipeline.stages[0].ranks if priced_passes(cost, pipeline) else ()
+
+
+def _require_one_stage(plan: Plan) -> None:
+    for pipeline in plan.pipelines:
+        if len(pipeline.stages) != 1:
+            raise SeqloomError(
+                f"a pipeline of {len(pipeline.stages)} stages has no closed form; simulate the plan instead"
+            )
+
+
+def _works(pipeline: Pipeline) -> list[Work]:
+    """The work of every round. Pipelines are on disjoint islands, so their order is free."""
+    return [current.work[0] for current in pipeline.rounds]
+
+
+def _connected(
+    work: Work, island_of: dict[int, int], together: tuple[int, ...] = ()
+) -> list[tuple[list[int], list[int]]]:
+    """Islands that the groups of a round and their proxies join, with the ranks at work: [(islands, ranks)].
+
+    Ranks that are `together` are joined too.
+    """
+    parent: dict[int, int] = {}
+
+    def root(i: int) -> int:
+        while parent.setdefault(i, i) != i:
+            i = parent[i]
+        return i
+
+    parties = [group.party for group in work.groups]
+    if work.linear is not None:  # ranks that have tokens in linear layers only
+        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    parties += [together] * bool(together)
+    for party in parties:
+        first = root(island_of[party[0]])
+        for rank in party:
+            parent[root(island_of[rank])] = first
+    islands: dict[int, list[int]] = defaultdict(list)
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for i in sorted(parent):
+        islands[root(i)].append(i)
+    for party in parties:
+        ranks[root(island_of[party[0]])] += party
+    return [(islands[key], ranks[key]) for key in islands]

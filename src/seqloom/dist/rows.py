@@ -1,0 +1,119 @@
+"""Small index arrays from the host to the device, without waiting for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from collections.abc import Sequence
+from seqloom.layout import Span
+
+
+def on_device(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """Return the array as a tensor on a device. The copy to a GPU takes its turn in the stream; the host goes on.
+
+    A plain copy would wait until all that was launched before is done: a pause in every round.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+# ---- merged: comm.rows
+# Rows of a local buffer, as index arrays: runs of them, where spans lie in them, and permutations undone.
+
+
+def expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the runs `start .. start + length - 1` one after the other, int64[sum of lengths]."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def rows_of(starts: np.ndarray, lengths: np.ndarray) -> slice | np.ndarray:
+    """Return runs of rows as a slice when they follow each other, else as an index."""
+    if not len(starts):
+        return slice(0, 0)
+    ends = starts + lengths
+    if np.array_equal(starts[1:], ends[:-1]):
+        return slice(int(starts[0]), int(ends[-1]))
+    return expand(starts, lengths)
+
+
+def columns(spans: Sequence[Span]) -> np.ndarray:
+    """Return documents, starts and stops, int64[3, n]."""
+    return np.array(spans, dtype=np.int64).reshape(-1, 3).T
+
+
+def first_rows(spans: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """Return the first row of every piece in a buffer whose rows are those of sorted spans, int64[pieces].
+
+    Args:
+        spans: int64[3, n], sorted by document and start.
+        pieces: int64[3, m]; each is a part of a span, or of several that touch.
+    """
+    document, start, stop = spans
+    first = np.cumsum(stop - start) - (stop - start)
+    wanted, begin, _ = pieces
+    width = 1 + int(stop.max(initial=0))
+    at = np.searchsorted(document * width + start, wanted * width + begin, side="right") - 1
+    return first[at] + begin - start[at]
+
+
+def sorting(
+    pieces: Sequence[Span], spans: Sequence[Span], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `order` and `places` of tokens that lie as `pieces` say and shall lie as the sorted `spans` say.
+
+    Args:
+        pieces: parts of the spans, or of two that touch.
+        spans: sorted by document and start.
+        device: where the indices are wanted.
+
+    Returns:
+        int64[tokens] that sorts the rows, and its inverse; None and None where they are sorted already.
+    """
+    held = columns(pieces)
+    rows, lengths = first_rows(columns(spans), held), held[2] - held[1]
+    if np.array_equal(rows, np.cumsum(lengths) - lengths):
+        return None, None
+    places = on_device(expand(rows, lengths), device)
+    return inverse(places), places
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Return the permutation that undoes `order`, int64[n]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+# ---- merged: attention.rows
+# Rows of a buffer: a run of them as a slice, which costs nothing, others as an index on the device.
+
+
+RowIndex = slice | torch.Tensor
+"""A run of rows, or an index int64[rows]."""
+
+
+def take(tensor: torch.Tensor, rows: RowIndex) -> torch.Tensor:
+    """Return rows of a tensor: a view of a run, a copy of others."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
+def put(tensor: torch.Tensor, rows: RowIndex, part: torch.Tensor) -> None:
+    """Write `part` [len(rows), ...] into rows of a tensor."""
+    if isinstance(rows, slice):
+        tensor[rows] = part
+    else:
+        tensor.index_copy_(0, rows, part)
+
+
+def add(tensor: torch.Tensor, rows: RowIndex, part: torch.Tensor) -> None:
+    """Add `part` [len(rows), ...] to rows of a tensor; no row comes twice."""
+    if isinstance(rows, slice):
+        tensor[rows] += part
+    else:
+        tensor.index_add_(0, rows, part)
+
+
+def count(rows: RowIndex) -> int:
+    """How many rows these are."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

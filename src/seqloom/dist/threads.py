@@ -1,0 +1,292 @@
+"""Ranks as threads of one process: for tests, and for several ranks on one GPU.
+
+    results = run_ranks(4, lambda transport: work(transport))
+
+CUDA tensors are copied on the default stream, which all threads share: what a rank launched before it sends is in
+the copy. Backward runs in the thread that calls it, since one engine thread per device cannot serve ranks that wait
+for each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Self, TypeVar, cast
+
+import torch
+
+from seqloom.dist.torch_transport import check_block
+from seqloom.dist.transport import Lane, Message, Way, check_peer
+from seqloom.dist.rendezvous import Matching
+from seqloom.dist.rendezvous import Operation, Stopped
+from seqloom.dist.strict import StrictMatching
+from seqloom.dist.transport import Handle, Parcel, Transport
+from seqloom.errors import SeqloomError
+from seqloom.plan import GroupFamily
+
+T = TypeVar("T")
+GRACE_S = 5.0  # how long ranks may take to notice that another one has failed
+
+
+def run_ranks(
+    world: int,
+    body: Callable[[Transport], T],
+    *,
+    strict: bool = False,
+    family: GroupFamily | None = None,
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """Run `body` as ranks 0 .. world - 1 in threads of their own and return what each returned.
+
+    See `Ranks.run`; keep a `Ranks` to run many bodies in the same threads.
+    """
+    with Ranks(world) as ranks:
+        return ranks.run(body, strict=strict, family=family, timeout_s=timeout_s)
+
+
+class Ranks:
+    """Threads, one per rank, that stay for many runs: libraries keep caches per thread that are slow to fill."""
+
+    def __init__(self, world: int) -> None:
+        """Start `world` threads."""
+        if world < 1:
+            raise SeqloomError(f"{world} ranks: a run needs at least 1")
+        self._tasks: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(world)]
+        self._threads = [
+            threading.Thread(target=_serve, args=(tasks,), name=f"rank {rank}", daemon=True)
+            for rank, tasks in enumerate(self._tasks)
+        ]
+        self._stuck: set[int] = set()
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        """Return the ranks themselves."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        for rank, (tasks, thread) in enumerate(zip(self._tasks, self._threads, strict=True)):
+            tasks.put(None)
+            if rank not in self._stuck:
+                thread.join(GRACE_S)
+
+    def run(
+        self,
+        body: Callable[[Transport], T],
+        *,
+        strict: bool = False,
+        family: GroupFamily | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[T]:
+        """Run `body` on every rank at once and return the results in rank order.
+
+        The first error of any rank stops the others at their next verb and is raised here, with a note that
+        names the rank. When all ranks wait for each other, the error says at once who waits for what.
+
+        Args:
+            body: called with the rank's transport.
+            strict: enforce NCCL's rules, see `strict.py`.
+            family: if given, blocks outside it are refused.
+            timeout_s: seconds after which the run is given up.
+        """
+        if self._stuck:
+            raise SeqloomError(f"ranks {sorted(self._stuck)} are still busy with a run that failed; make new Ranks")
+        world = len(self._tasks)
+        matching = StrictMatching(world) if strict else Matching(world)
+        results: list[T | None] = [None] * world
+        ended: SimpleQueue[int] = SimpleQueue()
+
+        def play(rank: int) -> None:
+            try:
+                results[rank] = body(InProcess(rank, matching, family))
+                matching.leave(rank)
+            except Stopped:
+                pass  # another rank's failure is the one to report
+            except BaseException as error:
+                matching.meeting.fail(error, rank)
+            finally:
+                ended.put(rank)
+
+        for rank, tasks in enumerate(self._tasks):
+            tasks.put(lambda rank=rank: play(rank))
+        try:
+            self._stuck = self._await(matching, ended, timeout_s)
+        except BaseException as error:  # an interrupt of the caller ends the ranks too
+            matching.meeting.fail(error)
+            raise
+        if matching.meeting.failure is not None:
+            raise matching.meeting.failure
+        return cast("list[T]", results)
+
+    def _await(self, matching: Matching, ended: SimpleQueue[int], timeout_s: float) -> set[int]:
+        """Wait for all ranks to end; return those that do not, although the run has failed."""
+        running = set(range(len(self._tasks)))
+        deadline = time.monotonic() + timeout_s
+        while running:
+            if matching.meeting.failure is not None:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            try:
+                running.discard(ended.get(timeout=max(0.0, deadline - time.monotonic())))
+            except Empty:
+                if matching.meeting.failure is not None:
+                    break
+                matching.meeting.fail(self._too_late(matching, running, timeout_s))
+                deadline = time.monotonic() + GRACE_S
+        return running
+
+    def _too_late(self, matching: Matching, running: set[int], timeout_s: float) -> SeqloomError:
+        """Build the error of a run that has not ended: where every rank is that still runs."""
+        with matching.meeting.lock:
+            places = {rank: matching.meeting.standing(rank) for rank in sorted(running)}
+        frames = sys._current_frames()
+        for rank, place in places.items():
+            if place is None:
+                last = traceback.extract_stack(frames.get(self._threads[rank].ident or 0))[-1]
+                places[rank] = f"rank {rank} runs {last.filename}:{last.lineno} in {last.name}"
+        lines = "".join(f"\n  {place}" for place in places.values())
+        return SeqloomError(f"not done after {timeout_s:g} s; give a larger timeout_s or see where ranks are:{lines}")
+
+
+class InProcess:
+    """The transport of one rank of a run."""
+
+    def __init__(self, rank: int, matching: Matching, family: GroupFamily | None, *, aside: bool = False) -> None:
+        """Join a run as `rank`; `aside`: exchanges on the second world communicator."""
+        self._rank = rank
+        self._matching = matching
+        self._family = family
+        self._aside = aside
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def ranks(self) -> int:
+        """Size of the world."""
+        return self._matching.ranks
+
+    @property
+    def waits_in_stream(self) -> bool:
+        """No: ranks are threads that meet on the host."""
+        return False
+
+    @property
+    def aside(self) -> Transport:
+        """See `Transport.aside`."""
+        return InProcess(self._rank, self._matching, self._family, aside=True)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        block: Sequence[int],
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        pieces_in = _pieces("all_to_all input", input, input_sizes, block)
+        pieces_out = _pieces("all_to_all output", output, output_sizes, block)
+        self._collective("all_to_all", block, pieces_in, pieces_out)
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+        """See `Transport.exchange`."""
+        for peer, _ in (*sends, *receives):
+            if not 0 <= peer < self.ranks:
+                raise SeqloomError(f"a parcel of rank {self._rank} for rank {peer}; ranks are 0 .. {self.ranks - 1}")
+        outgoing = [(peer, _flat("sent parcel", tensor)) for peer, tensor in sends]
+        incoming = [(peer, _flat("received parcel", tensor)) for peer, tensor in receives]
+        verb, aside = "exchange aside" if self._aside else "exchange", self._aside
+        return _Handle(self._matching, self._matching.post(self._rank, verb, None, outgoing, incoming, aside=aside))
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
+        """See `Transport.all_gather`."""
+        pieces = _pieces("all_gather output", output, [input.numel()] * len(block), block)
+        self._collective("all_gather", block, [_flat("all_gather input", input)] * len(block), pieces)
+
+    def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
+        """See `Transport.all_reduce`. Summed in block order, in the dtype of the tensor."""
+        flat = _flat("all_reduce tensor", tensor)
+        parts = [torch.empty_like(flat) for _ in block]
+        self._collective("all_reduce", block, [flat] * len(block), parts)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        flat.copy_(total)
+
+    def connect(self, ways: Iterable[Way]) -> None:
+        """See `Transport.connect`; there is nothing to do."""
+
+    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.send`."""
+        check_peer(self._rank, self.ranks, peer, lane)
+        outgoing = [(peer, _flat("sent message", tensor))]
+        return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, outgoing, (), lane))
+
+    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+        """See `Transport.receive`."""
+        check_peer(self._rank, self.ranks, peer, lane)
+        incoming = [(peer, _flat("received message", tensor))]
+        return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, (), incoming, lane))
+
+    def _collective(
+        self, verb: str, block: Sequence[int], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+    ) -> None:
+        """Run a verb of a block: `sends` and `receives` hold a tensor for every rank of it."""
+        ranks = tuple(block)
+        check_block(ranks, self._rank, self.ranks, self._family)
+        outgoing, incoming = zip(ranks, sends, strict=True), zip(ranks, receives, strict=True)
+        self._matching.wait(self._matching.post(self._rank, verb, ranks, outgoing, incoming))
+
+
+class _Handle:
+    """A started exchange or message of one rank."""
+
+    def __init__(self, matching: Matching, operation: Operation) -> None:
+        self._matching = matching
+        self._operation = operation
+
+    def wait(self) -> None:
+        """See `Handle.wait`."""
+        self._matching.wait(self._operation)
+
+    def done(self) -> bool:
+        """See `Message.done`."""
+        return self._operation.done
+
+
+def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do tasks until there is a None."""
+    with torch.autograd.set_multithreading_enabled(False):
+        while (task := tasks.get()) is not None:
+            task()
+
+
+def _flat(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with one axis, outside autograd; refuse a tensor that is not contiguous."""
+    if not tensor.is_contiguous():
+        raise SeqloomError(
+            f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+            "pass a contiguous tensor"
+        )
+    return tensor.detach().view(-1)
+
+
+def _pieces(what: str, tensor: torch.Tensor, sizes: Sequence[int], block: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Cut a tensor into the pieces of a block's ranks."""
+    if len(sizes) != len(block) or sum(sizes) != tensor.numel() or min(sizes, default=0) < 0:
+        raise SeqloomError(
+            f"{what} of {tensor.numel()} elements in pieces of {list(sizes)} for {len(block)} ranks: give every rank "
+            "a piece of 0 or more elements, which add up to the tensor"
+        )
+    return _flat(what, tensor).split(list(sizes))

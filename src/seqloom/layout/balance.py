@@ -1,0 +1,189 @@
+"""A second layout for linear layers: how many tokens every rank shall have, and which ones move.
+
+Attention work grows with the square of a document, linear work with its tokens. `level_targets` says how many tokens
+each rank takes so that both together are level; `rebalanced` moves as few of them as that needs, and those as near as
+can be: what a rank has too many goes to ranks of its node that have too few, and only the rest to other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from seqloom.errors import PlanError
+from seqloom.layout.boxes import Column
+from seqloom.layout.layout import Layout
+
+
+def level_targets(
+    work_ns: Sequence[int] | np.ndarray,
+    token_ns: int,
+    tokens: Sequence[int] | np.ndarray,
+    islands: Sequence[Sequence[int]] | None = None,
+) -> Column:
+    """Return how many tokens every rank shall have, int64[ranks], so that the slowest is as fast as can be.
+
+    A rank with n tokens takes `work_ns + token_ns * n`. The greatest time of an island's ranks that have tokens is the
+    least possible in whole tokens, and any rank would reach it with one token more. Of equal choices, ranks that have
+    more tokens now keep more.
+
+    Args:
+        work_ns: int64[ranks], other work of every rank, in ns.
+        token_ns: time of one token, in ns, at least 1.
+        tokens: int64[ranks], tokens that every rank has now; those of an island stay in it.
+        islands: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
+    """
+    if token_ns < 1:
+        raise PlanError(f"token_ns is {token_ns}: a token takes time; give at least 1 ns")
+    work, held = np.asarray(work_ns, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
+    if work.shape != held.shape:
+        raise PlanError(f"work of {work.size} ranks and tokens of {held.size}; give both for every rank")
+    targets = held.copy()
+    for island in [range(len(held))] if islands is None else islands:
+        ranks = np.asarray(island, dtype=np.int64)
+        targets[ranks] = _fill(work[ranks], token_ns, held[ranks])
+    return targets
+
+
+def _fill(work: Column, token_ns: int, held: Column) -> Column:
+    """Fill up to the lowest level at which all tokens fit."""
+    total = int(held.sum())
+    if not total:
+        return held
+    low, high = int(work.min()), int(work.min()) + total * token_ns  # too low, high enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _room(work, token_ns, middle).sum() >= total else (middle, high)
+    below, at = _room(work, token_ns, low), _room(work, token_ns, high)
+    last = np.flatnonzero(at > below)  # ranks that one more token brings up to the level
+    chosen = last[np.argsort(below[last] - held[last], kind="stable")][: total - int(below.sum())]
+    below[chosen] += 1
+    return below
+
+
+def _room(work: Column, token_ns: int, level: int) -> Column:
+    """Tokens that every rank takes without going over a level."""
+    return np.maximum(level - work, 0) // token_ns
+
+
+def rebalanced(
+    layout: Layout,
+    targets: Sequence[int] | np.ndarray,
+    node_size: int,
+    islands: Sequence[Sequence[int]] | None = None,
+) -> Layout:
+    """Return a layout with `targets[r]` tokens on every rank r, as near to `layout` as can be.
+
+    The fewest tokens move, of these the fewest between nodes, and these are spread over the ranks of both nodes as
+    evenly as that allows. A rank keeps its first tokens and gives away its last ones in runs.
+
+    Args:
+        layout: one axis, every token on one rank.
+        targets: int64[ranks]; they sum up to the tokens, in every island.
+        node_size: ranks per node.
+        islands: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
+    """
+    wanted = np.asarray(targets, dtype=np.int64)
+    ranks = len(wanted)
+    held = _held(layout, ranks)
+    home = np.full(ranks, -1, dtype=np.int64)
+    for number, island in enumerate([range(ranks)] if islands is None else islands):
+        home[list(island)] = number
+    _refuse_other_sums(held, wanted, home)
+    if not len(layout):
+        return layout
+    surplus, deficit = np.maximum(held - wanted, 0), np.maximum(wanted - held, 0)
+    node = np.arange(ranks) // node_size
+    group = np.unique(home * ranks + node, return_inverse=True)[1]  # ranks of one island and node
+    leaves, enters = _spread(surplus, deficit, group), _spread(deficit, surplus, group)
+    order = np.argsort(group, kind="stable")
+    flows = [_matched(surplus - leaves, deficit - enters, order), _matched(leaves, enters, order)]
+    kept = np.minimum(held, wanted)
+    sender, receiver, count = (
+        np.concatenate(columns) for columns in zip((order, order, kept[order]), *flows, strict=True)
+    )
+    first = np.argsort(sender, kind="stable")  # of every rank: what it keeps, what stays in the node, what leaves it
+    return _handed_out(layout, receiver[first], count[first])
+
+
+def _held(layout: Layout, ranks: int) -> Column:
+    """Tokens of every rank, int64[ranks]."""
+    if layout.axes != 1:
+        raise PlanError("a layout with two axes cannot be rebalanced; only whole tokens move, use one axis")
+    if len(layout) and int(layout.rank.max()) >= ranks:
+        raise PlanError(f"targets for {ranks} ranks, but rank {layout.rank.max()} holds tokens; give one for each rank")
+    held = np.zeros(ranks, dtype=np.int64)
+    np.add.at(held, layout.rank, layout.sizes)
+    return held
+
+
+def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
+    """Every island's targets sum up to its tokens; ranks without an island keep what they have."""
+    if len(wanted) and wanted.min() < 0:
+        rank = int(wanted.argmin())
+        raise PlanError(f"rank {rank} shall have {wanted[rank]} tokens; a target is 0 or more")
+    strays = np.flatnonzero((home < 0) & (held != wanted))
+    if len(strays):
+        rank = strays[0]
+        raise PlanError(
+            f"rank {rank} shall have {wanted[rank]} of its {held[rank]} tokens but is in no island; "
+            f"tokens move inside islands only, use {held[rank]}"
+        )
+    has, shall = (_sums(tokens, home + 1) for tokens in (held, wanted))
+    wrong = np.flatnonzero(has != shall)
+    if len(wrong):
+        raise PlanError(
+            f"targets of island {wrong[0] - 1} sum up to {shall[wrong[0]]}, its ranks hold {has[wrong[0]]} tokens; "
+            "nothing comes from other islands, so both must be equal"
+        )
+
+
+def _spread(give: Column, take: Column, group: Column) -> Column:
+    """How much of `give` its own group cannot take, int64[ranks], spread evenly over the group's ranks that give.
+
+    A group's level is the lowest up to which its ranks must give; ranks that have less give all of it.
+    """
+    rest = np.maximum(_sums(give - take, group), 0)
+    low, level = np.full_like(rest, -1), np.full_like(rest, give.max())  # too low, high enough
+    while (level - low > 1).any():
+        middle = (low + level) // 2
+        enough = _sums(np.minimum(give, middle[group]), group) >= rest
+        low, level = np.where(enough, low, middle), np.where(enough, middle, level)
+    over = np.minimum(give, np.maximum(level - 1, 0)[group])
+    odd = rest - _sums(over, group)
+    more = (give > over) & (level > 0)[group]
+    before = np.zeros_like(give)
+    ranks = np.flatnonzero(more)[np.argsort(group[more], kind="stable")]
+    before[ranks] = np.arange(len(ranks)) - np.searchsorted(group[ranks], group[ranks])
+    return over + (more & (before < odd[group]))
+
+
+def _sums(values: Column, group: Column) -> Column:
+    """Sum the values of every group, int64[groups]."""
+    sums = np.zeros(int(group.max()) + 1, dtype=np.int64)
+    np.add.at(sums, group, values)
+    return sums
+
+
+def _matched(give: Column, take: Column, order: Column) -> tuple[Column, Column, Column]:
+    """Lay what is given and what is taken side by side and read off (sender, receiver, tokens).
+
+    Both sums agree in every island (and, inside nodes, in every node), and ranks of one stand together in `order`: so
+    nothing goes from one to another.
+    """
+    given, taken = np.cumsum(give[order]), np.cumsum(take[order])
+    edges = np.unique(np.concatenate([[0], given, taken]))
+    sender = order[np.searchsorted(given, edges[:-1], side="right")]
+    receiver = order[np.searchsorted(taken, edges[:-1], side="right")]
+    return sender, receiver, np.diff(edges)
+
+
+def _handed_out(layout: Layout, receiver: Column, count: Column) -> Layout:
+    """Give the tokens of a layout, rank by rank, to receivers: `count` each, one after the other."""
+    ends, cuts = np.cumsum(layout.sizes), np.cumsum(count)
+    edges = np.unique(np.concatenate([[0], ends, cuts]))
+    low, high = edges[:-1], edges[1:]
+    box = np.searchsorted(ends, low, side="right")
+    shift = layout.start[box] - (ends - layout.sizes)[box]
+    return Layout(receiver[np.searchsorted(cuts, low, side="right")], layout.item[box], low + shift, high + shift)

@@ -1,0 +1,206 @@
+"""Parameters as boxes: who keeps which rows for the optimiser, and who needs which to compute a plan.
+
+The optimiser's layout never changes. Every step parameters move from it to the compute layout of that step's plan, and
+gradients move back and are summed. Two pipelines, one of two stages and one of a single stage with tensor degree 2:
+
+                  optimiser   compute layout                                    a weight of 8 rows that a team
+        rank 0    rows 0-1    pipeline 0, stage 0: rows 0-7 of its layers       cuts along its rows
+        rank 1    rows 2-3    pipeline 0, stage 1: rows 0-7 of its layers
+        rank 2    rows 4-5    pipeline 1: rows 0-3 of all layers
+        rank 3    rows 6-7    pipeline 1: rows 4-7 of all layers
+
+Items of these layouts are indices of a list of weights, the axes are rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from seqloom.errors import PlanError
+from seqloom.layout.boxes import Column
+from seqloom.layout.layout import Layout
+from seqloom.plan.pipeline import Part, Pipeline
+
+EMBEDDING, HEAD = "embedding", "head"
+
+ROWS, COLUMNS = 0, 1
+
+
+class Weight(NamedTuple):
+    """A parameter as layouts see it.
+
+    Attributes:
+        name: as in checkpoints.
+        rows: length of the first axis.
+        columns: product of the other axes; 1 for vectors.
+        home: what needs it: numbers of layers, "embedding", "head" (the final norm and the vocabulary projection); a
+            table that is both has both.
+        cut: the axis along which a tensor-parallel team cuts it: 0 (rows), 1 (columns) or None (every member has the
+            whole).
+    """
+
+    name: str
+    rows: int
+    columns: int
+    home: tuple[int | str, ...]
+    cut: int | None = None
+
+
+def bundles(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
+    """Return the weights that move together: the embedding's, those of layers 0, 1, .., then the norm's and the head's.
+
+    Layer k is bundle k + 1, the head is the last bundle; a bundle may be empty. A weight of several homes belongs to
+    the first of them. So a table that is also the head moves with the embedding: its values are there before either
+    use. Its gradient may move after both uses have had their last backward on this rank; gradients move from the last
+    bundle to the first, and a rank that ends a model and does not begin it just keeps the table's until the first
+    bundle's turn.
+    """
+    layers = 1 + max((home for weight in weights for home in weight.home if isinstance(home, int)), default=-1)
+    found: list[list[int]] = [[] for _ in range(layers + 2)]
+    for index, weight in enumerate(weights):
+        if not weight.home:
+            raise PlanError(f"{weight.name} has no home; name the layers that need it, {EMBEDDING!r} or {HEAD!r}")
+        found[min(_bundle(home, layers) for home in weight.home)].append(index)
+    return tuple(map(tuple, found))
+
+
+def optimiser_layout(weights: Sequence[Weight], ranks: int) -> Layout:
+    """Return who keeps what for the optimiser: rank k has the k-th chunk of ceil(rows / ranks) rows of every weight.
+
+    This is torch's chunking, so these are the shards of a DTensor with Shard(0) over all ranks. The last ranks have
+    less, or nothing, of a weight that does not divide.
+    """
+    shapes = _shapes(weights)
+    item, rank = (each.ravel() for each in np.indices((len(weights), ranks)))
+    start, stop = _chunk(np.zeros_like(item), shapes[item, ROWS], rank, ranks)
+    return _layout([(rank, item, start, stop, np.zeros_like(item), shapes[item, COLUMNS])])
+
+
+def compute_layout(weights: Sequence[Weight], pipelines: Sequence[Pipeline]) -> Layout:
+    """Return what every rank holds while its stages compute; ranks in no stage hold nothing.
+
+    Ranks of a stage hold all weights whose home is in it: the whole, or, with a tensor degree t, member k of a team the
+    k-th of t equal parts along the cut.
+    """
+    return step_layout(weights, pipelines)
+
+
+def step_layout(
+    weights: Sequence[Weight], pipelines: Sequence[Pipeline], per_pass: Collection[tuple[int, int]] = ()
+) -> Layout:
+    """Return what every rank holds for the whole step, where some stages are gathered for every pass.
+
+    Ranks of such a stage with the same slice of weights (members k of all its teams: `columns_of`) keep between
+    passes an even share of the rows of what they hold while computing: rank j of w the j-th chunk of ceil(rows / w).
+    Other stages keep what they compute with. What another stage of the same ranks keeps for the step is kept whole.
+
+    A pass then is a move from here to the compute layout among the ranks of each column (see `Layout.among`), and
+    gradients of a pass are summed the same way back.
+
+    Args:
+        weights: of the whole model.
+        pipelines: side by side.
+        per_pass: (pipeline, stage) of the stages that are gathered for every pass.
+    """
+    shapes, homes = _shapes(weights), _Homes(weights)
+    found = []
+    for number, pipeline in enumerate(pipelines):
+        parts = pipeline.parts
+        for host in range(len(pipeline.hosts)):
+            stages = sorted(pipeline.stages_of(host), key=lambda stage: ((number, stage) in per_pass, stage))
+            held: dict[int, int] = {}  # weight: tensor degree of the stage that has brought it
+            for stage in stages:
+                ranks, tensor = pipeline.stages[stage].ranks, pipeline.stages[stage].tensor
+                needed = homes.needed(parts[stage])
+                _check_cuts(weights, needed, tensor, held)
+                new = np.array([item for item in needed if item not in held], dtype=np.int64)
+                held.update(dict.fromkeys(new.tolist(), tensor))
+                found.append(_stage_boxes(shapes, new, np.array(ranks), tensor, (number, stage) in per_pass))
+    return _layout(found)
+
+
+def columns_of(ranks: Sequence[int], tensor: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of a stage that have the same slice of weights, slice by slice."""
+    return tuple(tuple(ranks[k::tensor]) for k in range(tensor))
+
+
+def _stage_boxes(shapes: np.ndarray, items: Column, ranks: Column, tensor: int, shared: bool) -> tuple[Column, ...]:
+    """Return the boxes of a stage: every rank with every item, as columns of a layout."""
+    place, at = (each.ravel() for each in np.indices((len(ranks), len(items))))
+    item, (team, member) = items[at], np.divmod(place, tensor)
+    edges = []
+    for axis in (ROWS, COLUMNS):
+        parts = np.where(shapes[item, 2] == axis, tensor, 1)
+        length = shapes[item, axis] // parts
+        start = np.where(parts > 1, member, 0) * length
+        edges += [start, start + length]
+    if shared:
+        edges[:2] = _chunk(edges[0], edges[1], team, len(ranks) // tensor)
+    return (ranks[place], item, *edges)
+
+
+def _chunk(start: Column, stop: Column, index: Column, of: int) -> tuple[Column, Column]:
+    """Return torch's chunk `index` of `of` of every interval; some are empty."""
+    length = -(-(stop - start) // of)
+    return np.minimum(start + index * length, stop), np.minimum(start + (index + 1) * length, stop)
+
+
+def _layout(parts: Sequence[tuple[Column, ...]]) -> Layout:
+    """Join columns of boxes, without the empty ones."""
+    if not parts:
+        return Layout.empty(axes=2)
+    columns = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    filled = (columns[3] > columns[2]) & (columns[5] > columns[4])
+    return Layout(*(column[filled] for column in columns))
+
+
+def _shapes(weights: Sequence[Weight]) -> np.ndarray:
+    """Return rows, columns and cut (-1: none) of every weight, int64[weights, 3]."""
+    table = [(each.rows, each.columns, -1 if each.cut is None else each.cut) for each in weights]
+    return np.array(table, dtype=np.int64).reshape(-1, 3)
+
+
+def _bundle(home: int | str, layers: int) -> int:
+    return {EMBEDDING: 0, HEAD: layers + 1}[home] if isinstance(home, str) else home + 1
+
+
+class _Homes:
+    """Which weights a part of the model needs; parts repeat from pipeline to pipeline."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._pairs = [(home, index) for index, weight in enumerate(weights) for home in weight.home]
+        self._known: dict[Part, tuple[int, ...]] = {}
+
+    def needed(self, part: Part) -> tuple[int, ...]:
+        if part not in self._known:
+            self._known[part] = tuple(dict.fromkeys(self._find(part)))
+        return self._known[part]
+
+    def _find(self, part: Part) -> Iterator[int]:
+        ends = {EMBEDDING: part.begins, HEAD: part.ends}
+        for home, index in self._pairs:
+            if ends[home] if isinstance(home, str) else part.first <= home < part.stop:
+                yield index
+
+
+def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], tensor: int, held: dict[int, int]) -> None:
+    """Refuse a team that cannot cut a weight evenly, and two stages of one host that cut one differently."""
+    for item in needed:
+        weight = weights[item]
+        if weight.cut is None:
+            continue
+        length = weight.columns if weight.cut == COLUMNS else weight.rows
+        if length % tensor:
+            axis = "columns" if weight.cut == COLUMNS else "rows"
+            raise PlanError(
+                f"{weight.name} has {length} {axis}, a stage with tensor degree {tensor} cuts them evenly; "
+                f"use a tensor degree that divides {length}"
+            )
+        if held.get(item, tensor) != tensor:
+            raise PlanError(
+                f"{weight.name} is on two stages of the same ranks with tensor degrees {held[item]} and {tensor}; "
+                "give both one degree, or ranks of their own"
+            )

@@ -1,0 +1,282 @@
+"""Rules about documents, limits, stages and groups: everything that can be said without looking at tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seqloom.errors import broken
+from seqloom.plan.limits import Reduce, Sharding
+from seqloom.plan.pipeline import Stage
+from seqloom.plan.round import Checkpoint, Work
+
+if TYPE_CHECKING:
+    from seqloom.plan.plan import Plan
+
+
+MOST_RANKS = 2**20
+"""More ranks than this are a slip of the pen; refused before anything is listed per rank."""
+
+
+def each_work(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, Work]]:
+    """Yield ((pipeline, round, stage), Stage, Work) of the whole plan."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for r, current in enumerate(pipeline.rounds):
+            for s, share in enumerate(current.work):
+                yield (p, r, s), pipeline.stages[s], share
+
+
+def place(where: tuple[int, int, int]) -> str:
+    """Name a place for a message."""
+    return f"pipeline {where[0]} round {where[1]} stage {where[2]}"
+
+
+def whole_numbers(values: object) -> bool:
+    """Say whether all values are integers (of Python or numpy, but not truth values)."""
+    kinds = set(map(type, values))  # type: ignore[call-overload]
+    return all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds)
+
+
+def documents(plan: Plan) -> None:
+    """A step has documents, and every one has a positive whole number of tokens."""
+    if not plan.documents:
+        raise broken("documents", "no documents", "a step needs at least one", "plan a non-empty batch")
+    if whole_numbers(plan.documents) and min(plan.documents) > 0:
+        return
+    for number, length in enumerate(plan.documents):
+        if not whole_numbers([length]) or length < 1:
+            value = f"document {number} has length {length!r}"
+            raise broken("documents", value, "lengths are whole numbers of at least 1 token", "drop this document")
+
+
+def limits(plan: Plan) -> None:
+    """The limits make sense by themselves."""
+    own = plan.limits
+    numbers = {name: getattr(own, name) for name in ("ranks", "node_size", "heads", "granule")}
+    for name, value in {**numbers, "communicators": own.communicators}.items():
+        least = 0 if name == "communicators" else 1
+        if not whole_numbers([value]) or value < least:
+            raise broken(
+                "limits",
+                f"{name} is {value!r}",
+                f"a whole number of at least {least}",
+                f"use {least} or more",
+            )
+    if own.ranks > MOST_RANKS:
+        value = f"{own.ranks} ranks"
+        raise broken("limits", value, f"a plan has at most {MOST_RANKS} ranks", f"use {MOST_RANKS} or fewer")
+    if own.ranks % own.node_size:
+        nearest = max(1, round(own.ranks / own.node_size)) * own.node_size
+        value = f"{own.ranks} ranks in nodes of {own.node_size}"
+        raise broken("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
+    names = [checkpoint for checkpoint, _ in own.capacity]
+    if not names or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
+        raise broken("limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint))
+    for checkpoint, tokens in own.capacity:
+        if not whole_numbers([tokens]) or tokens < 1:
+            value = f"capacity of checkpoint {checkpoint} is {tokens!r} tokens"
+            raise broken("limits", value, "at least 1 token per rank and round", "raise the memory budget")
+    for kind, chosen in ((Sharding, plan.sharding), (Reduce, plan.reduce)):
+        if chosen not in list(kind):
+            raise broken(
+                "limits",
+                f"{kind.__name__.lower()} is {chosen!r}",
+                "it is one of a fixed list",
+                _options(kind),
+            )
+
+
+def _options(kind: type[Checkpoint] | type[Sharding] | type[Reduce]) -> str:
+    return f"choose among {', '.join(kind)}"
+
+
+def stage_ranks(plan: Plan) -> None:
+    """Pipelines have stages, stages have ranks of the world; two stages have the same ranks or none in common.
+
+    Only stages of one pipeline may have the same ranks. So ranks that share parameter shards (an island is a
+    host or a part of it) are in the same rounds without a rule of their own.
+    """
+    owner: dict[int, tuple[int, int]] = {}
+    if not plan.pipelines:
+        raise broken("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
+    for p, pipeline in enumerate(plan.pipelines):
+        if not pipeline.stages:
+            raise broken("stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single")
+        for ranks in pipeline.hosts:
+            s = next(s for s, stage in enumerate(pipeline.stages) if stage.ranks == ranks)
+            if not ranks:
+                value = f"pipeline {p} stage {s} has no ranks"
+                raise broken("stage-ranks", value, "a stage has at least one", "leave the stage out")
+            _claim(owner, (p, s), ranks, plan.limits.ranks)
+
+
+def _claim(owner: dict[int, tuple[int, int]], here: tuple[int, int], ranks: tuple[int, ...], world: int) -> None:
+    """Enter the ranks of a host, named by its first stage."""
+    name = f"pipeline {here[0]} stage {here[1]}"
+    for rank in ranks:
+        if not whole_numbers([rank]) or not 0 <= rank < world:
+            value = f"{name} uses rank {rank!r}"
+            raise broken("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
+        if rank in owner:
+            p, s = owner[rank]
+            value = f"rank {rank} is in {name} and in pipeline {p} stage {s}"
+            must = "stages have the same ranks in the same order (in one pipeline) or none in common"
+            same = p == here[0] and s != here[1]
+            way_out = "remove it from one of them" + (f", or give both the ranks of stage {s}" if same else "")
+            raise broken("stage-ranks", value, must, way_out)
+        owner[rank] = here
+
+
+def layers(plan: Plan) -> None:
+    """The stages of a pipeline run all layers, one range after the other; all pipelines run equally many."""
+    totals = []
+    for p, pipeline in enumerate(plan.pipelines):
+        expected = 0
+        for s, stage in enumerate(pipeline.stages):
+            first, stop = stage.layers
+            if first != expected or stop <= first:
+                value = f"pipeline {p} stage {s} has layers [{first}:{stop})"
+                must = "layers of the stages follow each other from 0, at least one each"
+                raise broken("layers", value, must, f"use [{expected}:{max(stop, expected + 1)})")
+            expected = stop
+        totals.append(expected)
+    if len(set(totals)) > 1:
+        value = f"pipelines have {', '.join(map(str, totals))} layers"
+        raise broken("layers", value, "all pipelines run the same model", f"use {max(totals)} layers in each")
+
+
+def work(plan: Plan) -> None:
+    """Every round has work for every stage, and every group has documents."""
+    for p, pipeline in enumerate(plan.pipelines):
+        for r, current in enumerate(pipeline.rounds):
+            if len(current.work) != len(pipeline.stages):
+                value = f"pipeline {p} round {r} has {len(current.work)} Work for {len(pipeline.stages)} stages"
+                raise broken("work", value, "a round has one Work per stage", f"give {len(pipeline.stages)}")
+    for where, _, share in each_work(plan):
+        if not share.groups or not all(group.spans for group in share.groups):
+            what = "no groups" if not share.groups else "a group without documents"
+            raise broken("work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out")
+
+
+def group_ranks(plan: Plan) -> None:
+    """A group's ranks are distinct ranks of its stage."""
+    sets = [[frozenset(stage.ranks) for stage in pipeline.stages] for pipeline in plan.pipelines]
+    for where, stage, share in each_work(plan):
+        allowed = sets[where[0]][where[2]]
+        for g, group in enumerate(share.groups):
+            used = set(group.ranks)
+            if used <= allowed and len(used) == len(group.ranks) and used and whole_numbers(used):
+                continue
+            foreign = sorted(used - allowed)
+            what = f"rank {foreign[0]}, which is not in the stage" if foreign else f"ranks {list(group.ranks)}"
+            must = "the ranks of a group are distinct ranks of its stage"
+            way_out = f"use ranks among {stage.ranks[0]} to {stage.ranks[-1]}, each once"
+            raise broken("group-ranks", f"{place(where)} group {g} has {what}", must, way_out)
+
+
+def group_shape(plan: Plan) -> None:
+    """The ranks of a group form ulysses x ring."""
+    for where, _, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            degree = len(group.ranks)
+            if (
+                group.ulysses * group.ring == degree
+                and group.ulysses >= 1
+                and whole_numbers((group.ulysses, group.ring))
+            ):
+                continue
+            divisors = [size for size in range(1, degree + 1) if degree % size == 0]
+            nearest = min(divisors, key=lambda size: (abs(size - group.ulysses), size))
+            value = f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
+            way_out = f"use ulysses {nearest} x ring {degree // nearest}"
+            raise broken("group-shape", value, "ulysses x ring is the number of ranks", way_out)
+
+
+def heads(plan: Plan) -> None:
+    """Every Ulysses rank has at least one query head."""
+    most = plan.limits.heads
+    for where, _, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            if group.ulysses > most:
+                nearest = max(size for size in range(1, most + 1) if len(group.ranks) % size == 0)
+                value = f"{place(where)} group {g} has ulysses {group.ulysses} for {most} heads"
+                way_out = f"use ulysses {nearest} x ring {len(group.ranks) // nearest}"
+                raise broken("heads", value, "every Ulysses rank needs a query head", way_out)
+
+
+def family(plan: Plan) -> None:
+    """The Ulysses blocks of every group are members of the group family."""
+    known = plan.limits.family
+    for where, _, share in each_work(plan):
+        for g, group in enumerate(share.groups):
+            size = group.ulysses
+            if size == 1:
+                continue
+            for block in group.blocks():
+                if known.contains(block[0], size) and block == tuple(range(block[0], block[0] + size)):
+                    continue
+                nearest = known.nearest(min(block), size)
+                value = f"{place(where)} group {g} has the Ulysses block {list(block)}"
+                must = "Ulysses blocks are aligned contiguous blocks of the group family"
+                way_out = f"use ranks {nearest.start} to {nearest.stop - 1} in order"
+                raise broken("family", value, must, way_out)
+
+
+# ---- merged: plan.check_teams
+# Rules about tensor degrees: teams of a stage's ranks share its weights, and its groups are made of whole teams.
+
+
+def tensor(plan: Plan) -> None:
+    """The tensor degree divides a stage's ranks and the heads, and is an inner part of every group's Ulysses axis.
+
+    A rank holds the same part of the weights in all rounds: groups keep the stage's tensor ranks together. They compute
+    linear layers together, so these have no layout of their own, and slices of the weights pass keys on by themselves.
+    """
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            _degree(f"pipeline {p} stage {s} has tensor degree {stage.tensor}", stage, plan.limits.heads)
+    for where, stage, share in each_work(plan):
+        if stage.tensor > 1:
+            _groups(place(where), stage, share)
+
+
+def _degree(value: str, stage: Stage, heads: int) -> None:
+    """Refuse a degree that does not divide the ranks, or the query heads."""
+    for on, count, what in (("on", len(stage.ranks), "ranks of the stage"), ("for", heads, "query heads")):
+        if stage.tensor < 1 or count % stage.tensor:
+            nearest = max((size for size in _divisors(count) if size <= stage.tensor), default=1)
+            raise broken("tensor", f"{value} {on} {count} {what}", "it divides them", f"use {nearest}")
+
+
+def _groups(where: str, stage: Stage, share: Work) -> None:
+    degree, together = stage.tensor, _cut(stage.ranks, stage.tensor)
+    if share.linear is not None:
+        must = (
+            f"the ranks of a team, {degree} here, compute linear layers together, on the tokens they have in attention"
+        )
+        way_out = "leave the linear layout out, or use tensor degree 1"
+        raise broken("tensor", f"{where} has a linear layout", must, way_out)
+    for g, group in enumerate(share.groups):
+        name = f"{where} group {g}"
+        if group.ulysses % degree:
+            value = f"{name} has ulysses {group.ulysses}, tensor degree {degree}"
+            must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
+            raise broken("tensor", value, must, f"use ulysses {-(-group.ulysses // degree) * degree}")
+        strange = [part for part in _cut(group.ranks, degree) if part not in together]
+        if strange:
+            must = f"tensor ranks are the stage's ranks cut every {degree}"
+            nearest = next(part for part in together if strange[0][0] in part)
+            raise broken("tensor", f"{name} has {list(strange[0])} as tensor ranks", must, f"use {list(nearest)}")
+        if group.route is not None:
+            must = f"keys of each of the {degree} slices of the weights go from rank to rank"
+            raise broken("tensor", f"{name} has a route", must, "leave the route out, or use tensor degree 1")
+
+
+def _cut(ranks: tuple[int, ...], size: int) -> dict[tuple[int, ...], None]:
+    return dict.fromkeys(ranks[k : k + size] for k in range(0, len(ranks), size))
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]

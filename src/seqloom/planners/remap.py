@@ -1,0 +1,80 @@
+"""Remapping as a choice: where a round gets faster by it, linear layers have tokens in a layout of their own.
+
+Groups level a rank's attention and linear work together as far as whole documents and hard memory allow. What is left
+may be levelled by moving tokens, inside islands, before linear layers and back after them, if that costs less than it
+gains. Every round is asked by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from seqloom.cost import CostModel, Variant
+from seqloom.cost.profile import AdditiveProfile
+from seqloom.layout import level_targets, rebalanced
+from seqloom.plan import Plan, Remap, Round, Work
+
+WORTH = 100
+"""A round whose ranks wait less than one part in this many is left as it is."""
+QUARTERS = (4, 2)
+"""How much of the way to level ranks is tried, in quarters: half of it moves half of the tokens."""
+
+
+def with_remapping(plan: Plan, cost: CostModel) -> Plan:
+    """The plan, with a second layout in every round that gets faster by it; the same plan if none does.
+
+    Args:
+        plan: made for this cost model; one with several stages stays as it is.
+    """
+    staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
+    if staged or cost.island_size == 1 or cost.tensor > 1 or isinstance(cost.profile, AdditiveProfile):
+        return plan  # nothing can move, or nothing says what that costs
+    changed = False
+    pipelines = []
+    for pipeline in plan.pipelines:
+        rounds = []
+        for current in pipeline.rounds:
+            work = _faster(current.work[0], Variant(current.work[0].checkpoint, plan.reduce), plan, cost)
+            changed |= work is not current.work[0]
+            rounds.append(Round((work,)))
+        pipelines.append(replace(pipeline, rounds=tuple(rounds)))
+    if not changed:
+        return plan
+    remapped = replace(plan, pipelines=tuple(pipelines))
+    return remapped if cost.plan_ns(remapped) < cost.plan_ns(plan) else plan
+
+
+def _faster(work: Work, variant: Variant, plan: Plan, cost: CostModel) -> Work:
+    """The work with the best second layout, or as it is."""
+    best, times = work, cost.round_times(work, variant)
+    busy = times.rank_ns[times.rank_ns > 0]
+    shortest = times.joined_ns(range(cost.ranks))
+    if work.linear is not None or (int(busy.max()) - int(busy.mean())) * WORTH < int(busy.max()):
+        return work
+    for candidate in _layouts(work, variant, times.rank_ns, plan, cost):
+        ns = cost.round_times(candidate, variant).joined_ns(range(cost.ranks))
+        if ns < shortest:
+            best, shortest = candidate, ns
+    return best
+
+
+def _layouts(work: Work, variant: Variant, rank_ns: np.ndarray, plan: Plan, cost: CostModel) -> Iterator[Work]:
+    """The work with tokens moved around attention, or around the feed-forward, all the way or half of it."""
+    layout = work.attention_layout()
+    held = np.zeros(cost.ranks, np.int64)
+    np.add.at(held, layout.rank, layout.sizes)
+    asleep = rank_ns == 0
+    islands = [island for island in plan.islands if not asleep[list(island)].all()]
+    for remap in Remap:
+        rates = cost.engine.layout_rates(variant, remap)
+        token_ns = max(1, int(np.rint(sum(linear for linear, _ in rates.values()))))
+        level = int(rank_ns.max())
+        stays = np.where(asleep, 0, rank_ns - token_ns * held)
+        for quarters in QUARTERS:
+            work_ns = (quarters * stays + (4 - quarters) * (level - token_ns * held)) // 4
+            targets = level_targets(work_ns, token_ns, held, islands)
+            if int(targets.max()) <= cost.capacity(variant) and not np.array_equal(targets, held):
+                yield replace(work, linear=rebalanced(layout, targets, cost.node_size, islands), remap=remap)

@@ -1,0 +1,173 @@
+"""Attention over a pack of documents on any groups, checked against one process: the harness of all attention tests.
+
+found = assemble(run_ranks(case.world, lambda transport: attend(transport, case, tensors)))
+worst(found, case.truth(tensors))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from seqloom.attention import attention_with_lse
+from seqloom.attention.kernels import Kernel
+from seqloom.dist import Context, attention_context, bind, gathered, summed
+from seqloom.dist.transport import Transport
+from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, GroupFamily, Method, Work
+from seqloom.testing.oracle import Truth, attention_truth, difference
+
+AXES = (0, 1, 0, 0, 0)
+"""Along which axis of out, lse, dq, dk and dv the tokens lie."""
+
+
+class Inputs(NamedTuple):
+    """q, dout [tokens, heads, dim] and k, v [tokens, kv_heads, dim], documents one after the other."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention problem and how it is spread.
+
+    Attributes:
+        lengths: of documents 0, 1, ...
+        heads, kv_heads, dim: of the model.
+        world: ranks, in groups or not.
+        groups: who works on which documents.
+        causal, window, scale: see `attention`.
+        node_size, tensor: see `bind`.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    world: int
+    groups: tuple[Group, ...]
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    node_size: int | None = None
+    tensor: int = 1
+
+    @classmethod
+    def one_group(
+        cls,
+        lengths: Iterable[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        ulysses: int = 1,
+        ring: int = 1,
+        *,
+        method: Method | str = Method.RING,
+        **options: Any,
+    ) -> Case:
+        """All documents in one group of ranks 0, 1, ..."""
+        lengths = tuple(lengths)
+        world = ulysses * ring
+        spans = tuple(Span(k, 0, n) for k, n in enumerate(lengths))
+        group = Group(tuple(range(world)), ulysses, ring, spans, Method(method))
+        return cls(lengths, heads, kv_heads, dim, world, (group,), **options)
+
+    def in_teams(self, tensor: int) -> Case:
+        """Put a team in the place of every rank, and for every head so many."""
+        groups, world = tuple(of_teams(group, tensor) for group in self.groups), self.world * tensor
+        heads, kv_heads = self.heads * tensor, self.kv_heads * tensor
+        return replace(self, heads=heads, kv_heads=kv_heads, world=world, groups=groups, tensor=tensor)
+
+    @property
+    def work(self) -> Work:
+        """What is bound."""
+        return Work(self.groups, Checkpoint.NONE)
+
+    def inputs(self, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
+        """Draw unit-normal tensors; the same numbers, rounded, in every dtype."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens = sum(self.lengths)
+        found = (
+            torch.randn(tokens, heads, self.dim, generator=generator, dtype=torch.float64).to(device, dtype)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        )
+        return Inputs(*found)
+
+    def truth(self, inputs: Inputs) -> Truth:
+        """What one process computes in float64."""
+        q, k, v, dout = (x.cpu() for x in inputs)
+        mask = {"causal": self.causal, "window": self.window, "scale": self.scale}
+        return attention_truth(q, k, v, dout, self.lengths, **mask)
+
+
+def of_teams(group: Group, tensor: int) -> Group:
+    """Put a team of neighbours in the place of every rank of a group."""
+    ranks = tuple(rank * tensor + k for rank in group.ranks for k in range(tensor))
+    return replace(group, ranks=ranks, ulysses=group.ulysses * tensor)
+
+
+def attend_in_teams(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, tensor: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attention_with_lse` of all heads, every member of a team computing its own: what a layer does.
+
+    Its projections are the plainest there are: cut heads out going in, and fill up with zeros coming out.
+    """
+    if context.team is None:
+        return attention_with_lse(q, k, v, context, **options)
+    index = context.team.index
+    q, k, v = (gathered(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v))
+    out, lse = attention_with_lse(q, k, v, attention_context(context), **options)
+    out, lse = (
+        summed(torch.cat([x if k == index else torch.zeros_like(x) for k in range(tensor)], dim=1), context)
+        for x in (out, lse.T)
+    )
+    return out, lse.T
+
+
+class Part(NamedTuple):
+    """One rank's results and where its tokens are in the pack, int64[tokens]."""
+
+    rows: torch.Tensor
+    found: Truth
+
+
+def attend(
+    transport: Transport, case: Case, inputs: Inputs, kernels: Kernel | None = None, device: str | None = None
+) -> Part:
+    """Run one rank's share, forward and backward, on the inputs' device or another."""
+    if device is not None:
+        inputs = Inputs(*(x.to(device) for x in inputs))
+    family = GroupFamily.cached(case.world, case.world)
+    places = {"node_size": case.node_size, "tensor": case.tensor}
+    context = bind(case.work, transport, device=inputs.q.device, family=family, **places)
+    first = torch.tensor(np.cumsum(case.lengths) - case.lengths, device=inputs.q.device)
+    rows = first[context.documents] + context.positions
+    q, k, v = (x[rows].requires_grad_() for x in inputs[:3])
+    mask = {"causal": case.causal, "window": case.window, "scale": case.scale}
+    out, lse = attend_in_teams(q, k, v, context, case.tensor, **mask, kernels=kernels)
+    gradients = torch.autograd.grad(out, (q, k, v), inputs.dout[rows])
+    return Part(rows.cpu(), Truth(*(x.detach().cpu() for x in (out, lse, *gradients))))
+
+
+def assemble(parts: Iterable[Part]) -> Truth:
+    """Put the results of all ranks into the order of the pack; every token must be there once."""
+    parts = list(parts)
+    rows = torch.cat([part.rows for part in parts])
+    sort = torch.argsort(rows)
+    if not torch.equal(rows[sort], torch.arange(len(rows))):
+        raise AssertionError(f"tokens of the pack that are on no rank or on several: rows {rows.tolist()}")
+    fields = zip(*(part.found for part in parts), strict=True)  # of all ranks: outputs, then log-sum-exps, ...
+    return Truth(*(torch.cat(pieces, axis).index_select(axis, sort) for axis, pieces in zip(AXES, fields, strict=True)))
+
+
+def worst(found: Truth, truth: Truth) -> float:
+    """Return the largest relative difference of output, log-sum-exp and gradients."""
+    return max(difference(*pair) for pair in zip(found, truth, strict=True))

@@ -1,0 +1,79 @@
+"""Training runs by workers of a pool, which may not start processes: plans are made where they are needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from seqloom.data import StoreWriter
+from seqloom.dist import Transport
+from seqloom.plan import Plan
+from seqloom.planners.ahead import PlanAhead, StepPlan
+from seqloom.train.config import Config
+from seqloom.train.logging import StepRecord, read_steps
+from seqloom.train.setup import Setup
+from seqloom.train.trainer import Trainer
+from support.tiny_specs import TINY
+
+PlanStep = Callable[[Setup, int, np.ndarray], Plan]
+"""plan(setup, step, lengths int64[n]): the plan of a step."""
+
+
+class PlansHere:
+    """What stands in for the process that plans ahead."""
+
+    def __init__(self, plan: PlanStep, setup: Setup) -> None:
+        """Plan by a function, for a run."""
+        self._plan, self._setup = plan, setup
+
+    def submit(self, step: int, lengths: np.ndarray) -> None:
+        """Do nothing: a plan is made when it is taken."""
+
+    def take(self, step: int, lengths: np.ndarray) -> StepPlan:
+        """Make the plan of a step."""
+        return StepPlan(step, self._plan(self._setup, step, lengths), 0, 0)
+
+
+class TrainerHere(Trainer):
+    """A trainer whose first rank plans by itself; the others get its plans as ever."""
+
+    def __init__(self, plan: PlanStep, setup: Setup, transport: Transport) -> None:
+        """Plan by a function; everything else as in `Trainer`."""
+        self._plan = plan
+        super().__init__(setup.config, setup, transport)
+
+    def _planner(self) -> PlanAhead | None:
+        return PlansHere(self._plan, self.setup) if self.transport.rank == 0 else None  # type: ignore[return-value]
+
+
+def by_the_planner(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
+    """Plan a step as the config says."""
+    return setup.planners.planner.plan(lengths, setup.cost)
+
+
+def train_here(transport: Transport, config: Config, plan: PlanStep = by_the_planner) -> tuple[Setup, list[StepRecord]]:
+    """Be one rank of a run; return what it was made of and its steps."""
+    setup = Setup.of(config, transport.ranks)
+    with TrainerHere(plan, setup, transport) as trainer:
+        trainer.run()
+    return setup, list(read_steps(config.metrics))
+
+
+def write_run(folder: Path, config: str, lengths: Iterable[int]) -> None:
+    """Write a run's config, its model of four layers with a tied head, and a store of random documents."""
+    draw = np.random.default_rng(0)
+    with StoreWriter(folder / "store", vocabulary=257) as writer:
+        for length in lengths:
+            writer.add(draw.integers(0, 20, length))
+    (folder / "tiny.toml").write_text(TINY.replace("layers = 2", "layers = 4"))
+    (folder / "run.toml").write_text(config)
+
+
+def logged(folder: Path, name: str) -> list[Any]:
+    """Return what a run has logged under a name, line by line: its evaluations, or its notes."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]

@@ -1,0 +1,257 @@
+"""Whole training steps on tiny models: what one process finds, and what any plan on any ranks finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from seqloom.describe import ModelSpec
+from seqloom.dist import Context, Transport, bind_alone
+from seqloom.engine.executor import run_step
+from seqloom.engine.rank_plan import bind_plan
+from seqloom.layout import Span
+from seqloom.models import Details, Transformer
+from seqloom.models.adapter import Network
+from seqloom.models.compile import compile_layers
+from seqloom.models.loss import IGNORED
+from seqloom.models.recompute import recompute_layers
+from seqloom.models.split_backward import split_weights
+from seqloom.params.interface import Parameters, Replicated
+from seqloom.params.resharding import FreeLayout
+from seqloom.plan import (
+    Action,
+    ActionKind,
+    Checkpoint,
+    Group,
+    Limits,
+    Pipeline,
+    Plan,
+    Reduce,
+    Round,
+    Sharding,
+    Work,
+    in_order,
+)
+from support.strategies_groups import Shape, group_shapes, shared
+
+
+@dataclass(frozen=True)
+class Found:
+    """Loss, norm and every gradient of a step."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+
+    def worst(self, wanted: Found, *, floor: float = 1e-3) -> float:
+        """Return the largest relative difference: of the loss, of the norm, of a gradient.
+
+        A gradient smaller than `floor` of the largest is measured against that.
+        """
+        least = floor * max(float(each.norm()) for each in wanted.gradients.values())
+        assert self.gradients.keys() == wanted.gradients.keys()
+        differences = [
+            float((self.gradients[name].double() - each.double()).norm()) / max(float(each.double().norm()), least)
+            for name, each in wanted.gradients.items()
+        ]
+        numbers = [abs(self.loss / wanted.loss - 1), abs(self.norm / wanted.norm - 1)]
+        return max(*differences, *numbers)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model and the documents of a step, the same in every process.
+
+    Attributes:
+        masked: share of the labels that do not count.
+    """
+
+    lengths: tuple[int, ...]
+    spec: ModelSpec
+    details: Details = Details()  # noqa: RUF009 - frozen
+    dtype: torch.dtype = torch.float64
+    masked: float = 0.3
+
+    def model(self) -> Transformer:
+        """Return the model, its attention far from uniform."""
+        model = Transformer(self.spec, self.details, seed=2, dtype=self.dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 12 if parameter.ndim == 2 else 1
+        return model
+
+    def network(self) -> Network:
+        """Return the model as the runtime sees it."""
+        return Network.of(self.model())
+
+    def documents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return ids and labels of every document; at least one label counts."""
+        generator = torch.Generator().manual_seed(sum(self.lengths))
+        ids = [torch.randint(self.spec.vocabulary, (n,), generator=generator) for n in self.lengths]
+        labels = [torch.randint(self.spec.vocabulary, (n,), generator=generator) for n in self.lengths]
+        for each in labels:
+            each[torch.rand(len(each), generator=generator) < self.masked] = IGNORED
+        labels[-1][-1] = 1
+        return ids, labels
+
+    @property
+    def valid(self) -> int:
+        """Labels that count."""
+        return sum(int((each != IGNORED).sum()) for each in self.documents()[1])
+
+    def rows(self) -> Callable[[Context], tuple[torch.Tensor, torch.Tensor]]:
+        """Return what reads a rank's rows."""
+        documents = self.documents()
+
+        def read(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+            none = [torch.empty(0, dtype=torch.int64)]
+            ids, labels = (torch.cat([x[d][a:b] for d, a, b in context.spans] or none) for x in documents)
+            return ids, labels
+
+        return read
+
+    def alone(self) -> Found:
+        """Return what one process finds with all logits at once and nothing recomputed."""
+        model, (ids, labels) = self.model(), self.documents()
+        context = bind_alone(self.lengths)
+        logits = model(torch.cat(ids), context.positions, context)
+        loss = cross_entropy(logits, torch.cat(labels), reduction="sum", ignore_index=IGNORED) / self.valid
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.stack([each.norm() for each in gradients.values()]).norm()
+        return Found(loss.item(), norm.item(), gradients)
+
+    def spread(
+        self,
+        plan: Plan,
+        transport: Transport,
+        make: Callable[..., Parameters] | None = None,
+        *,
+        backend: str | None = None,
+    ) -> Found:
+        """Return what a rank of a plan finds. All ranks call it.
+
+        Args:
+            plan: of this step's documents.
+            transport: this rank's.
+            make: makes the parameters of a network and a transport; None: replicated ones, or with a free layout where
+                the plan asks for that.
+            backend: layers are compiled with it; None: they are not.
+        """
+        if make is None:
+            make = FreeLayout if plan.sharding == Sharding.FREE else Replicated
+        network = self.network()
+        if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
+            network = replace(network, weights=split_weights(network.layers))
+        if backend is not None:
+            compile_layers(network.layers, backend=backend)
+        recompute_layers(network.layers)
+        parameters = make(network, transport)
+        result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
+        gradients = {name: each.clone() for name, each in parameters.gradients()}
+        return Found(result.loss, result.gradient_norm, gradients)
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    """Return the shapes of a model that runs in milliseconds."""
+    plain = ModelSpec(
+        name="tiny",
+        layers=2,
+        hidden=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        ffn=24,
+        gated=True,
+        vocabulary=23,
+        tied=False,
+    )
+    return replace(plain, windows=changes.pop("windows", ()), **changes)
+
+
+def one_stage_plan(
+    rounds: Sequence[Sequence[Group]],
+    *,
+    ranks: int,
+    layers: int = 2,
+    heads: int = 4,
+    node_size: int | None = None,
+    checkpoint: Checkpoint | Sequence[Checkpoint] = Checkpoint.NONE,
+    sharding: Sharding = Sharding.NONE,
+    reduce: Reduce = Reduce.ROUND,
+) -> Plan:
+    """Build a valid plan of whole documents from the groups of its rounds."""
+    kinds = [checkpoint] * len(rounds) if isinstance(checkpoint, Checkpoint) else list(checkpoint)
+    lengths = {span.document: span.stop for groups in rounds for group in groups for span in group.spans}
+    limits = Limits(ranks, node_size or ranks, heads, tuple((kind, 10**9) for kind in Checkpoint))
+    works = [Round((Work(in_order(each, limits.node_size), kind),)) for each, kind in zip(rounds, kinds, strict=True)]
+    pipeline = Pipeline.single(range(ranks), layers, works, reduce)
+    plan = Plan(limits, sharding, reduce, tuple(lengths[k] for k in range(len(lengths))), (pipeline,), "drawn")
+    plan.validate()
+    return plan
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, longest: int = 30) -> Step:
+    """Draw a step: grouped heads, windows, biases, tied and untied heads, some labels masked, or nearly all."""
+    kv_heads = draw(st.integers(1, 2))
+    layers = draw(st.integers(1, 2))
+    windows = draw(st.lists(st.none() | st.integers(1, 20), min_size=layers, max_size=layers))
+    spec = tiny_spec(
+        layers=layers,
+        heads=kv_heads * draw(st.integers(1, 2)),
+        kv_heads=kv_heads,
+        tied=draw(st.booleans()),
+        windows=tuple(windows),
+    )
+    details = Details(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
+    masked = draw(st.sampled_from((0.0, 0.4, 1.1)))
+    return Step(tuple(lengths), spec, details, masked=masked)
+
+
+@st.composite
+def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
+    """Draw a plan of a step: any groups, also several of a rank, any methods, routes, checkpointing and table."""
+    node_size = draw(st.integers(1, max_ranks))
+    ranks = node_size * draw(st.integers(1, max_ranks // node_size))
+    own = Limits(ranks, node_size, step.spec.heads, tuple((kind, 10**9) for kind in Checkpoint))
+    count = draw(st.integers(1, 3))
+    shapes = [draw(group_shapes(own, range(ranks))) for _ in range(3)]
+    seats: list[dict[Shape, list[Span]]] = [{} for _ in range(count)]
+    for document, length in enumerate(step.lengths):
+        chosen = seats[draw(st.integers(0, count - 1))]
+        chosen.setdefault(draw(st.sampled_from(shapes)), []).append(Span(document, 0, length))
+    sharding = draw(st.sampled_from(Sharding))
+    islands = own.islands(sharding, tuple(range(ranks)))
+    rounds = []
+    for seat in filter(None, seats):
+        busy = {rank for members, _, _ in seat for rank in members}
+        awake = {rank for island in islands if not busy.isdisjoint(island) for rank in island}
+        plain = [Group(*shape, tuple(spans)) for shape, spans in seat.items()]
+        rounds.append([draw(shared(group, node_size, awake)) for group in plain])
+    plan = one_stage_plan(
+        rounds,
+        ranks=ranks,
+        layers=step.spec.layers,
+        heads=step.spec.heads,
+        node_size=node_size,
+        checkpoint=[draw(st.sampled_from([c for c in Checkpoint if c != Checkpoint.STAGE])) for _ in rounds],
+        sharding=sharding,
+        reduce=draw(st.sampled_from(Reduce)),
+    )
+    return open_together(plan) if draw(st.booleans()) and plan.reduce == Reduce.STEP else plan
+
+
+def open_together(plan: Plan) -> Plan:
+    """Return the plan with all forwards before all backwards."""
+    line = plan.pipelines[0]
+    table = [Action(0, kind, k) for kind in (ActionKind.F, ActionKind.B) for k in range(len(line.rounds))]
+    changed = replace(plan, pipelines=(replace(line, actions=((*table, Action(0, ActionKind.REDUCE)),)),))
+    changed.validate()
+    return changed

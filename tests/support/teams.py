@@ -1,0 +1,40 @@
+"""Models on the ranks of teams, as simply as possible: parameters sliced once, gradients put together once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from seqloom.models.adapter import Network
+
+
+@torch.no_grad()
+def slice_parameters(network: Network, degree: int, index: int) -> None:
+    """Leave a team member's slices in the parameters of a network, in place.
+
+    Args:
+        network: whole.
+        degree: ranks of the team.
+        index: of the member.
+    """
+    for name, parameter in network.module.named_parameters():
+        if name in network.cuts:
+            parameter.data = parameter.data.chunk(degree, network.cuts[name])[index].clone()
+
+
+def whole_gradients(
+    shares: Sequence[Mapping[str, torch.Tensor]], cuts: Mapping[str, int], degree: int
+) -> dict[str, torch.Tensor]:
+    """Return whole gradients, by name: slices side by side, copies of a slice added up.
+
+    Args:
+        shares: gradients of every rank, by name; rank k is member k % degree of its team.
+        cuts: axis of every parameter that is cut, by name.
+        degree: ranks of a team.
+    """
+    found = {}
+    for name in shares[0]:
+        slices = [torch.stack([share[name] for share in shares[index::degree]]).sum(0) for index in range(degree)]
+        found[name] = torch.cat(slices, cuts[name]) if name in cuts else torch.stack(slices).sum(0)
+    return found
