@@ -45,7 +45,7 @@ def simple_bound(lengths: np.ndarray, cost: CostModel) -> float:
         tables = [cost.tables(lengths, variant) for variant in variants]
         degree, capacity = tables[0].degree[:, None], max(table.capacity for table in tables)
         rounds = tables[0].tokens.sum() / (cost.ranks * capacity)
-        rounds = np.ceil(rounds) if cost.island_size == cost.ranks else rounds
+        rounds = np.ceil(rounds) if cost.shard_group_size == cost.ranks else rounds
         lanes = []
         for lane in range(len(tables[0].cost)):
             work = np.min([table.cost[lane] * degree for table in tables], axis=0)

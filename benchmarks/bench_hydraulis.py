@@ -27,7 +27,7 @@ from record import write
 
 from seqloom.describe import lengths_from
 from seqloom.planners.hydraulis.assign import choose, first_fit
-from seqloom.planners.hydraulis.config import Scheme, Strategy, placed
+from seqloom.planners.hydraulis.config import ParallelConfig, Strategy, placed
 from seqloom.planners.hydraulis.propose import propose
 from seqloom.planners.published.hydraulis import published_model
 
@@ -42,7 +42,7 @@ PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4
 def strategy(text: str) -> Strategy:
     """The strategy of a text: tensor x stages x pipelines."""
     parts = [map(int, part.split("x")) for part in text.split()]
-    made = placed((Scheme(pp, tp) for tp, pp, n in parts for _ in range(n)), COSTS, GPUS, NODE)
+    made = placed((ParallelConfig(pp, tp) for tp, pp, n in parts for _ in range(n)), COSTS, GPUS, NODE)
     assert made is not None, text
     return made
 
@@ -61,7 +61,7 @@ def cut_steps(lengths: np.ndarray, context: int, count: int) -> list[np.ndarray]
 def fixed_packing_s(step: np.ndarray, context: int) -> float:
     """The baseline, seconds."""
     falling = np.sort(step)[::-1].copy()
-    batch, wide = np.empty(len(falling), np.int64), COSTS[Scheme(1, 16)]
+    batch, wide = np.empty(len(falling), np.int64), COSTS[ParallelConfig(1, 16)]
     packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(first_fit(falling, context, batch))]
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 

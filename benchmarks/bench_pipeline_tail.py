@@ -27,7 +27,7 @@ from seqloom.cost.stages import pipeline_limits
 from seqloom.plan import ActionKind, Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.planners.pipeline.stage_layout import island_of, line_of
+from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
 from seqloom.simulate import simulate
 
 SEEDS = 24
@@ -68,7 +68,7 @@ def plans(lengths: np.ndarray, quick: bool) -> dict[str, Figures]:
     """All plans of a batch; rivals have all the memory that they want."""
     plenty, longest = priced(PLENTY_GIB), int(lengths.max())
     line = line_of(plenty, HOSTS)
-    limits = pipeline_limits(plenty, line.of_hosts, island_of(plenty, line))
+    limits = pipeline_limits(plenty, line.of_hosts, shard_group_of(plenty, line))
     made: dict[str, Any] = {"1F1B, packs up to the longest": {"schedule": "1f1b", "pieces": 1}}
     made |= {
         f"Seq1F1B, {k} equal-time pieces": {"schedule": "seq1f1b", "pieces": k} for k in ((24,) if quick else (16, 24))

@@ -24,10 +24,10 @@ from pipeline_rivals import fixed_chunks
 from seqloom.cost import CostModel
 from seqloom.cost.stages import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec, lengths_from
-from seqloom.dist import Distributed
+from seqloom.dist import TorchTransport
 from seqloom.plan import Plan
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.planners.pipeline.stage_layout import island_of, line_of
+from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
 from seqloom.profiling.calibration import Machine
 from seqloom.profiling.trials import StepTimer
 from seqloom.simulate import simulate
@@ -49,7 +49,7 @@ def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.nd
 def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Plan]:
     """Every side's plan of a batch."""
     line = line_of(cost, stages)
-    limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
+    limits = pipeline_limits(cost, line.of_hosts, shard_group_of(cost, line))
     longest = int(lengths.max())
     sides = {"1f1b": {"schedule": "1f1b"}, "seq1f1b": {"schedule": "seq1f1b", "pieces": 4}, "auto": {}}
     plans = {name: plan_pipeline(lengths, cost, stages=stages, **given) for name, given in sides.items()}
@@ -64,7 +64,7 @@ def busy(timer: StepTimer) -> list[float]:
     return every
 
 
-def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
+def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, then every batch on every number of stages."""
     ranks, quick = transport.ranks, arguments.quick
     longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import options, progress
 
-from seqloom.dist import Communicators, Distributed
+from seqloom.dist import Communicators, TorchTransport
 from seqloom.plan import GroupFamily
 
 Say = Callable[[str], None]
-Run = Callable[[Distributed, argparse.Namespace, Say], None]
+Run = Callable[[TorchTransport, argparse.Namespace, Say], None]
 """run(transport, arguments, say): what every process does; `say` shows a line with the time, of the first rank only."""
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
 """glibc gives no memory back: what a step's activations cost must not depend on how many layers a process has."""
@@ -59,5 +59,5 @@ def _rank(rank: int, folder: str, run: Run, arguments: argparse.Namespace) -> No
 
     communicators = Communicators.create(GroupFamily(ranks, ranks))
     communicators.warm_up()
-    run(Distributed(communicators), arguments, say)
+    run(TorchTransport(communicators), arguments, say)
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ from strategies_report import Passes, Plans, judged, row, shown
 
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec, lengths_from
-from seqloom.dist import Distributed
+from seqloom.dist import TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Plan, Reduce
 from seqloom.plan.plan import outline
@@ -97,7 +97,7 @@ def passes(timer: StepTimer, plans: Plans, taken: list[Strategy], fixed: Strateg
     }
 
 
-def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
+def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, propose, plan, and time all passes."""
     quick, ranks = arguments.quick, transport.ranks
     cut, firsts, steps, room, load = CUT, FIRSTS, arguments.steps, ROOM, LOAD

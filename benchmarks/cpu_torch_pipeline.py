@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.dist import Distributed, bind_alone
+from seqloom.dist import TorchTransport, bind_single_rank
 from seqloom.models import Transformer
 from seqloom.models.loss import summed_loss
 from seqloom.planners.pipeline import plan_pipeline
@@ -46,7 +46,7 @@ class Slice(nn.Module):
         self.embed = whole.embed_tokens if layers[0] == 0 else None
         self.norm = whole.norm if layers[1] == spec.layers else None
         self.layers = nn.ModuleList(whole.layers[slice(*layers)])
-        self.context = bind_alone([length])
+        self.context = bind_single_rank([length])
         self.table = whole.rope.table(self.context.positions, spec.head_dim, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class TorchSide:
         return together(time.perf_counter() - begin)
 
 
-def beside_torch(cost: CostModel, transport: Distributed, chunks: int, length: int, times: int) -> dict[str, float]:
+def beside_torch(cost: CostModel, transport: TorchTransport, chunks: int, length: int, times: int) -> dict[str, float]:
     """Forward and backward of equal sequences, one process per host: torch's runtime and ours in turns."""
     stages = transport.ranks * chunks
     count = SEQUENCES * transport.ranks
@@ -111,7 +111,7 @@ def beside_torch(cost: CostModel, transport: Distributed, chunks: int, length: i
     return {"chunks": chunks, "ours_ms": mine, "torch_ms": other, "speed": speed, "rounds": rounds}
 
 
-def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
+def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
     """Compare both schedules, as many times as `--steps` says."""
     model = ModelSpec("small", gated=True, tied=False, **(SIZES | {"layers": LAYERS}))
     cost = CostModel(Cluster.parse(f"1x{transport.ranks}xCPU"), model, "cpu", sharding="none")

@@ -22,7 +22,7 @@ from training_report import Report
 
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, lengths_from
-from seqloom.dist import Distributed
+from seqloom.dist import TorchTransport
 from seqloom.planners.registry import Planned, plan_batches
 from seqloom.profiling.calibration import Machine
 
@@ -49,7 +49,7 @@ def drawn(arguments: argparse.Namespace, fixed: dict[str, int]) -> list[np.ndarr
     return list(np.minimum(lengths[:count], fixed["longest"]).reshape(-1, fixed["sequences"]))
 
 
-def run(transport: Distributed, arguments: argparse.Namespace, say: Say) -> None:
+def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> None:
     """Measure the machine, plan, and run every batch under every planner."""
     heads = {"heads": arguments.heads, "kv_heads": arguments.heads, "head_dim": SIZES["hidden"] // arguments.heads}
     fixed, spec = settings(arguments), ModelSpec("small", gated=True, tied=False, **SIZES, **heads)

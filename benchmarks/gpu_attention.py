@@ -30,9 +30,9 @@ class Arena:
         import torch
 
         from seqloom.attention.kernels.dispatch import default
-        from seqloom.attention.kernels.interface import Shape
+        from seqloom.attention.kernels.interface import AttentionShape
 
-        self.shape = Shape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
+        self.shape = AttentionShape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
         self.kernels = default(self.shape.device)
         self.inputs = gpu_rivals.tensors(TOKENS, heads, kv_heads)
         self.rivals, self.flex = gpu_rivals, gpu_rivals.Flex()
@@ -48,9 +48,9 @@ class Arena:
     def ours(self, lengths: list[int]):
         """The engine on one rank. Index work is done beforehand, as for all: once per pack, not once per layer."""
         from seqloom.attention import attention, prepare_attention
-        from seqloom.dist import bind_alone
+        from seqloom.dist import bind_single_rank
 
-        context, shape = bind_alone(lengths, device=self.shape.device), self.shape
+        context, shape = bind_single_rank(lengths, device=self.shape.device), self.shape
         prepare_attention(context, shape.heads, shape.kv_heads, shape.dim, shape.dtype, kernels=self.kernels)
         return lambda q, k, v: attention(q, k, v, context, kernels=self.kernels)
 

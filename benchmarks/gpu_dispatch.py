@@ -93,12 +93,12 @@ def main(argv: list[str] | None = None) -> None:
     from gpu_rivals import tensors
 
     from seqloom.attention.kernels.dispatch import default
-    from seqloom.attention.kernels.interface import Shape
+    from seqloom.attention.kernels.interface import AttentionShape
 
     figures, checks, rows = {}, [], []
     dispatcher = default(torch.device("cuda", 0))
     for heads, kv_heads in ((32, 32), (32, 8)):
-        shape = Shape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
+        shape = AttentionShape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
         inputs, near = tensors(TOKENS, heads, kv_heads), {}
         for source in SOURCES:
             where = arguments.lengths if source == "wikipedia" else source

@@ -71,11 +71,11 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
     from seqloom.attention import attention
     from seqloom.attention.kernels.interface import Saved
     from seqloom.attention.masks import Segments
-    from seqloom.dist import bind_alone
+    from seqloom.dist import bind_single_rank
 
     q, k, v, dout = tensors
     clock = Timed(dispatcher)
-    context, prepared = bind_alone(lengths, device="cuda"), clock.prepare(Segments.packed(lengths), shape)
+    context, prepared = bind_single_rank(lengths, device="cuda"), clock.prepare(Segments.packed(lengths), shape)
     leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for _ in range(LAYERS)]
     wanted = [q, *(leaf for pair in leaves for leaf in pair)]
 
@@ -123,11 +123,11 @@ def main(argv: list[str] | None = None) -> None:
     from gpu_rivals import tensors
 
     from seqloom.attention.kernels.dispatch import default
-    from seqloom.attention.kernels.interface import Shape
+    from seqloom.attention.kernels.interface import AttentionShape
 
     figures, checks = {}, []
     dispatcher = default(torch.device("cuda", 0))
-    shape = Shape(32, 8, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
+    shape = AttentionShape(32, 8, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
     for name, lengths in PACKS.items():
         figures[name] = cost = host_cost(lengths, dispatcher, shape, tensors(sum(lengths), 32, 8))
         checks.append(Check(f"{name}, host time beyond the kernels, us per call", cost["beyond kernels us"], 150))

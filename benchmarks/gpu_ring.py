@@ -61,10 +61,10 @@ def group_run(ulysses: int, ring: int, inputs, kernels, pools):
     from seqloom.attention import attention
     from seqloom.dist import bind
     from seqloom.layout import Span
-    from seqloom.plan import Checkpoint, Group, Work
+    from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
     world, length = ulysses * ring, len(inputs[0])
-    work = Work((Group(tuple(range(world)), ulysses, ring, (Span(0, 0, length),)),), Checkpoint.NONE)
+    work = StageMicroBatch((Group(tuple(range(world)), ulysses, ring, (Span(0, 0, length),)),), Checkpoint.NONE)
     layout = work.attention_layout()
     shares = [
         [torch.cat([tensor[start:stop] for _, start, stop in layout.spans(rank)]).detach() for tensor in inputs]

@@ -25,7 +25,7 @@ from record import commit, hardware, libraries
 from seqloom.engine import bind_plan, run_step
 from seqloom.layout import Span
 from seqloom.models.split_backward import WeightGradients
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 from seqloom.schedules import schedule_of
 
 # Name -> pieces of a sequence, stages of a host.
@@ -100,7 +100,9 @@ def plan_of(name: str, pieces: int, chunks: int) -> Plan:
     cuts = pairwise(range(len(schedule.hosts) + 1))
     stages = tuple(Stage((host,), layers) for host, layers in zip(schedule.hosts, cuts, strict=True))
     units = [Span(sequence, TOKENS * piece, TOKENS * (piece + 1)) for sequence, piece, _ in schedule.units]
-    works = [tuple(Work((Group(s.ranks, 1, 1, (span,)),), Checkpoint.NONE) for s in stages) for span in units]
+    works = [
+        tuple(StageMicroBatch((Group(s.ranks, 1, 1, (span,)),), Checkpoint.NONE) for s in stages) for span in units
+    ]
     limits = Limits(HOSTS, HOSTS, 8, ((Checkpoint.NONE, 10**6),))
     line = Pipeline(stages, tuple(map(Round, works)), schedule.rows_of_plan())
     plan = Plan(limits, Sharding.FULL, Reduce.STEP, (TOKENS * pieces,) * SEQUENCES, (line,), name)

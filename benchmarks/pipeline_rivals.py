@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape
+from seqloom.cost import CostModel, GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.placement import Level, Seat, work_of
@@ -17,7 +17,7 @@ from seqloom.schedules import schedule_of
 
 def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, tokens: int) -> Plan:
     """Documents of more than `tokens` in chunks of as many, the others packed up to as many; longest first, Seq1F1B."""
-    shape = Shape(min(line.width, cost.model.heads), max(1, line.width // cost.model.heads))
+    shape = GroupShape(min(line.width, cost.model.heads), max(1, line.width // cost.model.heads))
     by_length = np.argsort(-lengths, kind="stable").tolist()
     chains: list[list[tuple[Span, ...]]] = []
     packs: list[list[Span]] = []

@@ -11,7 +11,7 @@ import numpy as np
 import record
 from common import Check, show, show_checks
 
-from seqloom.cost import CostModel, Shape
+from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.calibrate import Calibration, Trial
 from seqloom.plan import Group
 from seqloom.planners.registry import Planned
@@ -119,8 +119,8 @@ class Report:
         return np.array([row[name][key] for row in self.rows], dtype=float)
 
 
-def shape_of(group: Group) -> Shape:
-    return Shape(group.ulysses, group.ring, group.method)
+def shape_of(group: Group) -> GroupShape:
+    return GroupShape(group.ulysses, group.ring, group.method)
 
 
 def described(trial: Trial, predicted_ns: float) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from training_inputs import CONFIGS, Pack, Step
 from transformers import AutoModelForCausalLM
 
 from seqloom.attention import warm_up_attention
-from seqloom.dist import Context, bind_alone
-from seqloom.dist.single_rank import Alone
+from seqloom.dist import Context, bind_single_rank
+from seqloom.dist.single_rank import SingleRankTransport
 from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, network
 from seqloom.layout import Span
 from seqloom.models import compile_layers, recompute_layers, summed_loss
-from seqloom.params import Replicated, scale_gradients
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.params import ReplicatedParameters, scale_gradients
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 
 CLIP, CHUNK, GIB = 1.0, 4096, 2**30
 
@@ -54,7 +54,7 @@ class Sides:
             for layer in self.rivals["compiled"].get_decoder().layers:
                 layer.compile()
         recompute_layers(self.network.layers)
-        self.engine = Replicated(self.network, Alone(), chunk=CHUNK)
+        self.engine = ReplicatedParameters(self.network, SingleRankTransport(), chunk=CHUNK)
         self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
 
     def pack(self, lengths: list[int]) -> Pack:
@@ -91,17 +91,17 @@ class Sides:
         exact = copy.deepcopy(plain).float()
         parts = ids.split(pack.lengths)
         oracle, wanted = (torch.cat([self._hidden(m, part, None) for part in parts]).float() for m in (exact, plain))
-        found = self.network.hidden(ids, bind_alone(pack.lengths, device=self.device)).float()
+        found = self.network.hidden(ids, bind_single_rank(pack.lengths, device=self.device)).float()
         return tuple(float((one - oracle).norm() / oracle.norm()) for one in (found, wanted))
 
     def _engine(self, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
         """One round on one rank, run as in training."""
         spans = tuple(Span(number, 0, length) for number, length in enumerate(pack.lengths))
-        rounds = [Round((Work((Group((0,), 1, 1, spans),), keep),))]
+        rounds = [Round((StageMicroBatch((Group((0,), 1, 1, spans),), keep),))]
         limits = Limits(1, 1, self.config.num_attention_heads, ((keep, len(pack.ids)),))
         pipeline = Pipeline.single((0,), self.config.num_hidden_layers, rounds, Reduce.STEP)
         plan = Plan(limits, Sharding.NONE, Reduce.STEP, tuple(pack.lengths), (pipeline,), "benchmark")
-        bound = bind_plan(plan, Alone(), device=self.device, prepare=self._prepare)
+        bound = bind_plan(plan, SingleRankTransport(), device=self.device, prepare=self._prepare)
         result = run_step(bound, self.engine, lambda context: self._upload(pack), pack.valid)
         scale_gradients(self.engine, min(1.0, CLIP / result.gradient_norm))
         return result.loss, result.gradient_norm

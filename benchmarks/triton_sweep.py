@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from attention_timing import DIM, make_packs, median_ms, pairs_of, tensors_for, varlen_ms
 
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.masks import Segments
 
@@ -48,7 +48,7 @@ def kernel_with(config: Config) -> TritonSegments:
 
 def call_of(kind: str, config: Config, segments: Segments, heads: tuple[int, int], tensors, saved=None):
     """One kernel ready to be timed. `saved` is (out, lse)."""
-    shape = Shape(*heads, DIM, torch.bfloat16, torch.device("cuda"), DIM**-0.5)
+    shape = AttentionShape(*heads, DIM, torch.bfloat16, torch.device("cuda"), DIM**-0.5)
     prepared = kernel_with(config).prepare(segments, shape)
     q, k, v, dout = (tensors[name] for name in ("q", "k", "v", "dout"))
     if kind == "forward":

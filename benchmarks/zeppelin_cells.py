@@ -26,7 +26,7 @@ from functools import cache, partial
 import numpy as np
 
 from seqloom.api import cost_model, lower_bound
-from seqloom.cost import CostModel, Shape, communication
+from seqloom.cost import CostModel, GroupShape, communication
 from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.describe import sample
 from seqloom.plan import Plan, Round
@@ -139,7 +139,7 @@ def in_one_layout(plan: Plan) -> Plan:
     return replace(plan, pipelines=tuple(pipelines))
 
 
-def with_shapes(cost: CostModel, keep: Callable[[Shape], bool]) -> CostModel:
+def with_shapes(cost: CostModel, keep: Callable[[GroupShape], bool]) -> CostModel:
     """The same cost model with fewer shapes for planners to choose from, chosen among those as usual."""
     fewer = copy.copy(cost)
     fewer.shapes = tuple(shape for shape in cost.engine.shapes if keep(shape))

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqloom as sl
 from seqloom.describe import model_from_config
-from seqloom.dist import Communicators, Distributed, bind
+from seqloom.dist import Communicators, TorchTransport, bind
 from seqloom.integrations.transformers import attach, head, hidden_states
 from seqloom.models.loss import summed_loss
 from seqloom.plan import GroupFamily
@@ -22,7 +22,7 @@ batches = [[torch.arange(n + step) % 64 for n in (400, 20, 90, 7)] for step in r
 dist.init_process_group("gloo")  # nccl on GPUs
 ranks = dist.get_world_size()
 
-transport = Distributed(Communicators.create(GroupFamily(ranks, node_size=ranks)))
+transport = TorchTransport(Communicators.create(GroupFamily(ranks, node_size=ranks)))
 spec = model_from_config(attach(model).config.to_dict())
 for documents in batches:
     total, lengths = torch.zeros(()), torch.tensor([len(each) for each in documents])

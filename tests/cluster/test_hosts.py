@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqloom.dist import Parcel
+from seqloom.dist import P2PTensor
 from support.hosts import Hosts
 
 pytestmark = pytest.mark.cluster
@@ -26,9 +26,9 @@ def send(transport, sender, receiver, size):
     transport.all_reduce(torch.ones(1), everyone)
     start = time.perf_counter()
     if transport.rank == sender:
-        transport.exchange([Parcel(receiver, content)], []).wait()
+        transport.exchange([P2PTensor(receiver, content)], []).wait()
     if transport.rank == receiver:
-        transport.exchange([], [Parcel(sender, content)]).wait()
+        transport.exchange([], [P2PTensor(sender, content)]).wait()
         assert bool((content == 7).all())
     transport.all_reduce(torch.ones(1), everyone)
     return time.perf_counter() - start
@@ -75,9 +75,9 @@ def send_two(transport, size):
     transport.all_reduce(torch.ones(1), everyone)
     start = time.perf_counter()
     if transport.rank in (0, 1):
-        transport.exchange([Parcel(4 + pair, content)], []).wait()
+        transport.exchange([P2PTensor(4 + pair, content)], []).wait()
     if transport.rank in (4, 5):
-        transport.exchange([], [Parcel(pair, content)]).wait()
+        transport.exchange([], [P2PTensor(pair, content)]).wait()
     transport.all_reduce(torch.ones(1), everyone)
     return time.perf_counter() - start
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import Parcel
+from seqloom.dist import P2PTensor
 from seqloom.dist.routed import Passage, start_routed
 from seqloom.layout import Move, Route
 
@@ -28,8 +28,8 @@ def deliver(transport, boxes, route):
     sizes = {item: stop for _, _, item, _, stop in boxes}
     sent = {item: content(item, sizes[item]) for sender, _, item, _, _ in boxes if sender == rank}
     wanted = {item: torch.zeros(sizes[item], dtype=torch.uint8) for _, to, item, _, _ in boxes if to == rank}
-    sends = [Parcel(to, sent[item]) for by, to, item, _, _ in boxes if by == rank]
-    receives = [Parcel(by, wanted[item]) for by, to, item, _, _ in boxes if to == rank]
+    sends = [P2PTensor(to, sent[item]) for by, to, item, _, _ in boxes if by == rank]
+    receives = [P2PTensor(by, wanted[item]) for by, to, item, _, _ in boxes if to == rank]
     passage = None if route is None else Passage.of(Move(*np.array(boxes).T), route, NODE, rank)
     transport.all_reduce(torch.ones(1), everyone)
     start = time.perf_counter()

@@ -9,8 +9,8 @@ import torch
 from seqloom.engine.executor import run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Route, Span
-from seqloom.models.adapter import Network
-from seqloom.params.interface import Replicated
+from seqloom.models.adapter import ModelAdapter
+from seqloom.params.interface import ReplicatedParameters
 from seqloom.plan import Group, Method
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 
@@ -32,7 +32,7 @@ def planned(ulysses, ring, method, route):
 
 def stepped(transport, step, plan):
     """Run a step. Returns its seconds and what it found."""
-    parameters = Replicated(Network.of(step.model()), transport)
+    parameters = ReplicatedParameters(ModelAdapter.of(step.model()), transport)
     bound, rows, valid = bind_plan(plan, transport), step.rows(), step.valid
     transport.all_reduce(torch.ones(1), tuple(range(transport.ranks)))
     start = time.perf_counter()

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from seqloom.dist import Counting
+from seqloom.dist import CountingTransport
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Route, Span
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
-from seqloom.params.fsdp import Sharded
-from seqloom.params.resharding import FreeLayout
+from seqloom.params.fsdp import FSDPParameters
+from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
@@ -49,9 +49,9 @@ def compiled_step(transport, network, rows, valid, plan):
     compile_layers(network.layers, backend="aot_eager")
     recompute_layers(network.layers)
     if plan.sharding == Sharding.FREE:
-        parameters = FreeLayout(network, transport)
+        parameters = ReshardingParameters(network, transport)
     else:
-        parameters = Sharded(network, transport, plan.sharding, node_size=1)
+        parameters = FSDPParameters(network, transport, plan.sharding, node_size=1)
     assert list(parameters.masters()) == names
     result = run_step(bind_plan(plan, transport), parameters, rows, valid)
     found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
@@ -62,7 +62,7 @@ def compiled_step(transport, network, rows, valid, plan):
 
 def of_reference(transport, plans):
     torch._dynamo.reset()  # other tests of the pool may have compiled the same
-    return [compiled_step(transport, Network.of(STEP.model()), STEP.rows(), STEP.valid, plan) for plan in plans]
+    return [compiled_step(transport, ModelAdapter.of(STEP.model()), STEP.rows(), STEP.valid, plan) for plan in plans]
 
 
 def of_llama(transport, plan):
@@ -98,11 +98,11 @@ def traffic(transport, plan, keeps):
     """Calls and bytes of every verb in the rounds of a plan, with plain layers and with compiled ones."""
     found = []
     for compiles in (False, True):
-        network = Network.of(STEP.model())
+        network = ModelAdapter.of(STEP.model())
         if compiles:
             compile_layers(network.layers, backend="aot_eager")
         recompute_layers(network.layers, keep_exchanged=keeps)
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         contexts = [each.context for each in bind_plan(plan, counting).rounds]
         counting.reset()
         for context in contexts:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import Communicators, Distributed, run_ranks
+from seqloom.dist import Communicators, TorchTransport, run_ranks
 from seqloom.plan import GroupFamily
 from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
 
@@ -67,7 +67,7 @@ def test_nccl_with_one_rank(tmp_path):
         communicators.warm_up()
         for seed in range(5):
             program = random_program(Random(seed), ranks=1)
-            check([run_program(Distributed(communicators), program, "cuda")], program)
+            check([run_program(TorchTransport(communicators), program, "cuda")], program)
         communicators.close()
     finally:
         dist.destroy_process_group()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from seqloom.data import StoreWriter
-from seqloom.dist import bind_alone
-from seqloom.engine import BoundPlan
+from seqloom.dist import bind_single_rank
+from seqloom.engine import RankPlan
 from seqloom.models import summed_loss
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
@@ -87,7 +87,7 @@ class GivenTrainer(Trainer):
     def _planner(self) -> PlanAhead | None:
         return None
 
-    def _bound(self, plan: Plan) -> BoundPlan:
+    def _bound(self, plan: Plan) -> RankPlan:
         self.last = super()._bound(plan)
         assert self.prepared() == {1}, "index work is done before the step"
         return self.last
@@ -115,7 +115,7 @@ def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
     optimiser, losses = make_optimiser(parameters, config.optimiser), []
     for step, batch in enumerate(setup.sampler.peek(STEPS), 1):
         documents = [(n, 0, source.lengths[n]) for n in (batch.documents[::-1] if backwards else batch.documents)]
-        context = bind_alone([int(stop) for _, _, stop in documents])
+        context = bind_single_rank([int(stop) for _, _, stop in documents])
         ids, labels = (
             torch.from_numpy(np.concatenate([f(*d) for d in documents])) for f in (source.tokens, source.labels)
         )

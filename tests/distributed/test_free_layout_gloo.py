@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.engine import bind_plan, run_step
 from seqloom.models.loss import IGNORED
-from seqloom.params import FreeLayout, Placement, Sharded, StageSharded, scale_gradients
+from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters, scale_gradients
 from seqloom.plan import Sharding, Stage
 from seqloom.train.checkpoint import Checkpoints, latest
 from seqloom.train.config import Optimiser
@@ -35,7 +35,7 @@ def alone(dtype, numbers, *, one_by_one=False):
         documents, total = list(zip(*step.documents(), strict=True)), 0.0
         for pack in [[each] for each in documents] if one_by_one else [documents]:
             ids, labels = (torch.cat(each) for each in zip(*pack, strict=True))
-            context = bind_alone([len(each) for each, _ in pack])
+            context = bind_single_rank([len(each) for each, _ in pack])
             logits = model(ids, context.positions, context)
             loss = cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED) / step.valid
             loss.backward()
@@ -56,12 +56,12 @@ def kept(transport, dtype, kind, shift):
         for each in network.module.parameters():
             each += shift
     if kind == "free":
-        parameters = FreeLayout(network, transport)
+        parameters = ReshardingParameters(network, transport)
     elif kind == "full":
-        parameters = Sharded(network, transport, Sharding.FULL)
+        parameters = FSDPParameters(network, transport, Sharding.FULL)
     else:
         stages = (Stage((0, 1, 2, 3), (0, 1)), Stage((4, 5, 6, 7), (1, 4)))
-        parameters = StageSharded(network, transport, Placement(stages, Sharding.FULL, RANKS))
+        parameters = PipelineFSDP(network, transport, Placement(stages, Sharding.FULL, RANKS))
     return parameters, make_optimiser(parameters.masters(), SETTINGS)
 
 

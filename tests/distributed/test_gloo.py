@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import Communicators, Counting, Distributed, Parcel, Relay
+from seqloom.dist import Communicators, CountingTransport, P2PTensor, Resharder, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Pipeline, Stage, Weight, compute_layout, optimiser_layout
 from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
@@ -47,7 +47,7 @@ def test_all_reduce_is_the_same_to_the_bit_on_all_ranks(gloo_pool):
 
 
 def count(transport):
-    counting = Counting(transport)
+    counting = CountingTransport(transport)
     run_program(counting, every_verb("float32"))
     return counting.traffic("exchange").bytes, counting.traffic("all_to_all").calls
 
@@ -62,7 +62,7 @@ def aside(transport):
     given = [torch.full((3,), 1.0 + transport.rank), torch.full((3,), -1.0 - transport.rank)]
     doors = [transport, transport.aside]
     order = (0, 1) if transport.rank % 2 else (1, 0)
-    for handle in [doors[k].exchange([Parcel(peer, given[k])], [Parcel(peer, received[k])]) for k in order]:
+    for handle in [doors[k].exchange([P2PTensor(peer, given[k])], [P2PTensor(peer, received[k])]) for k in order]:
         handle.wait()
     return [each[0].item() for each in received]
 
@@ -76,9 +76,9 @@ def refusals(transport):
     calls = [
         lambda: transport.all_reduce(torch.ones(1), (1, 2)),
         lambda: transport.all_reduce(torch.ones(1), (2, 3)),
-        lambda: transport.exchange([Parcel(transport.rank, torch.ones(2))], []),
+        lambda: transport.exchange([P2PTensor(transport.rank, torch.ones(2))], []),
         lambda: transport.exchange(
-            [Parcel(transport.rank, torch.ones(2))], [Parcel(transport.rank, torch.ones(2).long())]
+            [P2PTensor(transport.rank, torch.ones(2))], [P2PTensor(transport.rank, torch.ones(2).long())]
         ),
     ]
     said = []
@@ -109,7 +109,7 @@ def life_of_communicators(transport):
         listed = [(communicator.ranks, communicator.size) for communicator in communicators.list()]
         mine = [communicator.size for communicator in communicators.list() if communicator.group is not None]
         total = torch.ones(1)
-        Distributed(communicators).all_reduce(total, communicators.list()[-1].ranks)
+        TorchTransport(communicators).all_reduce(total, communicators.list()[-1].ranks)
         heard.append((listed, mine, total.item()))
         communicators.close()
         communicators.close()  # again is fine
@@ -140,9 +140,11 @@ def outsiders(transport):
     communicators.warm_up()
     try:
         received = torch.zeros(1)
-        inner = Distributed(communicators)
+        inner = TorchTransport(communicators)
         peers = (inner.rank + 1) % inner.ranks, (inner.rank - 1) % inner.ranks
-        inner.exchange([Parcel(peers[0], torch.full((1,), float(inner.rank)))], [Parcel(peers[1], received)]).wait()
+        inner.exchange(
+            [P2PTensor(peers[0], torch.full((1,), float(inner.rank)))], [P2PTensor(peers[1], received)]
+        ).wait()
         said.append(received.item())
     except SeqloomError as error:
         said.append(str(error))
@@ -183,7 +185,7 @@ def relay_case():
 def relay_all(transport):
     case = relay_case()
     layouts = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
-    relay = Relay(case.weights, *layouts, transport, device="cpu", node_size=3)
+    relay = Resharder(case.weights, *layouts, transport, device="cpu", node_size=3)
     copies, sums = {}, {}
     for pending in [relay.start(k, case.kept(case.wholes(0), transport.rank), torch.bfloat16) for k in range(4)]:
         copies |= pending.wait()

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from seqloom.dist import Lane, Way
+from seqloom.dist import P2PChannel, P2PDirection
 from seqloom.layout import Span
-from seqloom.params.fsdp import Sharded
-from seqloom.params.pipeline_fsdp import StageSharded
+from seqloom.params.fsdp import FSDPParameters
+from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import schedule_of
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
@@ -19,14 +19,14 @@ STEP = Step((13, 10, 6), tiny_spec(layers=4, tied=True))
 def early(transport):
     """Every rank receives from all others on both lanes before anybody sends; what it got, by peer and lane."""
     me, others = transport.rank, [peer for peer in range(transport.ranks) if peer != transport.rank]
-    ways = [Way(lane, *pair) for lane in Lane for peer in others for pair in ((me, peer), (peer, me))]
+    ways = [P2PChannel(lane, *pair) for lane in P2PDirection for peer in others for pair in ((me, peer), (peer, me))]
     transport.connect(ways)
-    rooms = {(peer, lane, k): torch.empty(k + 1) for peer in others for lane in Lane for k in range(2)}
+    rooms = {(peer, lane, k): torch.empty(k + 1) for peer in others for lane in P2PDirection for k in range(2)}
     waiting = [transport.receive(room, peer, lane) for (peer, lane, _), room in rooms.items()]
     total = torch.ones(1)
     transport.all_reduce(total, tuple(range(transport.ranks)))  # is not held up
-    kinds = [(lane, k) for lane in reversed(Lane) for k in range(2)]
-    sent = [torch.full((k + 1,), 100.0 * me + 10 * list(Lane).index(lane) + k) for lane, k in kinds]
+    kinds = [(lane, k) for lane in reversed(P2PDirection) for k in range(2)]
+    sent = [torch.full((k + 1,), 100.0 * me + 10 * list(P2PDirection).index(lane) + k) for lane, k in kinds]
     handles = [
         transport.send(each, peer, lane)
         for peer in reversed(others)
@@ -35,7 +35,9 @@ def early(transport):
     for handle in (*waiting, *handles):
         handle.wait()
         assert handle.done()
-    return {(peer, list(Lane).index(lane), k): room.unique().tolist() for (peer, lane, k), room in rooms.items()}
+    return {
+        (peer, list(P2PDirection).index(lane), k): room.unique().tolist() for (peer, lane, k), room in rooms.items()
+    }
 
 
 def test_messages_arrive_in_order_and_ways_do_not_wait_for_each_other(gloo_pool):
@@ -53,7 +55,9 @@ def planned(name, hosts, width, pieces, sharding):
     for number, (document, piece, count) in enumerate(schedule.units):
         low, high = (STEP.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), list(Checkpoint)[number % 4]
-        rounds.append(Round(tuple(Work((Group(s.ranks, ulysses, width // ulysses, spans),), kind) for s in stages)))
+        rounds.append(
+            Round(tuple(StageMicroBatch((Group(s.ranks, ulysses, width // ulysses, spans),), kind) for s in stages))
+        )
     limits = Limits(hosts * width, 2, STEP.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
     line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
     plan = Plan(limits, sharding, Reduce.STEP, STEP.lengths, (line,), name)
@@ -64,8 +68,8 @@ def planned(name, hosts, width, pieces, sharding):
 def run(transport, plan, kind):
     placement = Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
     make = {
-        "layers": lambda network, own: Sharded(network, own, plan.sharding),
-        "stages": lambda network, own: StageSharded(network, own, placement),
+        "layers": lambda network, own: FSDPParameters(network, own, plan.sharding),
+        "stages": lambda network, own: PipelineFSDP(network, own, placement),
     }
     return STEP.spread(plan, transport, make[kind])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from seqloom.layout import Span
-from seqloom.params import Placement, StageSharded
-from seqloom.plan import Checkpoint, Group, Pipeline, Round, Work
+from seqloom.params import PipelineFSDP, Placement
+from seqloom.plan import Checkpoint, Group, Pipeline, Round, StageMicroBatch
 from support.pipelines import ample
 from support.scheduled import fixed_step
 
@@ -23,7 +23,7 @@ CASES = {
 
 def spread(transport, step, plan):
     """The step, with every stage's parameters in shards over its ranks."""
-    return step.spread(plan, transport, lambda network, t: StageSharded(network, t, Placement.of(plan)))
+    return step.spread(plan, transport, lambda network, t: PipelineFSDP(network, t, Placement.of(plan)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,7 +49,7 @@ def test_two_pipelines_beside_ranks_that_do_nothing(gloo_pool):
     """Two stages of two ranks with pieces; one stage of two ranks, one round; and the last two ranks."""
     step, plan = fixed_step("seq1f1b", 2, 2, (3, 1, 2), ring=True)
     first = len(step.lengths)
-    work = Work((Group((4, 5), 2, 1, (Span(first + 1, 0, 9), Span(first, 0, 5))),), Checkpoint.FULL)
+    work = StageMicroBatch((Group((4, 5), 2, 1, (Span(first + 1, 0, 9), Span(first, 0, 5))),), Checkpoint.FULL)
     beside = Pipeline.single((4, 5), step.spec.layers, (Round((work,)),), plan.reduce)
     step = replace(step, lengths=(*step.lengths, 5, 9))
     limits = ample(8, step.spec.heads)

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import Alone
+from seqloom.dist import SingleRankTransport
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.recompute import recompute_layers
-from seqloom.params.fsdp import Sharded
-from seqloom.params.interface import Replicated, scale_gradients
-from seqloom.params.resharding import FreeLayout
+from seqloom.params.fsdp import FSDPParameters
+from seqloom.params.interface import ReplicatedParameters, scale_gradients
+from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Reduce, Remap, Sharding
 from support.steps import Found, Step, one_stage_plan, open_together, tiny_spec
 from support.tiny_models import tiny_model
@@ -36,8 +36,8 @@ def spread(transport, step, plan):
 
     def make(network, transport):
         if plan.sharding == Sharding.FREE:
-            return FreeLayout(network, transport)
-        return Sharded(network, transport, plan.sharding, node_size=NODE)
+            return ReshardingParameters(network, transport)
+        return FSDPParameters(network, transport, plan.sharding, node_size=NODE)
 
     return step.spread(plan, transport, make)
 
@@ -92,13 +92,13 @@ def test_rounds_may_be_open_together(gloo_pool):
 
 def trained_with(transport, step, plan, compute, kind):
     """Losses of four clipped AdamW steps, and what a rank holds."""
-    network = Network.of(step.model())
+    network = ModelAdapter.of(step.model())
     recompute_layers(network.layers)
     names = [name for name, _ in network.module.named_parameters()]
     if kind == Sharding.FREE:
-        parameters = FreeLayout(network, transport, compute=compute)
+        parameters = ReshardingParameters(network, transport, compute=compute)
     else:
-        parameters = Sharded(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
+        parameters = FSDPParameters(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
     assert list(parameters.masters()) == names
     optimiser = torch.optim.AdamW(parameters.masters().values(), lr=0.02)
     bound, losses = bind_plan(plan, transport), []
@@ -114,7 +114,7 @@ def trained_with(transport, step, plan, compute, kind):
 
 def idle_then_busy(transport, step, plans, kind):
     """Evaluate everywhere, train where only node 0 works, and return the loss that everyone then finds."""
-    parameters = Sharded(Network.of(step.model()), transport, kind, node_size=NODE)
+    parameters = FSDPParameters(ModelAdapter.of(step.model()), transport, kind, node_size=NODE)
     optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.1)
     evaluate(bind_plan(plans[0], transport), parameters, step.rows(), step.valid)
     run_step(bind_plan(plans[1], transport), parameters, step.rows(), step.valid)
@@ -167,9 +167,9 @@ def adapted(transport, step, plan):
         found = model.model(ids, context.positions, context)
         return found + model.shift if context.tokens else found
 
-    network = Network(model, tuple(model.model.layers), hidden, model.lm_head)
+    network = ModelAdapter(model, tuple(model.model.layers), hidden, model.lm_head)
     recompute_layers(network.layers)
-    parameters = Sharded(network, transport, plan.sharding, node_size=NODE)
+    parameters = FSDPParameters(network, transport, plan.sharding, node_size=NODE)
     run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
     return dict(parameters.gradients())
 
@@ -199,7 +199,9 @@ def with_transformers(transport, name, lora, plan, make):
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=drawn))
     own = network(attach(model.double()))
     recompute_layers(own.layers)
-    parameters = Replicated(own, transport) if make is None else Sharded(own, transport, make, node_size=NODE)
+    parameters = (
+        ReplicatedParameters(own, transport) if make is None else FSDPParameters(own, transport, make, node_size=NODE)
+    )
     result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
     return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
 
@@ -219,7 +221,7 @@ def with_transformers(transport, name, lora, plan, make):
 def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, sharding, remap):
     spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
     alone = one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1)
-    wanted = with_transformers(Alone(), name, lora, alone, None)
+    wanted = with_transformers(SingleRankTransport(), name, lora, alone, None)
     plan = planned(sharding=sharding, checkpoint=KINDS)
     plan = plan if remap is None else shifted(plan, remap)
     found = gloo_pool.run(with_transformers, name, lora, plan, sharding, ranks=8)
@@ -228,21 +230,21 @@ def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, shar
 
 def refused(transport, step):
     """Messages of what cannot be done."""
-    network, messages = Network.of(step.model()), []
+    network, messages = ModelAdapter.of(step.model()), []
     cases = {
         "no node size": (network, Sharding.HYBRID, None),
         "odd nodes": (network, Sharding.HYBRID, 3),
         "free": (network, Sharding.FREE, None),
-        "meta": (Network.of(type(step.model())(step.spec, device="meta")), Sharding.FULL, None),
+        "meta": (ModelAdapter.of(type(step.model())(step.spec, device="meta")), Sharding.FULL, None),
     }
     for name, (given, kind, node) in cases.items():
         try:
-            Sharded(given, transport, kind, node_size=node)
+            FSDPParameters(given, transport, kind, node_size=node)
         except SeqloomError as error:
             messages.append((name, str(error)))
     network.head.float()
     try:
-        Sharded(network, transport, Sharding.FULL)
+        FSDPParameters(network, transport, Sharding.FULL)
     except SeqloomError as error:
         messages.append(("dtypes", str(error)))
     return dict(messages)
@@ -256,7 +258,7 @@ def test_bad_input_is_refused(gloo_pool):
 
 
 def other_sharding(transport, step, plan):
-    parameters = Sharded(Network.of(step.model()), transport, Sharding.FULL)
+    parameters = FSDPParameters(ModelAdapter.of(step.model()), transport, Sharding.FULL)
     try:
         run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
     except SeqloomError as error:
@@ -271,4 +273,4 @@ def test_a_plan_for_another_sharding_is_refused_before_anything_is_sent(gloo_poo
 def test_part_of_a_job_is_refused():
     assert not dist.is_initialized()
     with pytest.raises(SeqloomError, match=r"no torch\.distributed job"):
-        Sharded(Network.of(STEP.model()), Alone(), Sharding.FULL)
+        FSDPParameters(ModelAdapter.of(STEP.model()), SingleRankTransport(), Sharding.FULL)

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.engine.executor import run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import split_weights
-from seqloom.params.fsdp import Sharded
-from seqloom.params.pipeline_fsdp import StageSharded
+from seqloom.params.fsdp import FSDPParameters
+from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
-from seqloom.plan import Part, Sharding, Stage
+from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import Checkpoints, Manifest, latest
 from seqloom.train.config import Optimiser
 from seqloom.train.optim import make_optimiser, named_state
@@ -47,7 +47,7 @@ def run_units(transport, step, placement, parameters, weights=None):
     place = placement.hosts[placement.host_of(transport.rank)].index(transport.rank)
     ids, labels = step.documents()
     numbers = range(place, len(ids), each)
-    contexts = {number: bind_alone((len(ids[number]),)) for number in numbers}
+    contexts = {number: bind_single_rank((len(ids[number]),)) for number in numbers}
     peer = lambda stage: placement.stages[stage].ranks[place]  # noqa: E731
     mine = [stage for stage in range(len(placement.stages)) if peer(stage) == transport.rank]
     parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
@@ -104,7 +104,7 @@ def run_units(transport, step, placement, parameters, weights=None):
 def one_step(transport, step, placement, compute=None):
     network = step.network()
     weights = split_weights(network.layers)
-    parameters = StageSharded(network, transport, placement, compute=compute)
+    parameters = PipelineFSDP(network, transport, placement, compute=compute)
     loss = run_units(transport, step, placement, parameters, weights)
     found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.gradients()})
     held = {name: tuple(master.to_local().shape) for name, master in parameters.masters().items()}
@@ -155,7 +155,7 @@ def of_transformers(step, lora):
 
 
 def run_transformers(transport, step, plan, lora):
-    parameters = StageSharded(of_transformers(step, lora), transport, Placement.of(plan))
+    parameters = PipelineFSDP(of_transformers(step, lora), transport, Placement.of(plan))
     result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
     return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
 
@@ -164,7 +164,7 @@ def run_transformers(transport, step, plan, lora):
 def test_models_of_transformers_in_stages(gloo_pool, lora):
     """A tied head, or parameters that are not trained; documents in pieces, backwards in halves."""
     step, plan = fixed_step("seq1f1b-zb", 4, 2, (2, 1, 3))
-    network, context = of_transformers(step, lora), bind_alone(step.lengths)
+    network, context = of_transformers(step, lora), bind_single_rank(step.lengths)
     loss = LossOf(network)(*step.rows()(context), context) / step.valid
     loss.backward()
     wanted = {name: each.grad for name, each in network.module.named_parameters() if each.requires_grad}
@@ -197,9 +197,9 @@ def kept(transport, step, placement):
         for each in network.module.parameters():
             each += placement is None  # other values: a checkpoint must bring all of them
     if placement is None:
-        parameters = Sharded(network, transport, Sharding.FULL)
+        parameters = FSDPParameters(network, transport, Sharding.FULL)
     else:
-        parameters = StageSharded(network, transport, placement)
+        parameters = PipelineFSDP(network, transport, placement)
     return parameters, make_optimiser(parameters.masters(), Optimiser(lr=0.1))
 
 
@@ -259,12 +259,12 @@ def refused(transport, step):
     cases |= {"whole": (whole, placed((3, 2), 2))}
     for name, (given, placement) in cases.items():
         try:
-            StageSharded(given, transport, placement)
+            PipelineFSDP(given, transport, placement)
         except SeqloomError as error:
             messages[name] = str(error)
-    parameters = StageSharded(network, transport, placed((3, 2), 2))
+    parameters = PipelineFSDP(network, transport, placed((3, 2), 2))
     try:
-        parameters.acquire(Part(1, 2, 5))
+        parameters.acquire(LayerRange(1, 2, 5))
     except SeqloomError as error:
         messages["part"] = str(error)
     return messages

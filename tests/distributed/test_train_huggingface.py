@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from seqloom.data import StoreWriter
-from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
 from seqloom.train.logging import read_steps
 from support.tiny_models import VOCABULARY, tiny_model
 
@@ -117,7 +117,9 @@ def test_stages_change_neither_losses_nor_model(seqloom_here, place, two):
 @pytest.mark.slow
 def test_strategies_change_neither_losses_nor_model(seqloom_here, place, two):
     """Weights cut over two ranks beside two stages."""
-    side_by_side = Strategy((Pipe(Scheme(1, 2), (0, 1), 64), Pipe(Scheme(2, 1), (2, 3), 64)))
+    side_by_side = Strategy(
+        (PipelineConfig(ParallelConfig(1, 2), (0, 1), 64), PipelineConfig(ParallelConfig(2, 1), (2, 3), 64))
+    )
     (place / "list.json").write_text(strategies_to_json([side_by_side]))
     free = {"plan__planner": "strategies", "plan__sharding": "free", "plan__strategies": place / "list.json"}
     found = trained(seqloom_here, place, "strategies", "--ranks", "4", **free)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from seqloom.plan import Plan
 from seqloom.plan.pipeline import stages_per_pass
-from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
 from seqloom.planners.hydraulis.assign import Assignment
 from seqloom.planners.hydraulis.planner import build
 from seqloom.train.config import Config
@@ -46,9 +46,11 @@ every = 2
 
 def strategy(*schemes: tuple[int, ...]) -> Strategy:
     """Pipelines of these schemes, one beside the other."""
-    shapes = [Scheme(*each) for each in schemes]
+    shapes = [ParallelConfig(*each) for each in schemes]
     ends = accumulate(each.ranks for each in shapes)
-    return Strategy(tuple(Pipe(s, tuple(range(end - s.ranks, end)), 96) for s, end in zip(shapes, ends, strict=True)))
+    return Strategy(
+        tuple(PipelineConfig(s, tuple(range(end - s.ranks, end)), 96) for s, end in zip(shapes, ends, strict=True))
+    )
 
 
 STRATEGIES = (

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.models import Network, Transformer
+from seqloom.models import ModelAdapter, Transformer
 from seqloom.models.deferred_init import Values
-from seqloom.params import FreeLayout, Placement, Sharded, StageSharded
+from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Sharding, Stage
 from support.steps import tiny_spec
 
@@ -20,11 +20,11 @@ LAYOUTS = ("full", "hybrid", "none", "stages", "free")
 def place(transport, network, layout):
     """Cut the network's parameters."""
     if layout == "free":
-        return FreeLayout(network, transport)
+        return ReshardingParameters(network, transport)
     if layout == "stages":
         stages = (Stage((0, 1, 2, 3), (0, 2)), Stage((4, 5, 6, 7), (2, 4)))
-        return StageSharded(network, transport, Placement(stages, Sharding.FULL, RANKS))
-    return Sharded(network, transport, Sharding(layout), node_size=4)
+        return PipelineFSDP(network, transport, Placement(stages, Sharding.FULL, RANKS))
+    return FSDPParameters(network, transport, Sharding(layout), node_size=4)
 
 
 def whole(module):
@@ -41,9 +41,9 @@ def read(transport, layout):
         asked.append(name)
         return model.drawn(SEED, name)
 
-    network = replace(Network.of(model), values=Values(watched, torch.device("cpu")))
+    network = replace(ModelAdapter.of(model), values=Values(watched, torch.device("cpu")))
     found = {name: each.clone() for name, each in place(transport, network, layout).values()}
-    there = Network.of(Transformer(SPEC, seed=SEED, dtype=torch.float64))
+    there = ModelAdapter.of(Transformer(SPEC, seed=SEED, dtype=torch.float64))
     wanted = {name: each.clone() for name, each in place(transport, there, layout).values()}
     same = found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())
     return same, most[0], asked

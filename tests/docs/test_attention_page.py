@@ -17,12 +17,12 @@ from seqloom.attention.kernels.support import support_matrix
 from seqloom.attention.tiles import Chunks, ring_tiles
 from seqloom.cost import Profile
 from seqloom.cost.communication import Communication
-from seqloom.cost.shapes import Shape
+from seqloom.cost.shapes import GroupShape
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.dist import Counting, run_ranks
+from seqloom.dist import CountingTransport, run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, Work
+from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "attention.md").read_text()
@@ -84,8 +84,8 @@ def counted(group: Group) -> list[dict]:
     """Calls and bytes by verb that every rank counts in forward and backward of one attention in bf16."""
 
     def body(transport):
-        counting = Counting(transport)
-        context = bind(Work((group,), Checkpoint.NONE), counting)
+        counting = CountingTransport(transport)
+        context = bind(StageMicroBatch((group,), Checkpoint.NONE), counting)
         shapes = [(context.tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
         out = attention(q, k, v, context)
@@ -116,8 +116,8 @@ def test_calls_and_bytes_are_those_of_the_table_and_of_the_cost_model(u, r):
     fields = {"layers": 1, "hidden": 1, "ffn": 1, "gated": True, "vocabulary": 1, "tied": True, "head_dim": DIM}
     model = ModelSpec(name="one layer", heads=HEADS, kv_heads=KV_HEADS, **fields)
     links = Communication(Profile.load("h200"), Cluster.parse("1x8xH200"), model)
-    assert round(links.ulysses_bytes(Shape(u, r), Checkpoint.NONE) * tokens * (u - 1) / u) == exchanged
-    assert r == 1 or round(links.ring_bytes(Shape(u, r), Checkpoint.NONE) * tokens) == passed
+    assert round(links.ulysses_bytes(GroupShape(u, r), Checkpoint.NONE) * tokens * (u - 1) / u) == exchanged
+    assert r == 1 or round(links.ring_bytes(GroupShape(u, r), Checkpoint.NONE) * tokens) == passed
 
 
 def test_a_gather_takes_three_exchanges_and_at_most_the_bytes_of_the_table():

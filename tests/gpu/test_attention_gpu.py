@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels.dispatch import Dispatcher, available
 from seqloom.attention.kernels.reference import Reference
-from seqloom.dist import Communicators, Distributed
+from seqloom.dist import Communicators, TorchTransport
 from seqloom.layout import Span
 from seqloom.plan import Group, GroupFamily
 from seqloom.testing.oracle import difference
@@ -126,7 +126,7 @@ def test_nccl_with_one_rank(tmp_path, kernels):
         communicators.warm_up()
         case = Case.one_group((300, 20, 150), 8, 2, 64)
         inputs = case.inputs(torch.bfloat16, device="cuda")
-        found = assemble([attend(Distributed(communicators), case, inputs, kernels["all"])])
+        found = assemble([attend(TorchTransport(communicators), case, inputs, kernels["all"])])
         assert worst(found, case.truth(inputs)) < 1e-2
         communicators.close()
     finally:

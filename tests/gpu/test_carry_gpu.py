@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention import attention
-from seqloom.attention.context_parallel import Carry
+from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.kernels.dispatch import Dispatcher, available
 from seqloom.attention.kernels.reference import Reference
-from seqloom.dist import Alone
+from seqloom.dist import SingleRankTransport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
 from seqloom.testing.oracle import difference
@@ -99,9 +99,9 @@ def test_a_piece_copies_nothing_of_its_prefix(kernels):
     long, short, heads, kv_heads, dim = 65_536, 512, 8, 4, 64
     whole = Case((long + short,), heads, kv_heads, dim, 1, ())
     case = PiecesCase.on_one_group(whole, [[Span(0, 0, long)], [Span(0, long, long + short)]])
-    carry = Carry(backward=False)
+    carry = KVCache(backward=False)
     with torch.no_grad():
-        for context in case.bind(Alone(), carry, "cuda"):
+        for context in case.bind(SingleRankTransport(), carry, "cuda"):
             sizes = [(context.tokens, count, dim) for count in (heads, kv_heads, kv_heads)]
             q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
             torch.cuda.synchronize()

@@ -5,8 +5,8 @@ import torch
 
 from seqloom.dist import Ranks
 from seqloom.engine import bind_plan, run_step
-from seqloom.models import Network
-from seqloom.params import FreeLayout
+from seqloom.models import ModelAdapter
+from seqloom.params import ReshardingParameters
 from seqloom.train.model import made_ready
 from support.shapes import Shape, gathered_per_pass, shaped_plan
 from support.steps import Found, Step, tiny_spec
@@ -26,7 +26,11 @@ SHAPES = [
 
 def spread(plans, transport):
     """Every plan in turn, with one model."""
-    parameters, read, found = FreeLayout(made_ready(Network.of(STEP.model().cuda())), transport), STEP.rows(), []
+    parameters, read, found = (
+        ReshardingParameters(made_ready(ModelAdapter.of(STEP.model().cuda())), transport),
+        STEP.rows(),
+        [],
+    )
     for plan in plans:
         bound = bind_plan(plan, transport, device="cuda")
         result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), STEP.valid)

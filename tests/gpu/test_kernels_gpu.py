@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels import dispatch as registry
 from seqloom.attention.kernels.dispatch import Dispatcher
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.masks import Segments
 from seqloom.profiling.kernels import Effort, measure
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
@@ -37,7 +37,7 @@ def cuda() -> torch.device:
 def test_any_segments(cuda, name, dtype, case, heads, dim):
     why = registry.missing(cuda).get(name)
     kernel = KERNELS[name]
-    shape = Shape(*heads, dim, dtype, cuda, SCALE * 0.3)
+    shape = AttentionShape(*heads, dim, dtype, cuda, SCALE * 0.3)
     why = why or kernel.ability.refuse_shape(shape)
     if why is not None:
         pytest.skip(why)
@@ -53,7 +53,7 @@ def test_any_segments(cuda, name, dtype, case, heads, dim):
 def test_packs_with_gaps(cuda, name, mask):
     """Documents of every size, some rows between them in no segment."""
     kernel = KERNELS[name]
-    shape = Shape(4, 2, 64, kernel.ability.dtypes[0], cuda, 0.125)
+    shape = AttentionShape(4, 2, 64, kernel.ability.dtypes[0], cuda, 0.125)
     rows, start = [], 3
     for length in (1, 130, 17, 500, 64, 2, 257):
         rows.append((start, start + length, start, start + length, 0))
@@ -69,14 +69,14 @@ def test_packs_with_gaps(cuda, name, mask):
 @given(case=segment_cases(longest=60), floor=st.integers(0, 60))
 @settings(max_examples=30)
 def test_the_dispatcher_of_this_gpu(cuda, case, floor):
-    shape = Shape(4, 2, 64, torch.bfloat16, cuda, 0.125)
+    shape = AttentionShape(4, 2, 64, torch.bfloat16, cuda, 0.125)
     dispatcher = Dispatcher(registry.available(cuda), at_least={"cudnn": floor, "triton": floor // 2})
     errors = kernel_errors(dispatcher, case, shape)
     assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
 
 
 def test_this_gpu_can_be_measured(cuda):
-    shape = Shape(8, 2, 128, torch.bfloat16, cuda, 0.1)
+    shape = AttentionShape(8, 2, 128, torch.bfloat16, cuda, 0.1)
     kernels = [kernel for kernel in registry.available(cuda) if kernel.ability.name != "reference"]
     measurement = measure(kernels, shape, Effort((256, 8_192), tokens=65_536, repeats=5))
     assert [times.kernel for times in measurement.times] == [kernel.ability.name for kernel in kernels]

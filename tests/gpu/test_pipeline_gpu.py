@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.dist import Alone, Ranks
+from seqloom.dist import Ranks, SingleRankTransport
 from seqloom.engine import bind_plan, run_step
 from seqloom.engine import microbatch as offload
 from seqloom.layout import Span
-from seqloom.models import Network, Transformer, recompute_layers, split_weights
-from seqloom.params import Replicated
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.models import ModelAdapter, Transformer, recompute_layers, split_weights
+from seqloom.params import ReplicatedParameters
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import schedule_of
 from support.pipelines import stages_on
 from support.steps import Found, Step, tiny_spec
@@ -30,17 +30,19 @@ def planned(step, name, hosts, width, pieces, offloads, kinds):
     for number, (document, piece, count) in enumerate(schedule.units):
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]
-        rounds.append(Round(tuple(Work((Group(s.ranks, width, 1, spans),), kind, offload=offloads) for s in stages)))
+        rounds.append(
+            Round(tuple(StageMicroBatch((Group(s.ranks, width, 1, spans),), kind, offload=offloads) for s in stages))
+        )
     limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
     line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
     return Plan(limits, Sharding.FULL, Reduce.STEP, step.lengths, (line,), name)
 
 
 def spread(step, plan, transport):
-    network = Network.of(step.model().cuda())
+    network = ModelAdapter.of(step.model().cuda())
     network = replace(network, weights=split_weights(network.layers))
     recompute_layers(network.layers)
-    parameters, read = Replicated(network, transport), step.rows()
+    parameters, read = ReplicatedParameters(network, transport), step.rows()
     bound = bind_plan(plan, transport, device="cuda")
     result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), step.valid)
     return Found(result.loss, result.gradient_norm, {name: each.cpu() for name, each in parameters.gradients()})
@@ -61,10 +63,10 @@ def test_stages_of_two_ranks_are_one_process(name, hosts, offloads, monkeypatch)
 def peak(step, kind, offloads):
     """Bytes allocated at most in a step whose forwards all come before its backwards."""
     model = Transformer(step.spec, dtype=torch.bfloat16, device="cuda")
-    network = Network.of(model)
+    network = ModelAdapter.of(model)
     recompute_layers(network.layers)
-    parameters, read = Replicated(network, Alone()), step.rows()
-    bound = bind_plan(planned(step, "gpipe", 1, 1, 1, offloads, (kind,)), Alone(), device="cuda")
+    parameters, read = ReplicatedParameters(network, SingleRankTransport()), step.rows()
+    bound = bind_plan(planned(step, "gpipe", 1, 1, 1, offloads, (kind,)), SingleRankTransport(), device="cuda")
     for _ in range(2):  # the first one finds kernels and workspaces
         parameters.clear()
         torch.cuda.synchronize()

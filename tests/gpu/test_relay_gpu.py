@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.dist import Ranks, Relay
+from seqloom.dist import Ranks, Resharder
 from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout
 from support.relays import RelayCase
 
@@ -52,7 +52,7 @@ def on_gpu(held):
 def body(transport):
     """Values there and gradients back, three times; what was given is dropped, and its memory used again, at once."""
     layouts = optimiser_layout(WEIGHTS, CASE.ranks), compute_layout(WEIGHTS, CASE.pipelines)
-    relay = Relay(WEIGHTS, *layouts, InStream(transport), device="cuda", node_size=4)
+    relay = Resharder(WEIGHTS, *layouts, InStream(transport), device="cuda", node_size=4)
     bundles, found = range(len(relay.bundles)), []
     for turn in range(3):
         masters = on_gpu(CASE.kept(CASE.wholes(turn), transport.rank))

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import Alone, bind_alone
+from seqloom.dist import SingleRankTransport, bind_single_rank
 from seqloom.models import split_weights
-from seqloom.models.adapter import LossOf, Network
-from seqloom.params import Placement, StageSharded
+from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.params import PipelineFSDP, Placement
 from seqloom.plan import Sharding, Stage
 from support.steps import Step, tiny_spec
 
@@ -33,9 +33,9 @@ def job():
 
 def network_of(dtype, device=DEVICE):
     """The model, and rows of the step, on a device."""
-    model, context = STEP.model().to(device, dtype), bind_alone(STEP.lengths, device=device)
+    model, context = STEP.model().to(device, dtype), bind_single_rank(STEP.lengths, device=device)
     ids, labels = (torch.cat(each).to(device) for each in STEP.documents())
-    return Network.of(model), context, ids, labels
+    return ModelAdapter.of(model), context, ids, labels
 
 
 def gradients_in(dtype, device=DEVICE):
@@ -59,7 +59,7 @@ def test_two_stages_on_one_gpu(job):
     network = replace(network, weights=split_weights(network.layers))
     whole = sum(each.numel() for each in network.module.parameters())
     placement = Placement((Stage((0,), (0, 1)), Stage((0,), (1, 4))), Sharding.FULL, 1)
-    parameters = StageSharded(network, Alone(), placement, compute=torch.bfloat16)
+    parameters = PipelineFSDP(network, SingleRankTransport(), placement, compute=torch.bfloat16)
     first, last = placement.parts_of(0)
     before = bytes_now()
     for part in (first, last):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from seqloom.attention.kernels.interface import Saved, Shape
+from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import TritonSegments
 from seqloom.attention.masks import Segments
 
@@ -38,7 +38,7 @@ def dense(segments, q, k, v, scale):
 def run(segments, tensors, kernel=None):
     """Return (out, lse, dq, dk, dv) of the kernel."""
     q, k, v, dout = tensors
-    shape = Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, q.shape[2] ** -0.5)
+    shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, q.shape[2] ** -0.5)
     prepared = (kernel or TritonSegments()).prepare(segments, shape)
     out, lse = prepared.forward(q, k, v)
     return [out, lse, *prepared.backward(dout, Saved(q, k, v, out, lse))]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.cost import Shape
+from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method, Remap
 from seqloom.planners.bounds import lower_bound, variants_bound
@@ -102,7 +102,7 @@ def tiny_case(seed):
     lengths = random.lognormal(0, random.uniform(0.3, 1.8), int(random.integers(1, 4 if cost.ranks == 4 else 5)))
     room = cost.ranks * cost.capacity(variant)
     lengths = np.clip(lengths * random.uniform(0.02, 2.2) * room / lengths.sum(), 64, 0.95 * room).astype(np.int64)
-    stays = cost.island_size == 1 or named[1] is not None
+    stays = cost.shard_group_size == 1 or named[1] is not None
     journey = None if stays else min(journey_ns(cost, cost.engine.links, variant, remap) for remap in Remap)
     return lengths, cost, variant, journey
 
@@ -135,7 +135,7 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     blocks = data.draw(st.lists(st.sampled_from(cost.family.blocks(ulysses)), min_size=1, max_size=8, unique=True))
     method = data.draw(st.sampled_from(Method)) if len(blocks) > 1 else Method.RING
     ranks = tuple(rank for block in blocks for rank in block)
-    shape = Shape(ulysses, len(blocks), method, data.draw(st.booleans()))
+    shape = GroupShape(ulysses, len(blocks), method, data.draw(st.booleans()))
     variant = data.draw(st.sampled_from(cost.variants))
     parts = cost.group_parts(
         Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), variant

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.communication import Communication, remap_exchanges
-from seqloom.cost.traffic import reach_of
+from seqloom.cost.traffic import group_traffic
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
-from seqloom.plan import Checkpoint, Method, Reduce, Remap, Work
+from seqloom.plan import Checkpoint, Method, Reduce, Remap, StageMicroBatch
 
 FULL = Variant(Checkpoint.FULL, Reduce.STEP)
 
@@ -37,7 +37,7 @@ def rounds(draw):
         documents += len(lengths)
         groups.append(cost.group(shape, range(first, first + shape.degree), spans))
     variant = draw(st.sampled_from(cost.variants))
-    return cost, Work(tuple(groups), variant.checkpoint), variant
+    return cost, StageMicroBatch(tuple(groups), variant.checkpoint), variant
 
 
 def composed(cost, work, variant):
@@ -81,7 +81,7 @@ def test_cards_carry_all_bytes_that_leave(drawn):
     expected = 0.0
     for group in work.groups:
         tokens = group.tokens
-        shape = Shape(group.ulysses, group.ring, group.method)
+        shape = GroupShape(group.ulysses, group.ring, group.method)
         node = [rank // cluster.gpus_per_node for rank in group.ranks]
         u, r = group.ulysses, group.ring
         pairs = [(i, i - i % u + k) for i in range(u * r) for k in range(u)]
@@ -118,7 +118,7 @@ def test_a_route_pays_above_a_size_and_the_tables_say_so(spelling):
     """Once a routed ring is faster it stays so; far below, its latencies make it slower."""
     cost = cost_of(spelling, "gpt-7b")
     lengths = [2**power for power in range(6, 20)]
-    plain = Shape(1, 16)
+    plain = GroupShape(1, 16)
     for method in Method:
         pair = (plain._replace(method=method), plain._replace(method=method, routed=True))
         tables = cost.tables(lengths, FULL, pair)
@@ -133,9 +133,9 @@ def test_the_break_even_is_that_of_the_alpha_beta_model():
     """Without slices a route costs two hops on NVLink more, and a message on the network takes 1/x of the time."""
     cost = cost_of("2x8xH200", "gpt-7b")
     links: Communication = cost.engine.links
-    shape = Shape(1, 2, routed=True)
+    shape = GroupShape(1, 2, routed=True)
     route = replace(cost.route(shape, (0, 8)), slices=1)
-    plain, routed = (reach_of((0, 8), shape, cost.cluster.nic_of_gpu, r) for r in (None, route))
+    plain, routed = (group_traffic((0, 8), shape, cost.cluster.nic_of_gpu, r) for r in (None, route))
     x, nvlink, network, hop = 8, 450 * 0.8, 50 * 0.9, 10_000
     flow = [links.ring(shape, reach, Checkpoint.NONE).time for reach in (plain, routed)]
     late = [links.ring_latency(shape, reach, Checkpoint.NONE) for reach in (plain, routed)]
@@ -170,14 +170,14 @@ def test_a_linear_layout_moves_linear_work(drawn, data):
 def test_remapping_by_hand():
     """One rank of a node hands 1000 tokens to a neighbour, and another 600 to the other node."""
     cost = cost_of("2x4xH200")
-    groups = tuple(cost.group(Shape(1, 1), [rank], [Span(rank, 0, 2000)]) for rank in (0, 1))
+    groups = tuple(cost.group(GroupShape(1, 1), [rank], [Span(rank, 0, 2000)]) for rank in (0, 1))
     linear = Layout.of([(0, 0, 0, 1000), (3, 0, 1000, 2000), (1, 1, 0, 1400), (5, 1, 1400, 2000)])
     model, layers = cost.model, cost.model.layers
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     values = {Remap.ATTENTION: 3 * (2 * query + 2 * kv), Remap.MLP: 5 * model.hidden}
     for remap, calls in ((Remap.ATTENTION, 6), (Remap.MLP, 5)):
         assert remap_exchanges(model, remap, Checkpoint.FULL) == (values[remap], calls)
-        work = Work(groups, Checkpoint.FULL, linear=linear, remap=remap)
+        work = StageMicroBatch(groups, Checkpoint.FULL, linear=linear, remap=remap)
         times = cost.round_times(work, FULL)
         size = layers * 2 * values[remap]
         slower = max(1000 * size / (450 * 0.73), 600 * size / (50 * 0.76))

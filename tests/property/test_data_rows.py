@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seqloom.data import IGNORED, Batch, rank_rows
 from seqloom.dist import bind
-from seqloom.plan import Checkpoint, Work
+from seqloom.plan import Checkpoint, StageMicroBatch
 from support.strategies_attention import cases_of_many_groups
 
 
@@ -51,7 +51,7 @@ def test_all_ranks_together_read_the_batch_once(case, data):
     seen, labels_seen = Counter(), Counter()
     for rank in range(case.world):
         source = CountingSource(lengths)
-        context = bind(Work(case.groups, Checkpoint.NONE), Place(rank, case.world))
+        context = bind(StageMicroBatch(case.groups, Checkpoint.NONE), Place(rank, case.world))
         ids, labels = (rows.tolist() for rows in rank_rows(source, context, batch))
         numbers, positions = documents[context.documents.tolist()], np.array(context.positions.tolist())
         assert ids == (1000 * numbers + positions).tolist()

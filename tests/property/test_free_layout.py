@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.engine import bind_plan, run_step
-from seqloom.params import FreeLayout
+from seqloom.params import ReshardingParameters
 from seqloom.plan import Sharding
 from seqloom.train.model import made_ready
 from support.pipelines import pipeline_steps
@@ -24,7 +24,7 @@ def test_one_model_under_random_pipelines(threads, data):
     plans = [plan for plan in drawn if plan.limits.ranks == drawn[0].limits.ranks]
 
     def body(transport):
-        parameters, found = FreeLayout(made_ready(step.network()), transport), []
+        parameters, found = ReshardingParameters(made_ready(step.network()), transport), []
         for plan in (*plans, plans[0]):
             result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
             gradients = {name: each.clone() for name, each in parameters.gradients()}

@@ -9,7 +9,7 @@ from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
 from seqloom.models import Details, Transformer
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 torch.set_num_threads(1)
 
@@ -46,7 +46,7 @@ def loss_and_gradients(spec, details, lengths, ulysses, ring, order):
     ids = [torch.randint(spec.vocabulary, (n,), generator=generator) for n in lengths]
     targets = [torch.randint(spec.vocabulary, (n,), generator=generator) for n in lengths]
     spans = tuple(Span(k, 0, lengths[k]) for k in order)
-    work = Work((Group(tuple(range(ulysses * ring)), ulysses, ring, spans),), Checkpoint.NONE)
+    work = StageMicroBatch((Group(tuple(range(ulysses * ring)), ulysses, ring, spans),), Checkpoint.NONE)
 
     def body(transport):
         model = Transformer(spec, details, seed=2, dtype=torch.float64)

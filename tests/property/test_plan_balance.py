@@ -22,7 +22,7 @@ class Case(NamedTuple):
     held: list[int]
     targets: list[int]
     node_size: int
-    islands: list[list[int]] | None
+    shard_groups: list[list[int]] | None
 
 
 @st.composite
@@ -37,12 +37,14 @@ def cases(draw: st.DrawFn) -> Case:
         "node": [rank // node_size for rank in range(ranks)],
         "any": draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)),
     }[spread]
-    islands = [[rank for rank in range(ranks) if number[rank] == k] for k in sorted(set(number))]
+    shard_groups = [[rank for rank in range(ranks) if number[rank] == k] for k in sorted(set(number))]
     targets = [0] * ranks
-    for island in islands:
-        total = sum(held[rank] for rank in island)
-        cuts = sorted(draw(st.lists(st.integers(0, total), min_size=len(island) - 1, max_size=len(island) - 1)))
-        for rank, low, high in zip(island, [0, *cuts], [*cuts, total], strict=True):
+    for shard_group in shard_groups:
+        total = sum(held[rank] for rank in shard_group)
+        cuts = sorted(
+            draw(st.lists(st.integers(0, total), min_size=len(shard_group) - 1, max_size=len(shard_group) - 1))
+        )
+        for rank, low, high in zip(shard_group, [0, *cuts], [*cuts, total], strict=True):
             targets[rank] = high - low
     boxes, document, position = [], 0, 0
     for rank in draw(st.permutations(range(ranks))):
@@ -53,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
             left, position = left - size, position + size
             if draw(st.booleans()):
                 document, position = document + 1, 0
-    return Case(Layout.of(boxes), held, targets, node_size, None if spread == "all" else islands)
+    return Case(Layout.of(boxes), held, targets, node_size, None if spread == "all" else shard_groups)
 
 
 def tokens(layout: Layout) -> set[tuple[int, int]]:
@@ -72,13 +74,13 @@ def flow(case: Case, after: Layout) -> np.ndarray:
 
 
 def prices(case: Case) -> np.ndarray:
-    """Cost of a token from rank to rank; infinite between islands."""
+    """Cost of a token from rank to rank; infinite between shard groups."""
     ranks = np.arange(len(case.held))
     node = ranks // case.node_size
     cost = np.where(node[:, None] == node, COSTS[1], COSTS[2]).astype(float)
     cost[ranks, ranks] = COSTS[0]
-    if case.islands is not None:
-        home = {rank: k for k, island in enumerate(case.islands) for rank in island}
+    if case.shard_groups is not None:
+        home = {rank: k for k, shard_group in enumerate(case.shard_groups) for rank in shard_group}
         number = np.array([home[rank] for rank in ranks])
         cost[number[:, None] != number] = np.inf
     return cost
@@ -86,11 +88,11 @@ def prices(case: Case) -> np.ndarray:
 
 @given(cases())
 def test_every_rank_has_its_target_of_the_same_tokens(case: Case) -> None:
-    after = rebalanced(case.layout, case.targets, case.node_size, case.islands)
+    after = rebalanced(case.layout, case.targets, case.node_size, case.shard_groups)
     assert np.bincount(after.rank, after.sizes, len(case.held)).tolist() == case.targets
     assert tokens(after) == tokens(case.layout)
     moved = flow(case, after)
-    assert not moved[np.isinf(prices(case))].any(), "tokens leave their island"
+    assert not moved[np.isinf(prices(case))].any(), "tokens leave their shard group"
     # Runs, not crumbs: one more box for every receiver of a rank at most.
     assert len(move_between(case.layout, after)) <= len(case.layout) + np.count_nonzero(moved)
 
@@ -98,7 +100,7 @@ def test_every_rank_has_its_target_of_the_same_tokens(case: Case) -> None:
 @given(cases())
 def test_the_move_is_the_cheapest_and_its_traffic_between_nodes_the_most_even(case: Case) -> None:
     highspy = pytest.importorskip("highspy", reason="highspy is not installed: pip install seqloom[exact]")
-    moved = flow(case, rebalanced(case.layout, case.targets, case.node_size, case.islands))
+    moved = flow(case, rebalanced(case.layout, case.targets, case.node_size, case.shard_groups))
     price = prices(case)
     ranks = range(len(case.held))
     allowed = [(s, r) for s, r in product(ranks, ranks) if np.isfinite(price[s, r])]
@@ -158,8 +160,8 @@ def test_targets_are_the_best_of_all(load: tuple[list[int], int, list[int]]) -> 
 @given(cases(), st.integers(1, 9))
 def test_islands_keep_their_tokens(case: Case, token_ns: int) -> None:
     work = np.arange(len(case.held)) * 7 % 11
-    islands = [list(range(len(case.held)))] if case.islands is None else case.islands
-    found = level_targets(work, token_ns, case.held, case.islands)
-    for island in islands:
-        alone = level_targets(work[island], token_ns, np.array(case.held)[island])
-        assert found[island].tolist() == alone.tolist()
+    shard_groups = [list(range(len(case.held)))] if case.shard_groups is None else case.shard_groups
+    found = level_targets(work, token_ns, case.held, case.shard_groups)
+    for shard_group in shard_groups:
+        alone = level_targets(work[shard_group], token_ns, np.array(case.held)[shard_group])
+        assert found[shard_group].tolist() == alone.tolist()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.dist import Counting, Relay, Transport, run_ranks
+from seqloom.dist import CountingTransport, Resharder, Transport, run_ranks
 from seqloom.layout import move_between
 from seqloom.layout.move import move_of_rank
 from seqloom.plan import compute_layout, optimiser_layout, step_layout
@@ -20,13 +20,13 @@ from support.strategies import layouts
 node_sizes = st.sampled_from((None, 1, 2, 4))
 
 
-def brought(relay: Relay, held: Held, dtype: torch.dtype, into: Held | None = None) -> Held:
+def brought(relay: Resharder, held: Held, dtype: torch.dtype, into: Held | None = None) -> Held:
     """Move values of all bundles, all of them under way at once."""
     started = [relay.start(bundle, held, dtype, into=into) for bundle in range(len(relay.bundles))]
     return {weight: tensor for pending in started for weight, tensor in pending.wait().items()}
 
 
-def summed(relay: Relay, held: Held, dtype: torch.dtype, into: Held | None = None) -> Held:
+def summed(relay: Resharder, held: Held, dtype: torch.dtype, into: Held | None = None) -> Held:
     """Sum gradients of all bundles, from the last to the first; waits are in another order than starts."""
     started = [relay.start_sum(bundle, held, dtype, into=into) for bundle in reversed(range(len(relay.bundles)))]
     return {weight: tensor for pending in reversed(started) for weight, tensor in pending.wait().items()}
@@ -80,14 +80,14 @@ def test_values_reach_every_holder_and_gradients_of_all_are_summed(
     before = [torch.full_like(whole, 3.0) for whole in wholes]
     source, target = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
 
-    def far(counting: Counting) -> int:
+    def far(counting: CountingTransport) -> int:
         """Bytes for ranks of other nodes."""
         others = (peer for peer in range(case.ranks) if node_size and peer // node_size != counting.rank // node_size)
         return sum(counting.bytes_to(peer) for peer in others)
 
     def body(transport: Transport) -> tuple[Held, Held, list[tuple[int, int]], int]:
-        counting = Counting(transport)
-        relay = Relay(case.weights, source, target, counting, device="cpu", node_size=node_size)
+        counting = CountingTransport(transport)
+        relay = Resharder(case.weights, source, target, counting, device="cpu", node_size=node_size)
         copies = brought(relay, case.kept(wholes, transport.rank), dtype)
         sent, across = (size // dtype.itemsize for size in (counting.traffic("exchange").bytes, far(counting)))
         counting.reset()
@@ -125,11 +125,11 @@ def test_stages_that_are_gathered_for_every_pass(case: RelayCase, strict: bool) 
     def body(transport: Transport) -> tuple[Held, Held, Held]:
         rank, near = transport.rank, columns(transport.rank)
         assert len(near) <= 1, "stages of a host are drawn with one tensor degree"
-        relay = Relay(case.weights, kept, step, transport, device="cpu")
+        relay = Resharder(case.weights, kept, step, transport, device="cpu")
         between = brought(relay, case.kept(wholes, rank), torch.float32)
         copies, parts = {}, {}
         for column in near:
-            gather = Relay(case.weights, step.among(column), used.among(column), transport, device="cpu")
+            gather = Resharder(case.weights, step.among(column), used.among(column), transport, device="cpu")
             copies = brought(gather, between, torch.float32)
             parts = summed(gather, gradients(case, rank, 0), torch.float32)
             parts = summed(gather, gradients(case, rank, 0), torch.float32, parts)
@@ -147,8 +147,8 @@ def test_layouts_that_agree_send_nothing_and_share_memory(case: RelayCase, stric
     layout = compute_layout(case.weights, case.pipelines)
 
     def body(transport: Transport) -> None:
-        counting, held = Counting(transport), case.used(case.wholes(0), transport.rank)
-        relay = Relay(case.weights, layout, layout, counting, device="cpu", node_size=2)
+        counting, held = CountingTransport(transport), case.used(case.wholes(0), transport.rank)
+        relay = Resharder(case.weights, layout, layout, counting, device="cpu", node_size=2)
         found = brought(relay, held, torch.float32)
         assert same(found, held)
         assert all(found[weight].data_ptr() == held[weight].data_ptr() for weight in held)

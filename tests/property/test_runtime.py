@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.dist import Alone
+from seqloom.dist import SingleRankTransport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
 from seqloom.planners import make_plan
@@ -32,8 +32,8 @@ def test_random_plans_on_the_strict_transport(threads, data):
 
 
 def two_layouts(step):
-    """Plans of which rounds have a linear layout of their own; islands of one rank have nowhere to move."""
-    return step_plans(step).filter(lambda plan: len(plan.islands[0]) > 1).flatmap(with_linear_layouts)
+    """Plans of which rounds have a linear layout of their own; shard groups of one rank have nowhere to move."""
+    return step_plans(step).filter(lambda plan: len(plan.shard_groups[0]) > 1).flatmap(with_linear_layouts)
 
 
 @settings(max_examples=40)
@@ -61,7 +61,7 @@ class HuggingFaceStep(Step):
 
     def alone(self):
         spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(self.lengths))
-        return self.spread(one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1), Alone())
+        return self.spread(one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1), SingleRankTransport())
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])

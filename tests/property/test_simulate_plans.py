@@ -12,7 +12,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import PlanError
 from seqloom.layout import Span
-from seqloom.plan import ActionKind, Pipeline, Plan, Round, Sharding, Work
+from seqloom.plan import ActionKind, Pipeline, Plan, Round, Sharding, StageMicroBatch
 from seqloom.simulate import DeadlockError, simulate
 from support.strategies import plans
 
@@ -56,7 +56,7 @@ def one_stage(draw):
             spans = tuple(Span(len(documents) + k, 0, length) for k, length in enumerate(lengths))
             documents += lengths
             groups.append(cost.group(shape, range(first, first + shape.degree), spans))
-        rounds.append(Round((Work(tuple(groups), draw(st.sampled_from(kept))),)))
+        rounds.append(Round((StageMicroBatch(tuple(groups), draw(st.sampled_from(kept))),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
     limits = cost.limits(reduce)
     return Plan(limits, sharding, reduce, tuple(documents), (pipeline,), "drawn"), cost
@@ -106,7 +106,7 @@ def test_any_valid_plan_runs_and_adds_up(plan):
 
 @given(plans(), st.data())
 def test_a_table_that_passes_the_rules_ends_and_one_that_does_not_is_stuck(plan, data):
-    """Move one action of one row. Under full sharding a host is one island: rule and simulator must agree."""
+    """Move one action of one row. Under full sharding a host is one shard group: rule and simulator must agree."""
     line = data.draw(st.sampled_from(plan.pipelines))
     rows = [list(row) for row in line.actions]
     row = data.draw(st.sampled_from(rows))

@@ -13,7 +13,7 @@ from seqloom.integrations.transformers import attach, head, hidden_states, input
 from seqloom.layout import Span
 from seqloom.models.loss import summed_loss
 from seqloom.models.recompute import recompute_layers
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import MODELS, VOCABULARY, documents, gradients, one_by_one, targets, tiny_model
 
 torch.set_num_threads(1)
@@ -54,7 +54,7 @@ def spread(model, ids, groups, *, by_logits=True, keep=None):
     """
     ranks = 1 + max(rank for group in groups for rank in group.ranks)
     models = [attach(copy.deepcopy(model)) for _ in range(ranks)]
-    work = Work(groups, keep or Checkpoint.NONE)
+    work = StageMicroBatch(groups, keep or Checkpoint.NONE)
     if keep:
         for own in models:
             recompute_layers(network(own).layers)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs
 from support.tiny_models import randomised
@@ -81,7 +81,7 @@ def outcome(config, cls):
         return "not run by transformers"
     try:
         attach(model)
-        context, rows = bind_alone(LENGTHS), torch.cat(ids)
+        context, rows = bind_single_rank(LENGTHS), torch.cat(ids)
         logits = model(**inputs(rows, context.positions, context)).logits[0]
         headed = hidden_states(model, rows, context.positions, context) @ head(model).weight.T
     except SeqloomError:

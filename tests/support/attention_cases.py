@@ -15,10 +15,10 @@ import torch
 
 from seqloom.attention import attention_with_lse
 from seqloom.attention.kernels import Kernel
-from seqloom.dist import Context, attention_context, bind, gathered, summed
+from seqloom.dist import Context, all_gather_rows, attention_context, bind, reduce_scatter_rows
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, GroupFamily, Method, Work
+from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
 from seqloom.testing.oracle import Truth, attention_truth, difference
 
 AXES = (0, 1, 0, 0, 0)
@@ -86,9 +86,9 @@ class Case:
         return replace(self, heads=heads, kv_heads=kv_heads, world=world, groups=groups, tensor=tensor)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StageMicroBatch:
         """What is bound."""
-        return Work(self.groups, Checkpoint.NONE)
+        return StageMicroBatch(self.groups, Checkpoint.NONE)
 
     def inputs(self, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu") -> Inputs:
         """Draw unit-normal tensors; the same numbers, rounded, in every dtype."""
@@ -123,10 +123,12 @@ def attend_in_teams(
     if context.team is None:
         return attention_with_lse(q, k, v, context, **options)
     index = context.team.index
-    q, k, v = (gathered(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v))
+    q, k, v = (all_gather_rows(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v))
     out, lse = attention_with_lse(q, k, v, attention_context(context), **options)
     out, lse = (
-        summed(torch.cat([x if k == index else torch.zeros_like(x) for k in range(tensor)], dim=1), context)
+        reduce_scatter_rows(
+            torch.cat([x if k == index else torch.zeros_like(x) for k in range(tensor)], dim=1), context
+        )
         for x in (out, lse.T)
     )
     return out, lse.T

@@ -1,7 +1,8 @@
 """The best plan of a small batch by dynamic programming over sets of documents: the oracle of planners and bounds.
 
-It walks through the whole plan space of ``flex``: every way to cut an island into aligned blocks, every division of the
-documents among groups, rounds, islands and wide blocks. With ``n`` documents it looks at 3^n pairs of sets, so it
+It walks through the whole plan space of ``flex``: every way to cut a shard group into aligned blocks, every division
+of the
+documents among groups, rounds, shard groups and wide blocks. With ``n`` documents it looks at 3^n pairs of sets, so it
 serves up to about 13 documents on 8 ranks.
 """
 
@@ -68,13 +69,13 @@ def single_group(tables: CostTables, degree: int) -> np.ndarray:
     return best
 
 
-def island_round(tables: CostTables, cost: CostModel, island: int) -> np.ndarray:
-    """int64[2^n] ns: one round of one island, over every cut of its ranks into aligned blocks."""
+def shard_group_round(tables: CostTables, cost: CostModel, shard_group: int) -> np.ndarray:
+    """int64[2^n] ns: one round of one shard group, over every cut of its ranks into aligned blocks."""
     degrees = set(tables.degree.tolist())
-    whole = {degree: single_group(tables, degree) for degree in degrees if degree <= island}
+    whole = {degree: single_group(tables, degree) for degree in degrees if degree <= shard_group}
     found: dict[tuple[int, int], np.ndarray] = {}
-    for width in range(1, island + 1):
-        for start in range(island - width + 1):
+    for width in range(1, shard_group + 1):
+        for start in range(shard_group - width + 1):
             best = np.full(1 << len(tables.tokens), NEVER)
             best[0] = 0
             if width in whole and cost.family.contains(start, width):
@@ -82,15 +83,15 @@ def island_round(tables: CostTables, cost: CostModel, island: int) -> np.ndarray
             for middle in range(start + 1, start + width):
                 side_by_side(found[start, middle - start], found[middle, start + width - middle], best)
             found[start, width] = best
-    return found[0, island]
+    return found[0, shard_group]
 
 
 def shortest_step(lengths: np.ndarray, cost: CostModel, variant: Variant) -> int:
     """ns of the best plan of this batch under one variant, without the step's overhead."""
     tables = cost.tables(np.asarray(lengths, np.int64), variant)
-    block = cost.island_size
+    block = cost.shard_group_size
     best = np.full(1 << len(tables.tokens), NEVER)
-    in_rounds(island_round(tables, cost, block), best)
+    in_rounds(shard_group_round(tables, cost, block), best)
     wider = [degree for degree in sorted(set(tables.degree.tolist())) if degree > block]
     for degree in wider:
         if degree % block or degree // block != 2:

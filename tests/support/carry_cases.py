@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqloom.attention.context_parallel import Carry
+from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.kernels import Kernel
 from seqloom.dist.token_layout import Context, bind
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
 from seqloom.models.recompute import run_layer
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from seqloom.testing.oracle import Truth
 from support.attention_cases import AXES, Case, Inputs, Part, attend_in_teams, of_teams
 
@@ -86,11 +86,11 @@ class PiecesCase:
         """What one process computes of whole documents, in float64."""
         return self.whole.truth(inputs)
 
-    def bind(self, transport: Transport, carry: Carry, device: torch.device | str = "cpu") -> list[Context]:
+    def bind(self, transport: Transport, carry: KVCache, device: torch.device | str = "cpu") -> list[Context]:
         """Bind all rounds to one carry."""
         options: dict[str, Any] = {"device": device, "pieces": self.pieces, "carry": carry}
         options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
-        return [bind(Work(groups, self.checkpoint), transport, **options) for groups in self.rounds]
+        return [bind(StageMicroBatch(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 
     def rows(self, context: Context) -> torch.Tensor:
         """Where the tokens of a rank and round are in the pack, int64[tokens]."""
@@ -118,7 +118,7 @@ def attend_pieces(
     """Run one rank's share of all rounds and layers; return that of every layer. Nothing may be left in the carry."""
     if device is not None:
         inputs = [Inputs(*(x.to(device) for x in each)) for each in inputs]
-    carry, numbers = Carry(), range(len(inputs))
+    carry, numbers = KVCache(), range(len(inputs))
     contexts = case.bind(transport, carry, inputs[0].q.device)
     forward = partial(_forward, case, kernels)
     units: dict[tuple[int, int], _Unit] = {}
@@ -138,7 +138,7 @@ def attend_pieces(
 
 def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inputs]) -> list[Part]:
     """The same without a backward: gradients are zero."""
-    carry, found = Carry(backward=False), [[] for _ in inputs]
+    carry, found = KVCache(backward=False), [[] for _ in inputs]
     with torch.no_grad():
         for context in case.bind(transport, carry, inputs[0].q.device):
             for n, given in enumerate(inputs):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from seqloom.planners.hydraulis.assign import one_f_one_b
-from seqloom.planners.hydraulis.config import Scheme, SchemeCost, SchemeCosts
+from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, SchemeCosts
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -23,7 +23,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*smaller[:k], [first, *smaller[k]], *smaller[k + 1 :]]
 
 
-def best_packing(lengths: Sequence[int], cost: SchemeCost, stages: int) -> int | None:
+def best_packing(lengths: Sequence[int], cost: ConfigCost, stages: int) -> int | None:
     """ns of the best packing of these documents; the smallest micro-batches run first and last. None: it has none."""
     if not lengths:
         return 0
@@ -35,12 +35,12 @@ def best_packing(lengths: Sequence[int], cost: SchemeCost, stages: int) -> int |
     return min(found, default=None)
 
 
-Known = dict[tuple[Scheme, tuple[int, ...]], int | None]
+Known = dict[tuple[ParallelConfig, tuple[int, ...]], int | None]
 """Packings that were searched before, by scheme and documents."""
 
 
 def best_assignment(
-    lengths: Sequence[int], schemes: Sequence[Scheme], costs: SchemeCosts, known: Known | None = None
+    lengths: Sequence[int], schemes: Sequence[ParallelConfig], costs: SchemeCosts, known: Known | None = None
 ) -> int | None:
     """ns of the best dispatch and packing on pipelines of these schemes. None: a document fits nowhere."""
     known = {} if known is None else known
@@ -58,7 +58,7 @@ def best_assignment(
     return best
 
 
-def all_mixtures(schemes: Sequence[Scheme], ranks: int) -> Iterator[tuple[Scheme, ...]]:
+def all_mixtures(schemes: Sequence[ParallelConfig], ranks: int) -> Iterator[tuple[ParallelConfig, ...]]:
     """Yield every choice of schemes, each any number of times, that uses all ranks."""
     if ranks == 0:
         yield ()

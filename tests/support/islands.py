@@ -1,22 +1,24 @@
-"""The shortest schedule of rounds on islands, when every round has several ways to run: exact, for tiny cases."""
+"""The shortest schedule of rounds on shard groups, when every round has several ways to run: exact, for tiny cases."""
 
 from __future__ import annotations
 
 import numpy as np
 
 Ways = tuple[np.ndarray, np.ndarray]
-"""float64[X, I] ns of every island, bool[X, I, I] which islands a way joins; an idle one is not joined to itself."""
+"""float64[X, I] ns of every shard group, bool[X, I, I] which shard groups a way joins; an idle one is not
+joined to itself.
+"""
 
 
-def shortest_schedule(rounds: list[Ways], islands: int) -> float:
-    """ns until the last island is done, over all ways to deal the documents into rounds, and all orders of these.
+def shortest_schedule(rounds: list[Ways], shard_groups: int) -> float:
+    """ns until the last shard group is done, over all ways to deal the documents into rounds, and all orders of these.
 
     Args:
         rounds: the ways to run a round with exactly the documents of each bit set, empty set first.
-        islands: I.
+        shard groups: I.
     """
     ways = [_useful(*way) if len(way[0]) else way for way in rounds]
-    ends = [np.zeros((1, islands))]  # of every set: when its islands are free, none better than another
+    ends = [np.zeros((1, shard_groups))]  # of every set: when its shard groups are free, none better than another
     for documents in range(1, len(rounds)):
         found = []
         last = documents  # the documents of the last round
@@ -26,19 +28,19 @@ def shortest_schedule(rounds: list[Ways], islands: int) -> float:
                 begin = np.where(joined[None, :], ready[:, None, None, :], 0.0).max(axis=3)  # [E, X, I]
                 active: np.ndarray = np.any(joined, axis=2)
                 after = np.where(active[None, :], begin + times[None, :], ready[:, None, :])
-                found.append(after.reshape(-1, islands))
+                found.append(after.reshape(-1, shard_groups))
             last = (last - 1) & documents
-        ends.append(_best(np.concatenate(found)) if found else np.zeros((0, islands)))
+        ends.append(_best(np.concatenate(found)) if found else np.zeros((0, shard_groups)))
     return float(ends[-1].max(axis=1).min()) if len(ends[-1]) else np.inf
 
 
 def _useful(times: np.ndarray, joined: np.ndarray) -> Ways:
-    """The ways that no other one beats; islands that are joined through others are joined, and end together."""
-    islands = times.shape[1]
-    for _ in range(islands.bit_length()):
+    """The ways that no other one beats; shard groups that are joined through others are joined, and end together."""
+    shard_groups = times.shape[1]
+    for _ in range(shard_groups.bit_length()):
         joined = (joined.astype(np.int64) @ joined.astype(np.int64)) > 0
     times = np.where(joined, times[:, None, :], 0.0).max(axis=2)
-    pattern = joined.reshape(len(joined), -1) @ (2.0 ** np.arange(islands * islands))
+    pattern = joined.reshape(len(joined), -1) @ (2.0 ** np.arange(shard_groups * shard_groups))
     kept_times, kept_joined = [], []
     for one in np.unique(pattern):
         best = _best(times[pattern == one])

@@ -2,7 +2,8 @@
 
 Every document may be on any ranks, in any legal shape, in any round. Priced by the plain formula: a rank pays for a
 round once, for its groups one after another, and for ring messages that neither their own attention nor that of its
-local documents hides. With ``journey`` the linear time of tokens may be spread over an island, as real numbers, at so
+local documents hides. With ``journey`` the linear time of tokens may be spread over a shard group, as real numbers,
+at so
 much per token that leaves or arrives. That is never dearer than what a plan pays, so no plan is below the result.
 
 It serves up to about 4 documents on 4 ranks.
@@ -15,11 +16,11 @@ from itertools import combinations
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
-from support.islands import shortest_schedule
+from support.shard_groups import shortest_schedule
 
 SERIAL = ("attention", "steps", "ulysses", "kv_gather")
 
@@ -49,7 +50,7 @@ def legal_groups(cost: CostModel) -> list[Group]:
                 if size % ulysses or ulysses > cost.model.heads or not _aligned(Group(ranks, ulysses, 1, ()), cost):
                     continue
                 for method in Method if size > ulysses else (Method.RING,):
-                    plain = Shape(ulysses, size // ulysses, method)
+                    plain = GroupShape(ulysses, size // ulysses, method)
                     if published and plain not in cost.shapes:
                         continue  # published constants know their own shapes only
                     ways = [cost.group(plain._replace(routed=routed), ranks, ()) for routed in (False, True)]
@@ -120,18 +121,18 @@ def shortest_overlapping_step(
     """
     groups = legal_groups(cost)
     places = price_places(np.asarray(lengths), cost, variant, groups)
-    island = np.arange(cost.ranks) // cost.island_size
+    shard_group = np.arange(cost.ranks) // cost.shard_group_size
     rounds = [(np.zeros((0, 1)), np.zeros((0, 1, 1), bool))]  # no round is empty
     for subset in range(1, 1 << len(lengths)):
         documents = [k for k in range(len(lengths)) if subset >> k & 1]
-        rounds.append(_round_times(places, documents, island, cost.capacity(variant), journey))
-    return shortest_schedule(rounds, int(island.max()) + 1)
+        rounds.append(_round_times(places, documents, shard_group, cost.capacity(variant), journey))
+    return shortest_schedule(rounds, int(shard_group.max()) + 1)
 
 
 def _round_times(
-    places: Places, documents: list[int], island: np.ndarray, capacity: int, journey: float | None
+    places: Places, documents: list[int], shard_group: np.ndarray, capacity: int, journey: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(float64[X, I] ns of every island, bool[X, I, I] which are joined) for all ways to place these documents."""
+    """(float64[X, I] ns of every shard group, bool[X, I, I] which are joined) for all ways to place these documents."""
     count = len(places.on)
     choice = np.indices((count,) * len(documents)).reshape(len(documents), -1)
     chosen = [choice[i][:, None] == np.arange(count) for i in range(len(documents))]  # each bool[X, P]
@@ -152,14 +153,14 @@ def _round_times(
     stays = total(places.serial, own=True) @ places.on + np.maximum(exposed, 0.0)
     linear = total(places.linear) @ places.on
     least = places.floor + total(places.network) @ places.on
-    joined = np.zeros((shape[0], int(island.max()) + 1, int(island.max()) + 1), bool)
+    joined = np.zeros((shape[0], int(shard_group.max()) + 1, int(shard_group.max()) + 1), bool)
     for p, row in enumerate(places.on):
-        touched = np.bincount(island, weights=row) > 0
+        touched = np.bincount(shard_group, weights=row) > 0
         joined |= used[:, p, None, None] & (touched[:, None] & touched[None, :])
     times = np.stack(
         [
             _leveled(stays[:, own], linear[:, own], held[:, own], least[:, own], places.once, journey)
-            for own in (island == i for i in range(int(island.max()) + 1))
+            for own in (shard_group == i for i in range(int(shard_group.max()) + 1))
         ],
         axis=1,
     )
@@ -170,7 +171,7 @@ def _round_times(
 def _leveled(
     stays: np.ndarray, linear: np.ndarray, held: np.ndarray, least: np.ndarray, once: float, journey: float | None
 ) -> np.ndarray:
-    """float64[X]: time of an island; with a ``journey`` tokens are spread so that its last rank ends first."""
+    """float64[X]: time of a shard group; with a ``journey`` tokens are spread so that its last rank ends first."""
     apart = np.maximum(once + stays + linear, least).max(axis=1)
     if journey is None or linear.shape[1] == 1:
         return apart

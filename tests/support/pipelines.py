@@ -23,7 +23,7 @@ from seqloom.plan import (
     Round,
     Sharding,
     Stage,
-    Work,
+    StageMicroBatch,
     in_order,
 )
 from support.steps import Step, tiny_spec
@@ -186,11 +186,16 @@ def grouped_rounds(
     """Draw the groups of every stage for the spans of every round."""
     shapes = [[draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(2)] for stage in stages]
     home = [[draw(st.sampled_from(choice)) for choice in shapes] for _ in range(documents)]
-    islands = {rank: island for stage in stages for island in own.islands(sharding, stage.ranks) for rank in island}
+    shard_groups = {
+        rank: shard_group
+        for stage in stages
+        for shard_group in own.shard_groups(sharding, stage.ranks)
+        for rank in shard_group
+    }
     return tuple(
         Round(
             tuple(
-                draw(_works(spans, [home[span.document][s] for span in spans], own, islands, stage.tensor))
+                draw(_works(spans, [home[span.document][s] for span in spans], own, shard_groups, stage.tensor))
                 for s, stage in enumerate(stages)
             )
         )
@@ -204,9 +209,9 @@ def _works(
     spans: list[Span],
     shapes: list[Shape],
     own: Limits,
-    islands: dict[int, tuple[int, ...]],
+    shard_groups: dict[int, tuple[int, ...]],
     tensor: int,
-) -> Work:
+) -> StageMicroBatch:
     """Draw one stage's share: spans of one shape form a group; now and then linear layers have their own layout.
 
     In teams they never have.
@@ -216,15 +221,15 @@ def _works(
         by_shape.setdefault(shape, []).append(span)
     groups = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
     checkpoint, offload = draw(st.sampled_from(Checkpoint)), draw(st.booleans())
-    work = Work(in_order(groups, own.node_size), checkpoint, offload=offload)
+    work = StageMicroBatch(in_order(groups, own.node_size), checkpoint, offload=offload)
     if tensor > 1 or draw(st.integers(0, 3)):
         return work
     shift = draw(st.integers(0, 1))
 
     def move(box: Box) -> list[Box]:
         rank, document, start, stop = box
-        island = islands[rank]
-        other = island[(island.index(rank) + shift) % len(island)]
+        shard_group = shard_groups[rank]
+        other = shard_group[(shard_group.index(rank) + shift) % len(shard_group)]
         middle = (start + stop) // 2
         return [(other, document, start, middle), (rank, document, middle, stop)]
 

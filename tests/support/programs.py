@@ -11,7 +11,7 @@ from random import Random
 
 import torch
 
-from seqloom.dist.transport import Handle, Parcel, Transport
+from seqloom.dist.transport import Handle, P2PTensor, Transport
 from seqloom.plan import GroupFamily
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8")
@@ -149,9 +149,9 @@ def _start_swap(transport: Transport, step: Swap, index: int, device: str) -> tu
     sends, receives = [], []
     for number, (sender, receiver, size) in enumerate(step.parcels):
         if sender == transport.rank:
-            sends.append(Parcel(receiver, _values(size, step.dtype, index, sender, number).to(device)))
+            sends.append(P2PTensor(receiver, _values(size, step.dtype, index, sender, number).to(device)))
         if receiver == transport.rank:
-            receives.append(Parcel(sender, torch.zeros(size, dtype=getattr(torch, step.dtype), device=device)))
+            receives.append(P2PTensor(sender, torch.zeros(size, dtype=getattr(torch, step.dtype), device=device)))
     return transport.exchange(sends, receives), [tensor for _, tensor in receives]
 
 

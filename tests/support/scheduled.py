@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from seqloom.describe import ModelSpec
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 from seqloom.schedules import Schedule
 from seqloom.schedules.registry import FAMILIES, schedule_of
 from support.pipelines import ample, grouped_rounds, stages_on
@@ -89,7 +89,7 @@ def fixed_step(
     rounds = [
         Round(
             tuple(
-                Work((Group(stage.ranks, *shape, tuple(spans)),), kinds[unit + s], offload=unit % 3 == 1)
+                StageMicroBatch((Group(stage.ranks, *shape, tuple(spans)),), kinds[unit + s], offload=unit % 3 == 1)
                 for s, stage in enumerate(stages)
             )
         )

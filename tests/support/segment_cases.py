@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.interface import Kernel, Saved, Shape
+from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
 from seqloom.attention.masks import Segments
 from seqloom.testing.oracle import Truth, difference
 
@@ -69,7 +69,7 @@ class Tensors(NamedTuple):
     dout: torch.Tensor
 
 
-def random_tensors(case: Case, shape: Shape, seed: int = 0) -> Tensors:
+def random_tensors(case: Case, shape: AttentionShape, seed: int = 0) -> Tensors:
     """Draw inputs of this shape; q, k, v are strided views of wider buffers, as an exchange leaves them."""
     make = torch.Generator().manual_seed(seed)
 
@@ -108,7 +108,7 @@ def segment_truth(case: Case, tensors: Tensors, scale: float = SCALE) -> Truth:
     return Truth(out.detach(), lse, *gradients)
 
 
-def kernel_errors(kernel: Kernel, case: Case, shape: Shape, seed: int = 0) -> dict[str, float]:
+def kernel_errors(kernel: Kernel, case: Case, shape: AttentionShape, seed: int = 0) -> dict[str, float]:
     """Run a kernel forward and backward and return the relative error of every result.
 
     Asserts what must hold exactly: rows that see nothing, and keys that nobody sees.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.plan.pipeline import Stage, gathered_for_passes
 from seqloom.schedules.registry import schedule_of
 from support.pipelines import ample
@@ -69,7 +69,7 @@ def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[
     rounds = [
         Round(
             tuple(
-                Work(
+                StageMicroBatch(
                     (Group(stage.ranks, shape.tensor * shape.ulysses, shape.ring, tuple(spans)),),
                     KINDS[(unit + place) % len(KINDS)],
                 )

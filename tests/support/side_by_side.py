@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from seqloom.layout import Layout, Span
-from seqloom.plan import Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 from support.pipelines import PLACEMENTS, ample, any_order, framed, piece_rounds, stages_on
 from support.steps import Step
 from support.tables import rows_in_order
@@ -63,7 +63,7 @@ def renamed(rounds: Sequence[Round], names: Sequence[int]) -> tuple[Round, ...]:
     def own(group: Group) -> Group:
         return replace(group, spans=tuple(Span(names[span.document], span.start, span.stop) for span in group.spans))
 
-    def change(work: Work) -> Work:
+    def change(work: StageMicroBatch) -> StageMicroBatch:
         groups, linear = tuple(map(own, work.groups)), work.linear
         if linear is not None:
             linear = Layout(linear.rank, np.array(names)[linear.item], linear.start, linear.stop)

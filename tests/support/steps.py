@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from seqloom.describe import ModelSpec
-from seqloom.dist import Context, Transport, bind_alone
+from seqloom.dist import Context, Transport, bind_single_rank
 from seqloom.engine.executor import run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Span
 from seqloom.models import Details, Transformer
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.loss import IGNORED
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import split_weights
-from seqloom.params.interface import Parameters, Replicated
-from seqloom.params.resharding import FreeLayout
+from seqloom.params.interface import Parameters, ReplicatedParameters
+from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import (
     Action,
     ActionKind,
@@ -34,7 +34,7 @@ from seqloom.plan import (
     Reduce,
     Round,
     Sharding,
-    Work,
+    StageMicroBatch,
     in_order,
 )
 from support.strategies_groups import Shape, group_shapes, shared
@@ -85,9 +85,9 @@ class Step:
                 parameter *= 12 if parameter.ndim == 2 else 1
         return model
 
-    def network(self) -> Network:
+    def network(self) -> ModelAdapter:
         """Return the model as the runtime sees it."""
-        return Network.of(self.model())
+        return ModelAdapter.of(self.model())
 
     def documents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return ids and labels of every document; at least one label counts."""
@@ -118,7 +118,7 @@ class Step:
     def alone(self) -> Found:
         """Return what one process finds with all logits at once and nothing recomputed."""
         model, (ids, labels) = self.model(), self.documents()
-        context = bind_alone(self.lengths)
+        context = bind_single_rank(self.lengths)
         logits = model(torch.cat(ids), context.positions, context)
         loss = cross_entropy(logits, torch.cat(labels), reduction="sum", ignore_index=IGNORED) / self.valid
         loss.backward()
@@ -144,7 +144,7 @@ class Step:
             backend: layers are compiled with it; None: they are not.
         """
         if make is None:
-            make = FreeLayout if plan.sharding == Sharding.FREE else Replicated
+            make = ReshardingParameters if plan.sharding == Sharding.FREE else ReplicatedParameters
         network = self.network()
         if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
             network = replace(network, weights=split_weights(network.layers))
@@ -189,7 +189,10 @@ def one_stage_plan(
     kinds = [checkpoint] * len(rounds) if isinstance(checkpoint, Checkpoint) else list(checkpoint)
     lengths = {span.document: span.stop for groups in rounds for group in groups for span in group.spans}
     limits = Limits(ranks, node_size or ranks, heads, tuple((kind, 10**9) for kind in Checkpoint))
-    works = [Round((Work(in_order(each, limits.node_size), kind),)) for each, kind in zip(rounds, kinds, strict=True)]
+    works = [
+        Round((StageMicroBatch(in_order(each, limits.node_size), kind),))
+        for each, kind in zip(rounds, kinds, strict=True)
+    ]
     pipeline = Pipeline.single(range(ranks), layers, works, reduce)
     plan = Plan(limits, sharding, reduce, tuple(lengths[k] for k in range(len(lengths))), (pipeline,), "drawn")
     plan.validate()
@@ -228,11 +231,11 @@ def step_plans(draw: st.DrawFn, step: Step, *, max_ranks: int = 6) -> Plan:
         chosen = seats[draw(st.integers(0, count - 1))]
         chosen.setdefault(draw(st.sampled_from(shapes)), []).append(Span(document, 0, length))
     sharding = draw(st.sampled_from(Sharding))
-    islands = own.islands(sharding, tuple(range(ranks)))
+    shard_groups = own.shard_groups(sharding, tuple(range(ranks)))
     rounds = []
     for seat in filter(None, seats):
         busy = {rank for members, _, _ in seat for rank in members}
-        awake = {rank for island in islands if not busy.isdisjoint(island) for rank in island}
+        awake = {rank for shard_group in shard_groups if not busy.isdisjoint(shard_group) for rank in shard_group}
         plain = [Group(*shape, tuple(spans)) for shape, spans in seat.items()]
         rounds.append([draw(shared(group, node_size, awake)) for group in plain])
     plan = one_stage_plan(

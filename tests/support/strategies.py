@@ -31,7 +31,7 @@ from seqloom.plan import (
     Round,
     Sharding,
     Stage,
-    Work,
+    StageMicroBatch,
     in_order,
 )
 from support.strategies_groups import Shape, cut, group_shapes, limits, shared
@@ -175,12 +175,14 @@ def _pipelines(
         [draw(group_shapes(own, stage.ranks, stage.tensor)) for _ in range(draw(st.integers(1, 3)))] for stage in stages
     ]
     home = {document: [draw(st.sampled_from(choice)) for choice in shapes] for document in documents}
-    islands = [own.islands(sharding, stage.ranks) for stage in stages]
+    shard_groups = [own.shard_groups(sharding, stage.ranks) for stage in stages]
     found = [
         Round(
             tuple(
                 draw(
-                    _works(own, documents, spans, [home[span.document][s] for span in spans], islands[s], stage.tensor)
+                    _works(
+                        own, documents, spans, [home[span.document][s] for span in spans], shard_groups[s], stage.tensor
+                    )
                 )
                 for s, stage in enumerate(stages)
             )
@@ -204,9 +206,9 @@ def _works(
     documents: dict[int, int],
     spans: list[Span],
     shapes: list[Shape],
-    islands: tuple[tuple[int, ...], ...],
+    shard_groups: tuple[tuple[int, ...], ...],
     tensor: int,
-) -> Work:
+) -> StageMicroBatch:
     """Draw one stage's share: spans of equal shape form a group; layouts are explicit now and then.
 
     Keys of documents in pieces go round from rank to rank, those of others any way. Teams have neither routes nor a
@@ -216,19 +218,23 @@ def _works(
     for span, shape in zip(spans, shapes, strict=True):
         by_shape.setdefault(shape, []).append(span)
     used = {rank for ranks, _, _ in by_shape for rank in ranks}
-    awake = {rank for island in islands if used.intersection(island) for rank in island}
+    awake = {rank for shard_group in shard_groups if used.intersection(shard_group) for rank in shard_group}
     plain = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
     whole = [all(span.tokens == documents[span.document] for span in group.spans) for group in plain]
     groups = [draw(shared(g, own.node_size, awake)) if free else g for g, free in zip(plain, whole, strict=True)]
     groups = [replace(group, route=None) for group in groups] if tensor > 1 else groups
-    work = Work(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
+    work = StageMicroBatch(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     kinds = ("derived", "derived", "attention") if tensor > 1 else ("derived", "derived", "attention", "linear", "both")
     kind = draw(st.sampled_from(kinds))
     if kind == "derived":
         return work
     attention = work.attention_layout()
-    shift = draw(st.integers(0, max(map(len, islands)) - 1))
-    onward = {rank: island[(k + shift) % len(island)] for island in islands for k, rank in enumerate(island)}
+    shift = draw(st.integers(0, max(map(len, shard_groups)) - 1))
+    onward = {
+        rank: shard_group[(k + shift) % len(shard_group)]
+        for shard_group in shard_groups
+        for k, rank in enumerate(shard_group)
+    }
     moved = np.array([onward[rank] for rank in attention.rank.tolist()], dtype=np.int64)
     linear = Layout(moved, attention.item, attention.start, attention.stop)
     explicit = {"attention": (attention, None), "linear": (None, linear), "both": (attention, linear)}[kind]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import Span, level_targets, rebalanced
-from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, Work, in_order
+from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch, in_order
 
 
 @st.composite
@@ -18,7 +18,7 @@ def overlapping_plans(draw: st.DrawFn, cost: CostModel, lengths: Sequence[int]) 
     """Draw a plan for these documents, which the largest group of one of the cost model's variants holds.
 
     Ring groups are on any ranks, as wide as memory asks for or wider; rounds have as many of them as fit. Every round
-    may have a linear layout that levels the ranks of each island, where their memory allows.
+    may have a linear layout that levels the ranks of each shard group, where their memory allows.
     """
     tokens = cost.tokens(np.asarray(lengths)).tolist()
     fitting = [v for v in cost.variants if max(tokens) <= cost.ranks * cost.capacity(v)]
@@ -36,7 +36,7 @@ def overlapping_plans(draw: st.DrawFn, cost: CostModel, lengths: Sequence[int]) 
             rounds.append((variant, np.zeros(cost.ranks, np.int64), []))
         rounds[-1][1][list(ranks)] += each
         rounds[-1][2].append(cost.group(shape, ranks, span))
-    remapped = cost.island_size > 1 and not isinstance(cost.profile, AdditiveProfile) and draw(st.booleans())
+    remapped = cost.shard_group_size > 1 and not isinstance(cost.profile, AdditiveProfile) and draw(st.booleans())
     remap = draw(st.sampled_from(Remap))
     works = [_work(cost, variant, groups, remap if remapped else None) for variant, _, groups in rounds]
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, [Round((work,)) for work in works], reduce)
@@ -45,7 +45,7 @@ def overlapping_plans(draw: st.DrawFn, cost: CostModel, lengths: Sequence[int]) 
 
 def _place(
     random: np.random.Generator, cost: CostModel, variant: Variant, tokens: int
-) -> tuple[Shape, tuple[int, ...]]:
+) -> tuple[GroupShape, tuple[int, ...]]:
     """Any shape and ranks that hold so many tokens."""
     least = -(-tokens // cost.capacity(variant))
     if isinstance(cost.profile, AdditiveProfile) or random.random() < 0.3:
@@ -60,14 +60,16 @@ def _place(
     if random.random() < 0.5:  # near each other
         first = random.integers(cost.ranks - degree + 1)
         ranks = np.arange(first, first + degree)
-    awake = cost.island_size >= cost.node_size  # whoever is near a card takes part wherever a rank of the node does
-    return Shape(1, degree, method, awake and bool(random.integers(2))), tuple(ranks.tolist())
+    awake = (
+        cost.shard_group_size >= cost.node_size
+    )  # whoever is near a card takes part wherever a rank of the node does
+    return GroupShape(1, degree, method, awake and bool(random.integers(2))), tuple(ranks.tolist())
 
 
-def _work(cost: CostModel, variant: Variant, groups: list[Group], remap: Remap | None) -> Work:
-    """The groups, slow links first; with a remap, the time of ranks is level in every island."""
+def _work(cost: CostModel, variant: Variant, groups: list[Group], remap: Remap | None) -> StageMicroBatch:
+    """The groups, slow links first; with a remap, the time of ranks is level in every shard group."""
     ordered = in_order(groups, cost.node_size)
-    plain = Work(ordered, variant.checkpoint)
+    plain = StageMicroBatch(ordered, variant.checkpoint)
     if remap is None:
         return plain
     attention = plain.attention_layout()
@@ -75,10 +77,12 @@ def _work(cost: CostModel, variant: Variant, groups: list[Group], remap: Remap |
     linear = times.part("linear") + times.part("head")
     held = np.bincount(attention.rank, attention.sizes, cost.ranks).astype(np.int64)
     token_ns = max(1, int(linear.sum() // held.sum()))
-    islands = [range(first, first + cost.island_size) for first in range(0, cost.ranks, cost.island_size)]
-    targets = level_targets(np.where(held > 0, times.rank_ns - linear, 0), token_ns, held, islands)
+    shard_groups = [
+        range(first, first + cost.shard_group_size) for first in range(0, cost.ranks, cost.shard_group_size)
+    ]
+    targets = level_targets(np.where(held > 0, times.rank_ns - linear, 0), token_ns, held, shard_groups)
     if targets.max() > cost.capacity(variant):
         return plain
-    return Work(
-        ordered, variant.checkpoint, linear=rebalanced(attention, targets, cost.node_size, islands), remap=remap
+    return StageMicroBatch(
+        ordered, variant.checkpoint, linear=rebalanced(attention, targets, cost.node_size, shard_groups), remap=remap
     )

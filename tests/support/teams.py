@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 
 
 @torch.no_grad()
-def slice_parameters(network: Network, degree: int, index: int) -> None:
+def slice_parameters(network: ModelAdapter, degree: int, index: int) -> None:
     """Leave a team member's slices in the parameters of a network, in place.
 
     Args:

@@ -20,14 +20,20 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from seqloom.attention.context_parallel.kv_cache import Carried
-from seqloom.attention.context_parallel.overlap import Aside, GroupCall, Pieces, Shared, Tensors
+from seqloom.attention.context_parallel.kv_cache import PrefixAttention
+from seqloom.attention.context_parallel.overlap import (
+    ContextParallelAttention,
+    GroupCall,
+    OverlapQueue,
+    Pieces,
+    Tensors,
+)
 from seqloom.attention.kernels.interface import Gradients, Kernel, Prepared, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.plan import Call, bound_calls
-from seqloom.dist.redistribute import cross
+from seqloom.dist.redistribute import redistribute_tokens
 from seqloom.dist.rows import put, take
-from seqloom.dist.single_rank import bind_alone
+from seqloom.dist.single_rank import bind_single_rank
 from seqloom.dist.token_layout import Context
 from seqloom.errors import SeqloomError
 
@@ -72,8 +78,8 @@ def attention(
     calls, crossing = bound_calls(q, k, v, context, call, layer), context.around_attention
     if crossing is None:
         return _Attention.apply(q, k, v, calls, False)
-    out = _Attention.apply(*cross(crossing, q, k, v), calls, False)
-    return cross(crossing.reversed(), out)[0]
+    out = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, False)
+    return redistribute_tokens(crossing.reversed(), out)[0]
 
 
 def attention_with_lse(
@@ -96,8 +102,8 @@ def attention_with_lse(
     calls, crossing = bound_calls(q, k, v, context, call, layer), context.around_attention
     if crossing is None:
         return _Attention.apply(q, k, v, calls, True)
-    out, lse = _Attention.apply(*cross(crossing, q, k, v), calls, True)
-    return cross(crossing.reversed(), out)[0], crossing.back(lse.T)[0].T
+    out, lse = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, True)
+    return redistribute_tokens(crossing.reversed(), out)[0], crossing.back(lse.T)[0].T
 
 
 def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.Tensor, call: Call) -> torch.Tensor:
@@ -120,7 +126,7 @@ def forward_groups(
         saved = Saved(q, k, v, _as(out, q.dtype), lse)
         return saved.out, lse if with_lse else None, [saved]
     inputs = [(q, k, v)] if len(calls) == 1 else [tuple(take(x, call.rows) for x in (q, k, v)) for call in calls]
-    aside = Aside(lambda filler: _pieces(calls[filler.call]).forward(filler.piece, *inputs[filler.call]))
+    aside = OverlapQueue(lambda filler: _pieces(calls[filler.call]).forward(filler.piece, *inputs[filler.call]))
     if len(calls) == 1:
         out, saved = _forward_group(calls, 0, inputs[0], aside)
         return out, _local_lse(calls[0], saved) if with_lse else None, [saved]
@@ -139,7 +145,7 @@ def forward_groups(
 
 
 def _forward_group(
-    calls: tuple[GroupCall, ...], number: int, inputs: Tensors, aside: Aside
+    calls: tuple[GroupCall, ...], number: int, inputs: Tensors, aside: OverlapQueue
 ) -> tuple[torch.Tensor, Saved]:
     """Return the output [rows, heads, dim] of a group's rows, and what backward needs."""
     call, inner = calls[number], calls[number].inner
@@ -149,13 +155,13 @@ def _forward_group(
         if isinstance(inner, Pieces):
             outs, sums = zip(*aside.results(number, len(inner.ahead)), strict=True)
             return _joined(outs), _joined(sums, dim=1)
-        if isinstance(inner, Shared):
+        if isinstance(inner, ContextParallelAttention):
             return inner.forward(q, k, v, lambda exchange: aside.run(call.fillers.ahead.get(exchange, ())))
         return inner.forward(q, k, v)
 
     out, lse = call.answer(compute)
     saved = Saved(q, k, v, _as(out, q.dtype), lse)
-    if isinstance(inner, Carried):
+    if isinstance(inner, PrefixAttention):
         saved = inner.saved(saved, delivered=call.exchange is not None)
     return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
 
@@ -166,7 +172,7 @@ def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list
         dq, dk, dv = cast("Prepared", calls[0].inner).backward(dout, kept[0])
         return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
     given = [dout] if len(calls) == 1 else [take(dout, call.rows) for call in calls]
-    aside = Aside(
+    aside = OverlapQueue(
         lambda filler: _pieces(calls[filler.call]).backward(filler.piece, given[filler.call], kept[filler.call])
     )
     if len(calls) == 1:
@@ -182,7 +188,7 @@ def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list
 
 
 def _backward_group(
-    calls: tuple[GroupCall, ...], number: int, dout: torch.Tensor, saved: Saved, aside: Aside
+    calls: tuple[GroupCall, ...], number: int, dout: torch.Tensor, saved: Saved, aside: OverlapQueue
 ) -> Gradients:
     """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
     call, inner, dtype = calls[number], calls[number].inner, saved.q.dtype
@@ -191,7 +197,7 @@ def _backward_group(
         return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
     if call.exchange is not None:
         (dout,) = call.exchange.to_heads(dout)
-    if isinstance(inner, Shared):
+    if isinstance(inner, ContextParallelAttention):
         found = inner.backward(dout, saved, lambda exchange: aside.run(call.fillers.back.get(exchange, ())))
     else:
         found = inner.backward(dout, saved)
@@ -305,7 +311,7 @@ def packed_attention(
     if not ends or ends[0] != 0 or ends[-1] != len(q) or ends != sorted(ends):
         raise SeqloomError(f"cu_seqlens {_short(ends)} for {len(q)} tokens: it must rise from 0 to {len(q)}")
     lengths = [stop - start for start, stop in pairwise(ends)]
-    context = bind_alone(lengths, device=q.device)
+    context = bind_single_rank(lengths, device=q.device)
     return attention(q, k, v, context, causal=causal, window=window, scale=scale, kernels=kernels)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch.library import custom_op
 
 from seqloom.attention.api import backward_groups, forward_groups, last_contiguous
-from seqloom.attention.context_parallel.kv_cache import Carried
+from seqloom.attention.context_parallel.kv_cache import PrefixAttention
 from seqloom.attention.context_parallel.overlap import GroupCall
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.plan import Call, bound_calls
 from seqloom.dist import Context
-from seqloom.dist.redistribute import Crossing
+from seqloom.dist.redistribute import TokenRedistribute
 from seqloom.dist.rows import take
 
 _WIDTH = torch.int64.itemsize
@@ -32,7 +32,7 @@ class _Held(bytearray):
     value: object
 
 
-class Visit(NamedTuple):
+class LayerVisit(NamedTuple):
     """A context as one layer is called with it: a graph serves all layers, so it cannot tell which one it is."""
 
     context: Context
@@ -43,7 +43,7 @@ _numbers = count(1)
 _held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
 
 
-def ticket(value: object) -> torch.Tensor:
+def opaque_handle(value: object) -> torch.Tensor:
     """Return a new ticket for an object, int64[1] on the CPU. The object must not hold it: nothing would free them."""
     number = next(_numbers)
     held = _Held(number.to_bytes(_WIDTH, sys.byteorder))
@@ -52,7 +52,7 @@ def ticket(value: object) -> torch.Tensor:
     return torch.frombuffer(held, dtype=torch.int64)  # keeps `held` as long as its storage lives
 
 
-def holder(given: torch.Tensor) -> Any:
+def handle_object(given: torch.Tensor) -> Any:
     """Return the object that a ticket stands for."""
     return _held[int(given)].value
 
@@ -86,10 +86,12 @@ class _Kept(NamedTuple):
     rows: int
     calls: tuple[GroupCall, ...]
     of_groups: list[Saved | torch.Tensor]
-    crossing: Crossing | None
+    crossing: TokenRedistribute | None
 
     @classmethod
-    def of(cls, rows: int, calls: tuple[GroupCall, ...], saved: list[Saved], crossing: Crossing | None) -> _Kept:
+    def of(
+        cls, rows: int, calls: tuple[GroupCall, ...], saved: list[Saved], crossing: TokenRedistribute | None
+    ) -> _Kept:
         """Leave out what the graph saves."""
         delivered = [crossing is not None or call.exchange is not None for call in calls]
         return cls(rows, calls, [s if own else s.lse for own, s in zip(delivered, saved, strict=True)], crossing)
@@ -103,7 +105,9 @@ class _Kept(NamedTuple):
                 found.append(kept)
                 continue
             of_graph = Saved(take(q, rows), take(k, rows), take(v, rows), take(out, rows), kept)
-            found.append(call.inner.saved(of_graph, delivered=False) if isinstance(call.inner, Carried) else of_graph)
+            found.append(
+                call.inner.saved(of_graph, delivered=False) if isinstance(call.inner, PrefixAttention) else of_graph
+            )
         return found
 
 
@@ -128,8 +132,8 @@ def _forward(
 
     On a rank without tokens one row may come nevertheless, for models that cannot be called with none; nobody sees it.
     """
-    held, given = holder(context), len(q)
-    bound, layer = held if isinstance(held, Visit) else (held, None)
+    held, given = handle_object(context), len(q)
+    bound, layer = held if isinstance(held, LayerVisit) else (held, None)
     rows = given if given != 1 else min(bound.tokens, 1)
     q, k, v = (last_contiguous(x[:rows]) for x in (q, k, v))
     calls = bound_calls(q, k, v, bound, Call(causal, window, scale, None, dropout, softcap), layer)
@@ -139,7 +143,7 @@ def _forward(
     out, _, saved = forward_groups(calls, q, k, v, False)
     if crossing is not None:
         (out,) = crossing.reversed().forward(out)
-    return _of_rows(out, given), ticket(_Kept.of(rows, calls, saved, crossing))
+    return _of_rows(out, given), opaque_handle(_Kept.of(rows, calls, saved, crossing))
 
 
 @_forward.register_fake
@@ -156,7 +160,7 @@ def _backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, kept: torch.Tensor
 ) -> Gradients:
     """Return dq, dk, dv; `kept` is the forward's."""
-    found: _Kept = holder(kept)
+    found: _Kept = handle_object(kept)
     given, crossing = len(q), found.crossing
     dout, q, k, v, out = (last_contiguous(x[: found.rows]) for x in (dout, q, k, v, out))
     if crossing is not None:

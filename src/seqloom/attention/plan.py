@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 from seqloom.attention.context_parallel.gather import Gather
-from seqloom.attention.context_parallel.kv_cache import Carried, Carry
-from seqloom.attention.context_parallel.overlap import Draft, GroupCall, Shared, filled
+from seqloom.attention.context_parallel.kv_cache import KVCache, PrefixAttention
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Draft, GroupCall, filled
 from seqloom.attention.context_parallel.ring import Ring
-from seqloom.attention.context_parallel.routed import Relay, Roads, gather_moves, ring_moves
+from seqloom.attention.context_parallel.routed import ProxyRank, RoutedExchanges, gather_moves, ring_moves
 from seqloom.attention.context_parallel.ulysses import Exchange, HeadSplit
-from seqloom.attention.kernels.interface import Kernel, Prepared, Shape, Warmable
+from seqloom.attention.kernels.interface import AttentionShape, Kernel, Prepared, Warmable
 from seqloom.attention.lse import joins_on, sum_dtype
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import Chunks, Heads, gather_schedule, prepare, prepare_tiles, ring_tiles
@@ -98,7 +98,7 @@ def _check_pieces(context: Context, group: Group, call: Call) -> None:
                     "round; bind every round with pieces= of the plan and carry= of the step, or plan whole documents"
                 )
             continue
-        if not isinstance(context.carry, Carry):
+        if not isinstance(context.carry, KVCache):
             raise SeqloomError(
                 f"document {document} is in pieces, and the context has {context.carry!r} to carry keys from one to "
                 "the next; bind all rounds of a step with carry=one Carry()"
@@ -215,7 +215,7 @@ def warm_up_attention(
         for split in splits
         for (low, high), (kv_low, kv_high) in zip(split.query, split.kv, strict=True)
     }
-    shapes = [Shape(*some, dim, dtype, device, scale) for some in sorted(counts, reverse=True)]
+    shapes = [AttentionShape(*some, dim, dtype, device, scale) for some in sorted(counts, reverse=True)]
     return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for shape in shapes)
 
 
@@ -232,7 +232,9 @@ def bound_calls(
 def in_layer(calls: tuple[GroupCall, ...], context: Context, layer: int | None) -> tuple[GroupCall, ...]:
     """Return the calls of a round with documents in pieces as one layer makes them."""
     known = known_layer(context, layer)
-    inner = [replace(each.inner, layer=known) if isinstance(each.inner, Carried) else each.inner for each in calls]
+    inner = [
+        replace(each.inner, layer=known) if isinstance(each.inner, PrefixAttention) else each.inner for each in calls
+    ]
     return tuple(replace(call, inner=own) for call, own in zip(calls, inner, strict=True))
 
 
@@ -246,7 +248,7 @@ def calls_of(
 
     def build() -> tuple[GroupCall, ...]:
         check_call(context, heads, kv_heads, call)
-        model = Shape(heads, kv_heads, dim, dtype, context.device, scale)
+        model = AttentionShape(heads, kv_heads, dim, dtype, context.device, scale)
         kernel = _default_kernels(context.device) if kernels is None else kernels
         drafts = _drafts(context, model, call, kernel)
         mask = {"causal": causal, "window": window}
@@ -255,7 +257,7 @@ def calls_of(
     return context.cached((heads, kv_heads, dim, dtype, causal, window, scale, kernels, dropout, softcap), build)
 
 
-def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[Draft]:
+def _drafts(context: Context, model: AttentionShape, call: Call, kernel: Kernel) -> list[Draft]:
     """Return a draft for every group that this rank computes or passes messages of, in the order of the work."""
     drafts, bounds = [], iter(context.groups)
     for group in context.work.groups:
@@ -266,18 +268,18 @@ def _drafts(context: Context, model: Shape, call: Call, kernel: Kernel) -> list[
         elif context.rank in group.party and group.tokens and group.ring > 1:
             roads = _roads(context, group, HeadSplit.of(model.heads, model.kv_heads, group.ulysses), model, call)
             if roads is not None:
-                relay = Relay(roads)
+                relay = ProxyRank(roads)
                 drafts.append(Draft(group, slice(0, 0), None, relay, relay.waits(0, 0)))
     return drafts
 
 
-def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel: Kernel) -> Draft:
+def _draft(context: Context, bound: BoundGroup, model: AttentionShape, call: Call, kernel: Kernel) -> Draft:
     carries = any(span.document in context.pieces for span in bound.group.spans)
     if bound.group.degree == 1 and not carries:
         return Draft(bound.group, bound.rows)
     split = HeadSplit.of(model.heads, model.kv_heads, bound.group.ulysses)
     (low, high), (kv_low, kv_high) = split.query[bound.ulysses_index], split.kv[bound.ulysses_index]
-    shape = Shape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
+    shape = AttentionShape(high - low, kv_high - kv_low, model.dim, model.dtype, model.device, model.scale)
     heads = Heads(shape, split.readers(bound.ulysses_index))
     exchange = None
     if bound.group.ulysses > 1:
@@ -285,18 +287,18 @@ def _draft(context: Context, bound: BoundGroup, model: Shape, call: Call, kernel
             context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
         )
     if carries:
-        inner = Carried.of(context, bound, heads, kernel, call.window)
+        inner = PrefixAttention.of(context, bound, heads, kernel, call.window)
     else:
         inner = _inner(context, bound, heads, _roads(context, bound.group, split, model, call), call, kernel)
     elements, dtype = 2 * shape.kv_heads * shape.dim, shape.dtype
     row, wide_row = elements * dtype.itemsize, elements * sum_dtype(dtype).itemsize
-    waits = inner.waits(row, wide_row) if isinstance(inner, Shared) and bound.group.ring > 1 else None
+    waits = inner.waits(row, wide_row) if isinstance(inner, ContextParallelAttention) and bound.group.ring > 1 else None
     return Draft(bound.group, bound.rows, exchange, inner, waits)
 
 
 def _inner(
-    context: Context, bound: BoundGroup, heads: Heads, roads: Roads | None, call: Call, kernel: Kernel
-) -> Prepared | Shared:
+    context: Context, bound: BoundGroup, heads: Heads, roads: RoutedExchanges | None, call: Call, kernel: Kernel
+) -> Prepared | ContextParallelAttention:
     group, index = bound.group, bound.ring_index
     mask = {"causal": call.causal, "window": call.window}
     if group.ring == 1:
@@ -315,7 +317,9 @@ def _inner(
     return Ring(context.transport, ranks, index, tuple(each.rows for each in chunks), steps, joins, roads)
 
 
-def _roads(context: Context, group: Group, split: HeadSplit, model: Shape, call: Call) -> Roads | None:
+def _roads(
+    context: Context, group: Group, split: HeadSplit, model: AttentionShape, call: Call
+) -> RoutedExchanges | None:
     """Return how a routed group's exchanges cross nodes, for any rank of its party; None: there is nothing to route."""
     if group.route is None or group.ring == 1 or context.node_size is None:  # `bind` has asked for the last
         return None
@@ -327,7 +331,7 @@ def _roads(context: Context, group: Group, split: HeadSplit, model: Shape, call:
     else:
         moves = ring_moves(group, max(each.rows for each in chunks), widths, wide)
     unit = 2 * model.dim * model.dtype.itemsize
-    return Roads.of(context.transport, group, moves, unit, context.device, context.node_size)
+    return RoutedExchanges.of(context.transport, group, moves, unit, context.device, context.node_size)
 
 
 def _gathers(group: Group, window: int | None) -> bool:

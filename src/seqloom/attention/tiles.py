@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import Gradients, Kernel, Prepared, Saved, Shape
+from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, Prepared, Saved
 from seqloom.attention.lse import Joins, Sum, Total, covers, sum_dtype
 from seqloom.attention.masks import Segments
 from seqloom.dist.rows import expand, on_device, rows_of
@@ -264,7 +264,7 @@ class Heads:
         readers: int[heads], the kv head of every query head, ascending, when they do not share them equally; else None.
     """
 
-    shape: Shape
+    shape: AttentionShape
     readers: tuple[int, ...] | None = None
 
 
@@ -281,7 +281,7 @@ def prepare(kernel: Kernel, segments: Segments, heads: Heads) -> Prepared:
     """Have a kernel prepare segments; refuse what it cannot take."""
     shape, readers = heads.shape, heads.readers
     if readers is not None:
-        shape = Shape(shape.heads, shape.heads, shape.dim, shape.dtype, shape.device, shape.scale)
+        shape = AttentionShape(shape.heads, shape.heads, shape.dim, shape.dtype, shape.device, shape.scale)
     refusal = kernel.ability.refusal(segments, shape)
     if refusal is not None:
         raise SeqloomError(refusal)

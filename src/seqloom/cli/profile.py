@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from seqloom.attention.kernels.interface import Kernel, Shape
+    from seqloom.attention.kernels.interface import AttentionShape, Kernel
     from seqloom.attention.kernels.tables import Measurement, Point
     from seqloom.cost import CostModel
     from seqloom.profiling.kernels import Effort
@@ -95,7 +95,7 @@ def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, ou
     """Be one of the ranks; the first one writes the profile and returns what was found, the others nothing."""
     import torch
 
-    from seqloom.dist import Communicators, Distributed
+    from seqloom.dist import Communicators, TorchTransport
     from seqloom.plan import GroupFamily
     from seqloom.profiling.calibration import Machine
     from seqloom.profiling.trials import described
@@ -103,7 +103,7 @@ def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, ou
     cost = wanted.cost(ranks)
     communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
-    machine = Machine(cost, Distributed(communicators), device, getattr(torch, wanted.dtype))
+    machine = Machine(cost, TorchTransport(communicators), device, getattr(torch, wanted.dtype))
     looking = wanted.show and rank == 0 and sys.stderr.isatty()
     report = (lambda text: typer.echo(text, err=True)) if looking else (lambda text: None)
     stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
@@ -278,21 +278,21 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.device) -> Shape:
+def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.device) -> AttentionShape:
     """The tensors that are measured."""
     import torch
 
-    from seqloom.attention.kernels.interface import Shape
+    from seqloom.attention.kernels.interface import AttentionShape
 
     _check_dtype(dtype)
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
         raise SeqloomError(
             f"{heads} heads, {kv_heads} kv heads, head dim {dim}: all at least 1, and kv heads must divide the heads"
         )
-    return Shape(heads, kv_heads, dim, getattr(torch, dtype), device, dim**-0.5)
+    return AttentionShape(heads, kv_heads, dim, getattr(torch, dtype), device, dim**-0.5)
 
 
-def choose_kernels(names: str | None, shape: Shape) -> tuple[list[Kernel], dict[str, str]]:
+def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kernel], dict[str, str]]:
     """The kernels that are measured, and why others are not.
 
     Without names: all that can run here and take the shape, except for the reference, which is slow on purpose.

@@ -12,7 +12,7 @@ from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     from seqloom.train.config import Config
-    from seqloom.train.model import Kind
+    from seqloom.train.model import ModelFamily
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
@@ -54,7 +54,7 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
         typer.echo(f"trained model: {loaded.run.output / 'model'}")
 
 
-def kind_of(config: Config) -> Kind:
+def kind_of(config: Config) -> ModelFamily:
     """Return how the model that a config names is built and written."""
     from seqloom.train.model import REFERENCE
 

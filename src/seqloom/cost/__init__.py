@@ -2,13 +2,13 @@
 
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import Profile
-from seqloom.cost.shapes import CostTables, Parts, Shape, Variant
+from seqloom.cost.shapes import CostBreakdown, CostTables, GroupShape, Variant
 
 __all__ = [
+    "CostBreakdown",
     "CostModel",
     "CostTables",
-    "Parts",
+    "GroupShape",
     "Profile",
-    "Shape",
     "Variant",
 ]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.profile import AdditiveModel, AdditiveProfile
-from seqloom.cost.shapes import Shape, Variant
-from seqloom.cost.traffic import Flow, Reach
+from seqloom.cost.shapes import GroupShape, Variant
+from seqloom.cost.traffic import Flow, GroupTraffic
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Checkpoint, Reduce
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from seqloom.cost.communication import Remapping
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Layout, Route
-    from seqloom.plan import GroupFamily, Remap, Work
+    from seqloom.plan import GroupFamily, Remap, StageMicroBatch
 
 MIB = 1024 * 1024
 GI = 1024 * MIB
@@ -42,7 +42,7 @@ class AdditiveEngine:
     constants: AdditiveModel
     budget_bytes: int
     state_bytes: int  # parameters, gradients and optimiser of one rank
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GroupShape, ...]
 
     @classmethod
     def build(
@@ -71,7 +71,7 @@ class AdditiveEngine:
             constants,
             budget_bytes=math.floor(budget * 1024 * MIB),
             state_bytes=math.ceil(profile.state_bytes_per_parameter * parameters * GI / shard_ranks),
-            shapes=tuple(Shape(degree, 1) for degree in degrees),
+            shapes=tuple(GroupShape(degree, 1) for degree in degrees),
         )
 
     @property
@@ -97,11 +97,11 @@ class AdditiveEngine:
         """Activation bytes per token on a rank."""
         return self.constants.mib_per_token * MIB
 
-    def fixed(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def fixed(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns of a group before any document."""
         return {"fixed": self.constants.fixed_ms * 1e6}
 
-    def rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns per token, part by part, attention apart."""
         model, degree = self.constants, shape.degree
         exchange = 0.0
@@ -110,11 +110,11 @@ class AdditiveEngine:
             exchange = volume / MIB / (degree * self._bandwidth(shape, reach)) * 1e6  # ms -> ns
         return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
 
-    def prefix_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def prefix_rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns per token in front of a piece: nothing, since the published groups have no ring."""
         return {}
 
-    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow, Flow]:
+    def flows(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> tuple[Flow, Flow, Flow]:
         """Occupancy of cards and links: the published model has none."""
         return Flow(), Flow(), Flow()
 
@@ -122,7 +122,7 @@ class AdditiveEngine:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
         raise self._no_layouts()
 
-    def remapping(self, work: Work, attention: Layout, linear: Layout) -> Remapping:
+    def remapping(self, work: StageMicroBatch, attention: Layout, linear: Layout) -> Remapping:
         """Price the change between the two layouts of a round."""
         raise self._no_layouts()
 
@@ -132,11 +132,11 @@ class AdditiveEngine:
             "plan without remapping, or leave the profile out"
         )
 
-    def route(self, shape: Shape, ranks: Sequence[int], tokens: int) -> Route | None:
+    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
         """No route: the published model has no links to spread over."""
         return None
 
-    def _bandwidth(self, shape: Shape, reach: Reach) -> float:
+    def _bandwidth(self, shape: GroupShape, reach: GroupTraffic) -> float:
         """MiB/ms of the degree; a small group astride two nodes gets that of the least degree that crosses."""
         table = self.profile.bandwidth_mib_per_ms
         if shape.ring > 1 or shape.degree not in table:
@@ -157,7 +157,7 @@ class AdditiveEngine:
         """float64[n] ns per document however short: the published model has none."""
         return np.zeros(len(lengths))
 
-    def prefix_work(self, prefix: np.ndarray, shape: Shape, variant: Variant) -> np.ndarray:
+    def prefix_work(self, prefix: np.ndarray, shape: GroupShape, variant: Variant) -> np.ndarray:
         """float64[n] ns of a piece because tokens are in front of it: the published model has none."""
         return np.zeros(len(prefix))
 
@@ -170,7 +170,7 @@ class AdditiveEngine:
         """ns of splitting a unit's backward: the published model has no halves."""
         return 0
 
-    def attention_share(self, shape: Shape) -> float:
+    def attention_share(self, shape: GroupShape) -> float:
         """The share of ``attention`` that falls on one rank of the group."""
         return 1.0 / shape.degree
 

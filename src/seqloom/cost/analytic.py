@@ -19,8 +19,8 @@ from seqloom.cost.communication import (
 )
 from seqloom.cost.compute import Compute
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, Memory
-from seqloom.cost.shapes import Shape, Variant, candidate_shapes, with_methods
-from seqloom.cost.traffic import Flow, proxies_of, reach_of
+from seqloom.cost.shapes import GroupShape, Variant, candidate_shapes, with_methods
+from seqloom.cost.traffic import Flow, group_traffic, proxies_of
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Method, Reduce, Remap
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.traffic import Reach
+    from seqloom.cost.traffic import GroupTraffic
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Layout
-    from seqloom.plan import GroupFamily, Work
+    from seqloom.plan import GroupFamily, StageMicroBatch
 
 GIB = 1024**3
 DEFAULT_CONTEXT = 384 * 1024  # sizes a learned position table when no longest sequence is given
@@ -49,7 +49,7 @@ class AnalyticEngine:
     memory: Memory
     shard_ranks: int
     budget_bytes: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GroupShape, ...]
     tensor: int = 1
     granule: int = 1
 
@@ -115,7 +115,7 @@ class AnalyticEngine:
         """Bytes per token on a rank."""
         return self.memory.token_bytes(variant)
 
-    def rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns per token of the group, part by part, attention apart."""
         checkpoint = variant.checkpoint
         ulysses, sharing, team = self.flows(shape, variant, reach)
@@ -133,7 +133,7 @@ class AnalyticEngine:
             "tensor": team.time,
         }
 
-    def prefix_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def prefix_rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns per token in front of a piece: its keys and values are shared again, and its gradients sent back."""
         _, sharing, _ = self.flows(shape, variant, reach)
         ring = sharing.time if shape.hides else 0.0
@@ -145,7 +145,7 @@ class AnalyticEngine:
             "link": sharing.link,
         }
 
-    def flows(self, shape: Shape, variant: Variant, reach: Reach) -> tuple[Flow, Flow, Flow]:
+    def flows(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> tuple[Flow, Flow, Flow]:
         """Traffic per token of the group: the head exchange, keys and values by the shape's method, the teams'.
 
         A column's rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
@@ -169,11 +169,11 @@ class AnalyticEngine:
         """Share of ``linear`` that is matrix products."""
         return self.compute.products
 
-    def remapping(self, work: Work, attention: Layout, linear: Layout) -> Remapping:
+    def remapping(self, work: StageMicroBatch, attention: Layout, linear: Layout) -> Remapping:
         """Price the change between the two layouts of a round."""
         return Remapping.of(work, attention, linear, self.links)
 
-    def route(self, shape: Shape, ranks: Sequence[int], tokens: int) -> Route | None:
+    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
         """How the keys and values of a routed shape cross nodes; None where there is nothing to spread.
 
         Args:
@@ -183,12 +183,12 @@ class AnalyticEngine:
         """
         card_of = self.links.cluster.nic_of_gpu
         proxies = proxies_of(ranks, card_of)
-        reach = reach_of(tuple(ranks), shape, card_of, Route(proxies))
+        reach = group_traffic(tuple(ranks), shape, card_of, Route(proxies))
         if not shape.routed or reach.proxies < 2:
             return None
         return Route(proxies, self.links.slices(shape, reach, tokens * shape.degree))
 
-    def fixed(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def fixed(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns of a group before any document, part by part.
 
         A round gathers the parameters for forward and for backward, and reduces the gradients unless that
@@ -224,7 +224,7 @@ class AnalyticEngine:
         each = self.model.layers * ring * passes * self.profile.document_us * 1e3
         return np.where(lengths > 0, each, 0.0)
 
-    def prefix_work(self, prefix: np.ndarray, shape: Shape, variant: Variant) -> np.ndarray:
+    def prefix_work(self, prefix: np.ndarray, shape: GroupShape, variant: Variant) -> np.ndarray:
         """float64[n] ns of what a piece costs because tokens are in front of it, beyond the pairs that it reads.
 
         The kernels are called once more and their results merged; gradients of the prefix are added to what later
@@ -245,7 +245,7 @@ class AnalyticEngine:
         """ns that a unit's backward through so many layers takes more in two halves than whole."""
         return round(layers * self.profile.split_us * 1e3)
 
-    def attention_share(self, shape: Shape) -> float:
+    def attention_share(self, shape: GroupShape) -> float:
         """Share of the heads on the fullest Ulysses rank."""
         return -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
 

@@ -20,11 +20,11 @@ from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.shapes import Shape
-    from seqloom.cost.traffic import Reach, Traffic
+    from seqloom.cost.shapes import GroupShape
+    from seqloom.cost.traffic import GroupTraffic, MessageCounts
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Layout
-    from seqloom.plan import Work
+    from seqloom.plan import StageMicroBatch
 
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
@@ -42,7 +42,7 @@ class Communication:
 
     # -- exchanges per token ----------------------------------------------------
 
-    def ulysses_bytes(self, shape: Shape, checkpoint: Checkpoint) -> float:
+    def ulysses_bytes(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
         """Bytes per token and GPU that are redistributed, what a rank keeps for itself included.
 
         Forward moves q, k, v in and the output out; backward the same again. Recomputing repeats q, k, v,
@@ -52,26 +52,26 @@ class Communication:
         values = exchanged_values(query, kv, checkpoint)
         return self.model.layers * values * self.model.head_dim * ACTIVATION_BYTES / shape.degree
 
-    def ulysses(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+    def ulysses(self, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of the head exchange: traffic inside and out of a node moves side by side."""
         if shape.ulysses == 1:
             return Flow()
         message = self.ulysses_bytes(shape, checkpoint) / shape.ulysses
         return direct_flow(reach.ulysses, *self.message_ns(message, "all_to_all"))
 
-    def ring_bytes(self, shape: Shape, checkpoint: Checkpoint) -> float:
+    def ring_bytes(self, shape: GroupShape, checkpoint: Checkpoint) -> float:
         """Bytes per token and GPU: K and V go r-1 steps in every pass, dK and dV r steps in float32."""
         passes = 3 if checkpoint == Checkpoint.FULL else 2
         forward = passes * (shape.ring - 1) / shape.ring * self._kv_values(shape) * ACTIVATION_BYTES
         return self.model.layers * (forward + self._kv_values(shape) * KV_GRADIENT_BYTES)
 
-    def ring(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+    def ring(self, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token: a ring moves at the pace of its slowest link."""
         if shape.ring == 1:
             return Flow()
         return self._sharing(self.ring_bytes(shape, checkpoint), "p2p", reach, reach.ring, reach.ring)
 
-    def kv_gather(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+    def kv_gather(self, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> Flow:
         """ns per token of sending K and V to all ring indices at once, and dK and dV back to their owner.
 
         Sent directly, every index of another node gets its own copy. A route carries K and V once to every node;
@@ -86,7 +86,7 @@ class Communication:
         forward = self._sharing(keys, "collective", reach, crossing, reach.gather)
         return forward + self._sharing(gradients, "collective", reach, reach.gather, reach.gather)
 
-    def gathered(self, shape: Shape) -> float:
+    def gathered(self, shape: GroupShape) -> float:
         """ns per token of a rank's own work on gathered keys: sorting them, adding up and sorting their gradients.
 
         Every rank does it for all tokens of the group, so it weighs most where a wide ring has many short documents.
@@ -96,18 +96,20 @@ class Communication:
         size = self.model.layers * self._kv_values(shape) * KV_GRADIENT_BYTES
         return size / MIB * self.profile.gathered_us * 1e3
 
-    def prefix(self, shape: Shape) -> float:
+    def prefix(self, shape: GroupShape) -> float:
         """ns per token in front of a piece and layer of adding up the gradients of its keys and values."""
         return self._kv_values(shape) * KV_GRADIENT_BYTES / MIB * self.profile.prefix_us * 1e3
 
-    def _sharing(self, message: float, kind: str, reach: Reach, crossing: Traffic, wanted: Traffic) -> Flow:
+    def _sharing(
+        self, message: float, kind: str, reach: GroupTraffic, crossing: MessageCounts, wanted: MessageCounts
+    ) -> Flow:
         """ns of messages of so many bytes, routed where the reach says so."""
         link, card = self.message_ns(message, kind)
         if not reach.proxies:
             return direct_flow(crossing, link, card)
         return routed_flow(crossing, wanted, reach.proxies, reach.slices, link, card)
 
-    def slices(self, shape: Shape, reach: Reach, tokens: int) -> int:
+    def slices(self, shape: GroupShape, reach: GroupTraffic, tokens: int) -> int:
         """Slices of a route with which ``tokens`` tokens of a group take least time."""
         gather, kept = shape.method == Method.GATHER, Checkpoint.NONE
         flow, latency = (self.kv_gather, self.kv_gather_latency) if gather else (self.ring, self.ring_latency)
@@ -120,7 +122,7 @@ class Communication:
 
     # -- latencies per round ----------------------------------------------------
 
-    def ulysses_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
+    def ulysses_latency(self, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> float:
         """ns per round: two calls (q with k and v, output) per pass and layer."""
         if shape.ulysses == 1:
             return 0.0
@@ -128,21 +130,21 @@ class Communication:
         doublings = (shape.ulysses - 1).bit_length()
         return self.model.layers * calls * self.latency("all_to_all", reach.ulysses.left > 0, doublings)
 
-    def ring_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
+    def ring_latency(self, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> float:
         """ns per round: r-1 exchanges per forward, r+1 per backward (gradients set out one step after the keys)."""
         if shape.ring == 1:
             return 0.0
         steps = (2 if checkpoint == Checkpoint.FULL else 1) * (shape.ring - 1) + shape.ring + 1
         return self.model.layers * steps * self._sharing_latency("p2p", reach, reach.ring, 0)
 
-    def kv_gather_latency(self, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> float:
+    def kv_gather_latency(self, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> float:
         """ns per round: a gather per pass and one exchange of gradients, per layer."""
         if shape.ring == 1:
             return 0.0
         calls = 4 if checkpoint == Checkpoint.FULL else 3
         return self.model.layers * calls * self._sharing_latency("collective", reach, reach.gather, shape.ring - 1)
 
-    def _sharing_latency(self, kind: str, reach: Reach, traffic: Traffic, hops: int) -> float:
+    def _sharing_latency(self, kind: str, reach: GroupTraffic, traffic: MessageCounts, hops: int) -> float:
         """ns of one exchange: a route has one stage on the network per slice, and two inside the nodes."""
         once = self.latency(kind, traffic.left > 0, hops)
         if not reach.proxies:
@@ -181,17 +183,17 @@ class Communication:
 
     # -- bandwidths -------------------------------------------------------------
 
-    def _even(self, heads: int, shape: Shape) -> int:
+    def _even(self, heads: int, shape: GroupShape) -> int:
         """Heads sent when every Ulysses rank gets as many as the fullest: replicated or uneven ones count."""
         return -(-heads // shape.ulysses) * shape.ulysses
 
-    def _kv_heads(self, shape: Shape) -> int:
+    def _kv_heads(self, shape: GroupShape) -> int:
         """Key/value heads sent when every Ulysses rank gets as many as the one whose query heads read most."""
         shared = self.model.heads // self.model.kv_heads
         ranges = even_ranges(self.model.heads, shape.ulysses)
         return shape.ulysses * max(-(-high // shared) - low // shared for low, high in ranges)
 
-    def _kv_values(self, shape: Shape) -> float:
+    def _kv_values(self, shape: GroupShape) -> float:
         """Values of K and V per token and layer that a Ulysses rank holds."""
         return 2 * self._kv_heads(shape) * self.model.head_dim / shape.ulysses
 
@@ -255,7 +257,7 @@ def column_model(model: ModelSpec, tensor: int) -> ModelSpec:
     return replace(model, heads=model.heads // tensor, kv_heads=model.kv_heads // tensor) if tensor > 1 else model
 
 
-def column_shape(shape: Shape, tensor: int) -> Shape:
+def column_shape(shape: GroupShape, tensor: int) -> GroupShape:
     """The shape of a column of a group: Ulysses beyond tensor."""
     return shape._replace(ulysses=shape.ulysses // tensor) if tensor > 1 else shape
 
@@ -265,7 +267,7 @@ def tensor_parallel_exchanges(checkpoint: Checkpoint) -> int:
     return 6 if checkpoint in REPEATING else 4
 
 
-def team_flow(links: Communication, shape: Shape, reach: Reach, checkpoint: Checkpoint) -> Flow:
+def team_flow(links: Communication, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> Flow:
     """ns per token of the group, all layers, forward and backward."""
     if not (reach.team.near or reach.team.sent):
         return Flow()
@@ -276,7 +278,7 @@ def team_flow(links: Communication, shape: Shape, reach: Reach, checkpoint: Chec
     return gathers + direct_flow(reach.team, *links.message_ns(message, "all_to_all"))
 
 
-def team_latency(links: Communication, tensor: int, reach: Reach, checkpoint: Checkpoint) -> float:
+def team_latency(links: Communication, tensor: int, reach: GroupTraffic, checkpoint: Checkpoint) -> float:
     """ns per round, all layers, forward and backward."""
     if tensor == 1:
         return 0.0
@@ -307,7 +309,7 @@ class Remapping:
     link: np.ndarray  # int64[ranks] how long each NVLink port is taken
 
     @classmethod
-    def of(cls, work: Work, attention: Layout, linear: Layout, links: Communication) -> Remapping:
+    def of(cls, work: StageMicroBatch, attention: Layout, linear: Layout, links: Communication) -> Remapping:
         """Price the move from the attention layout of a round to its linear layout, and back, in every layer.
 
         Half of the bytes go each way, so that a card is taken for the mean of what it sends and receives, and an

@@ -14,11 +14,11 @@ from seqloom.cost import plan_cost as rounds
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
-from seqloom.cost.shapes import LANES, PROBED, CostTables, Parts, Shape, Variant, ordered, useful_shapes
-from seqloom.cost.traffic import Reach, reach_of
+from seqloom.cost.shapes import LANES, PROBED, CostBreakdown, CostTables, GroupShape, Variant, ordered, useful_shapes
+from seqloom.cost.traffic import GroupTraffic, group_traffic
 from seqloom.errors import SeqloomError, unknown
 from seqloom.layout import Route
-from seqloom.plan import Checkpoint, Group, GroupFamily, Limits, Part, Reduce, Sharding
+from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from seqloom.cost.plan_cost import RoundTimes
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Span
-    from seqloom.plan import Plan, Work
+    from seqloom.plan import Plan, StageMicroBatch
 
 
 GIB = 1024**3
@@ -76,10 +76,10 @@ def too_small(cost: CostModel) -> SeqloomError:
             f"{cost.budget_bytes / GIB:.1f} GiB; use more stages or a larger tensor degree, take a smaller model, or "
             f"raise the budget above {least:.1f} GiB"
         )
-    way = "use more GPUs" if cost.island_size == cost.ranks else "shard wider (sharding full)"
+    way = "use more GPUs" if cost.shard_group_size == cost.ranks else "shard wider (sharding full)"
     return SeqloomError(
         f"{cost.model.name} does not fit: parameters, gradients, optimiser and buffers need "
-        f"{least:.1f} GiB per GPU (sharded over {cost.island_size} ranks), "
+        f"{least:.1f} GiB per GPU (sharded over {cost.shard_group_size} ranks), "
         f"the budget is {cost.budget_bytes / GIB:.1f} GiB; {way}, take a smaller model, "
         f"or raise the budget above {least:.1f} GiB"
     )
@@ -90,7 +90,7 @@ def too_small(cost: CostModel) -> SeqloomError:
 
 
 def cost_tables(
-    cost: CostModel, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: tuple[Shape, ...]
+    cost: CostModel, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: tuple[GroupShape, ...]
 ) -> CostTables:
     """Everything planners compare, of these shapes on aligned blocks."""
     tokens = cost.tokens(np.asarray(lengths))
@@ -102,7 +102,7 @@ def cost_tables(
                 lanes[lane] += values
     whole = [not shape.hides for shape in shapes]
     lanes[1, whole] = 0  # without a ring that lane is never the longest
-    fixed = [Parts(**cost.fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
+    fixed = [CostBreakdown(**cost.fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
     return CostTables(
         shapes=shapes,
         degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
@@ -114,7 +114,7 @@ def cost_tables(
 
 
 def document_parts(
-    cost: CostModel, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
+    cost: CostModel, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], variant: Variant
 ) -> dict[str, np.ndarray]:
     """int64[S, n] per part: ns that each document adds to a group of each shape.
 
@@ -139,7 +139,7 @@ def document_parts(
 
 
 def span_sums(
-    cost: CostModel, groups: Sequence[Group], place: tuple[Shape, Reach], variant: Variant
+    cost: CostModel, groups: Sequence[Group], place: tuple[GroupShape, GroupTraffic], variant: Variant
 ) -> dict[str, np.ndarray]:
     """int64[G] per part: ns that the spans of each of these alike groups add up to.
 
@@ -214,7 +214,7 @@ class CostModel:
         self._asked = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._kin: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
-        self.island_size = max(sharded, tensor)  # ranks in the same rounds: they share shards, or are a team
+        self.shard_group_size = max(sharded, tensor)  # ranks in the same rounds: they share shards, or are a team
         sizes = (cluster, model, sharded, self.family, budget_gib, max_length)
         self.engine: AdditiveEngine | AnalyticEngine
         if isinstance(self.profile, AdditiveProfile):
@@ -232,10 +232,10 @@ class CostModel:
         self._fitting = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
         if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
             raise too_small(self)
-        self._routes: dict[tuple[Shape, tuple[int, ...]], Route | None] = {}
-        self._rates: dict[tuple[Shape, Variant, Reach], dict[str, float]] = {}
-        self._fixed: dict[tuple[Shape, Variant, Reach], dict[str, int]] = {}
-        self.shapes: tuple[Shape, ...] = self.engine.shapes
+        self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
+        self._rates: dict[tuple[GroupShape, Variant, GroupTraffic], dict[str, float]] = {}
+        self._fixed: dict[tuple[GroupShape, Variant, GroupTraffic], dict[str, int]] = {}
+        self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         if isinstance(self.engine, AnalyticEngine):
             staged = (variant._replace(resident=True) for variant in self.engine.variants)
             first = {variant.checkpoint: variant for variant in reversed(self._fitting or tuple(staged))}
@@ -314,48 +314,48 @@ class CostModel:
         return -(-exact // self.granule) * self.granule
 
     def tables(
-        self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[Shape] | None = None
+        self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[GroupShape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
         return cost_tables(self, lengths, self._priced(variant), self.shapes if shapes is None else tuple(shapes))
 
-    def fixed_parts(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, int]:
+    def fixed_parts(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, int]:
         """ns of a group before any document, part by part."""
         key = (shape, variant, reach)
         if key not in self._fixed:
             self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
         return self._fixed[key]
 
-    def group_parts(self, group: Group, variant: Variant) -> Parts:
+    def group_parts(self, group: Group, variant: Variant) -> CostBreakdown:
         """Named parts of one group's forward and backward, by where its ranks really lie."""
         return self.groups_parts([group], variant)[0]
 
-    def groups_parts(self, groups: Sequence[Group], variant: Variant) -> list[Parts]:
+    def groups_parts(self, groups: Sequence[Group], variant: Variant) -> list[CostBreakdown]:
         """``group_parts`` of many groups, priced together.
 
         A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``, and in a ring what it takes
         to share the keys and values of ``[0, a)`` again.
         """
         variant = self._priced(variant)
-        alike: dict[tuple[Shape, Reach], list[int]] = {}
+        alike: dict[tuple[GroupShape, GroupTraffic], list[int]] = {}
         for i, group in enumerate(groups):
             alike.setdefault(self.place(group), []).append(i)
-        priced: list[Parts] = [Parts()] * len(groups)
+        priced: list[CostBreakdown] = [CostBreakdown()] * len(groups)
         for place, members in alike.items():
             fixed = self.fixed_parts(place[0], variant, place[1])
             sums = span_sums(self, [groups[i] for i in members], place, variant)
             for row, i in enumerate(members):
                 added = {name: int(values[row]) for name, values in sums.items()}
-                priced[i] = Parts(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
+                priced[i] = CostBreakdown(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
         return priced
 
-    def place(self, group: Group) -> tuple[Shape, Reach]:
+    def place(self, group: Group) -> tuple[GroupShape, GroupTraffic]:
         """The row of the tables that a group is priced by, and where its messages go."""
-        shape = Shape(group.ulysses, group.ring, group.method)
-        reach = reach_of(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
+        shape = GroupShape(group.ulysses, group.ring, group.method)
+        reach = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
         return shape._replace(routed=reach.proxies > 0), reach
 
-    def route(self, shape: Shape, ranks: Sequence[int]) -> Route | None:
+    def route(self, shape: GroupShape, ranks: Sequence[int]) -> Route | None:
         """How a group's keys and values cross nodes: the proxies, and slices for ranks that are rather full.
 
         None where the shape is not routed, the group stays in a node or a node has one card.
@@ -369,17 +369,17 @@ class CostModel:
             )
         return self._routes[key]
 
-    def group(self, shape: Shape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
+    def group(self, shape: GroupShape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
         """A group of this shape on these ranks: what the tables price, as planners put it into a plan."""
         own = tuple(ranks)
         return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
 
     def round_times(
         self,
-        work: Work,
+        work: StageMicroBatch,
         variant: Variant,
-        stage: Part | None = None,
-        priced: Sequence[Parts] | None = None,
+        stage: LayerRange | None = None,
+        priced: Sequence[CostBreakdown] | None = None,
     ) -> RoundTimes:
         """Time of a round: of every rank in all its groups, of every network card and link.
 
@@ -406,17 +406,17 @@ class CostModel:
         return closed_form.plan_ns(self, plan)
 
     def document_parts(
-        self, tokens: np.ndarray, places: Sequence[tuple[Shape, Reach]], variant: Variant
+        self, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], variant: Variant
     ) -> dict[str, np.ndarray]:
         """int64[S, n] per part: ns that each document adds to a group of each shape."""
         return document_parts(self, tokens, places, variant)
 
-    def aligned(self, shape: Shape) -> Reach:
+    def aligned(self, shape: GroupShape) -> GroupTraffic:
         """Reach of the shape on any aligned block."""
         ranks = tuple(range(shape.degree))
-        return reach_of(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
+        return group_traffic(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
 
-    def token_rates(self, shape: Shape, variant: Variant, reach: Reach) -> dict[str, float]:
+    def token_rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
         """ns that each token adds to a group, part by part, attention apart."""
         key = (shape, variant, reach)
         if key not in self._rates:

@@ -19,21 +19,21 @@ import numpy as np
 
 from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.memory import free_bytes
-from seqloom.cost.resharding import column_of, one_stage_bytes, passes_ns, priced_passes, relay_ns
-from seqloom.cost.shapes import LANES, Parts, Variant
-from seqloom.cost.traffic import card_load
+from seqloom.cost.resharding import column_of, exposed_reshard_ns, one_stage_bytes, passes_ns, priced_passes
+from seqloom.cost.shapes import LANES, CostBreakdown, Variant
+from seqloom.cost.traffic import nic_load
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Part, Sharding
+from seqloom.plan import Group, LayerRange, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from seqloom.cost.communication import Remapping
     from seqloom.cost.model import CostModel
-    from seqloom.plan import Pipeline, Plan, Work
+    from seqloom.plan import Pipeline, Plan, StageMicroBatch
 
 
-NAMES = tuple(field.name for field in fields(Parts))
+NAMES = tuple(field.name for field in fields(CostBreakdown))
 """The parts, in the order of the columns of every table of parts."""
 ONCE = ("fixed", "gather", "reduce")
 """Parts that a rank has once in a round."""
@@ -41,7 +41,7 @@ BY_RANK = ("linear", "head", "remap")
 """Parts that follow the linear layout where a round has one, not the groups."""
 
 
-def of_part(part: Part, table: np.ndarray) -> np.ndarray:
+def of_part(part: LayerRange, table: np.ndarray) -> np.ndarray:
     """Times of a stage's part of the model, in a table of columns `NAMES`: by its layers; the head all or nothing.
 
     Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
@@ -82,10 +82,10 @@ class RoundTimes:
 
 def round_times(
     cost: CostModel,
-    work: Work,
+    work: StageMicroBatch,
     variant: Variant,
-    stage: Part | None = None,
-    priced: Sequence[Parts] | None = None,
+    stage: LayerRange | None = None,
+    priced: Sequence[CostBreakdown] | None = None,
 ) -> RoundTimes:
     """Price a round; see `CostModel.round_times`."""
     parts_of = cost.groups_parts(work.groups, variant) if priced is None else priced
@@ -182,7 +182,7 @@ def _running(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndar
     return upto - values - base, upto - base
 
 
-def _by_rank(cost: CostModel, work: Work, variant: Variant) -> tuple[np.ndarray, Remapping]:
+def _by_rank(cost: CostModel, work: StageMicroBatch, variant: Variant) -> tuple[np.ndarray, Remapping]:
     """(int64[ranks, len(NAMES)] linear, head and remap of a round with a linear layout, its remapping)."""
     linear, attention = work.linear_layout(), work.attention_layout()
     held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in (linear, attention)])
@@ -194,7 +194,7 @@ def _by_rank(cost: CostModel, work: Work, variant: Variant) -> tuple[np.ndarray,
     return parts, remap
 
 
-def _card_ns(cost: CostModel, work: Work, variant: Variant, network: np.ndarray) -> np.ndarray:
+def _card_ns(cost: CostModel, work: StageMicroBatch, variant: Variant, network: np.ndarray) -> np.ndarray:
     """int64[nodes, nics]: how long the groups of a round take each card. Direct traffic is the sender's own card's."""
     cluster = cost.cluster
     taken = np.zeros((cluster.nodes, cluster.nics_per_node), dtype=np.int64)
@@ -203,13 +203,13 @@ def _card_ns(cost: CostModel, work: Work, variant: Variant, network: np.ndarray)
         shape, reach = cost.place(group)
         heads, keys, team = (flow.network for flow in cost.engine.flows(shape, variant, reach))
         route = group.route if shape.routed else None
-        load = card_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
+        load = nic_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
         share = (heads * load.ulysses + keys * load.sharing + team * load.team) / (heads + keys + team)
         taken[load.node, load.card] += (int(network[k]) * share).astype(np.int64)
     return taken
 
 
-def tokens_on_ranks(cost: CostModel, work: Work) -> np.ndarray:
+def tokens_on_ranks(cost: CostModel, work: StageMicroBatch) -> np.ndarray:
     """int64[ranks]: tokens that every rank holds, in whole granules and evenly over its groups.
 
     Several groups add up; where linear layers have a layout of their own, the larger of both counts.
@@ -226,19 +226,19 @@ def tokens_on_ranks(cost: CostModel, work: Work) -> np.ndarray:
 # ---- merged: cost.closed_form
 # Step time and memory of a whole plan in closed form, from the same integers the planners compare.
 #
-# Rounds are totally ordered and there is no barrier between them. A round joins the islands that its groups
-# connect; it starts when all ranks of those islands are free and holds them until its slowest rank is done
-# (they meet in every parameter gather). Ranks of other islands are not touched.
+# Rounds are totally ordered and there is no barrier between them. A round joins the shard groups that its groups
+# connect; it starts when all ranks of those shard groups are free and holds them until its slowest rank is done
+# (they meet in every parameter gather). Ranks of other shard groups are not touched.
 #
 # Under free sharding the step also has what it does not hide of moving parameters and gradients, see `relaying`.
 
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:
-    """Latest finish over all islands, plus what a step costs once."""
+    """Latest finish over all shard groups, plus what a step costs once."""
     _require_one_stage(plan)
-    islands = plan.islands
-    ready = [0] * len(islands)
-    island_of = {rank: i for i, island in enumerate(islands) for rank in island}
+    shard_groups = plan.shard_groups
+    ready = [0] * len(shard_groups)
+    shard_group_of = {rank: i for i, shard_group in enumerate(shard_groups) for rank in shard_group}
     overhead, shades = 0, []
     for pipeline in plan.pipelines:
         own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
@@ -247,7 +247,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
             variant = Variant(work.checkpoint, plan.reduce, bool(together))
             overhead = max(overhead, own.step_overhead_ns(variant))
             times = own.round_times(work, variant)
-            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, island_of, together)]
+            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, shard_group_of, together)]
             shortest.append(min(time for _, time in parts))
             for joined, time in parts:
                 finish = max(ready[i] for i in joined) + time
@@ -255,9 +255,9 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
                     ready[i] = finish
         shades.append((shortest[0], shortest[-1]) if shortest else (0, 0))
         moved = passes_ns(cost, pipeline) if together else 0
-        for i in {island_of[rank] for rank in together}:
+        for i in {shard_group_of[rank] for rank in together}:
             ready[i] += moved
-    return max(ready, default=0) + overhead + relay_ns(cost, plan.pipelines, shades)
+    return max(ready, default=0) + overhead + exposed_reshard_ns(cost, plan.pipelines, shades)
 
 
 def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
@@ -311,15 +311,15 @@ def _require_one_stage(plan: Plan) -> None:
             )
 
 
-def _works(pipeline: Pipeline) -> list[Work]:
-    """The work of every round. Pipelines are on disjoint islands, so their order is free."""
+def _works(pipeline: Pipeline) -> list[StageMicroBatch]:
+    """The work of every round. Pipelines are on disjoint shard groups, so their order is free."""
     return [current.work[0] for current in pipeline.rounds]
 
 
 def _connected(
-    work: Work, island_of: dict[int, int], together: tuple[int, ...] = ()
+    work: StageMicroBatch, shard_group_of: dict[int, int], together: tuple[int, ...] = ()
 ) -> list[tuple[list[int], list[int]]]:
-    """Islands that the groups of a round and their proxies join, with the ranks at work: [(islands, ranks)].
+    """Shard groups that the groups of a round and their proxies join, with the ranks at work: [(shard groups, ranks)].
 
     Ranks that are `together` are joined too.
     """
@@ -335,13 +335,13 @@ def _connected(
         parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
     parties += [together] * bool(together)
     for party in parties:
-        first = root(island_of[party[0]])
+        first = root(shard_group_of[party[0]])
         for rank in party:
-            parent[root(island_of[rank])] = first
-    islands: dict[int, list[int]] = defaultdict(list)
+            parent[root(shard_group_of[rank])] = first
+    shard_groups: dict[int, list[int]] = defaultdict(list)
     ranks: dict[int, list[int]] = defaultdict(list)
     for i in sorted(parent):
-        islands[root(i)].append(i)
+        shard_groups[root(i)].append(i)
     for party in parties:
-        ranks[root(island_of[party[0]])] += party
-    return [(islands[key], ranks[key]) for key in islands]
+        ranks[root(shard_group_of[party[0]])] += party
+    return [(shard_groups[key], ranks[key]) for key in shard_groups]

@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost.analytic import DEFAULT_CONTEXT, AnalyticEngine
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES
 from seqloom.cost.stages import StageMemory, stage_parameters
-from seqloom.plan import ActionKind, Part, Sharding
+from seqloom.plan import ActionKind, LayerRange, Sharding
 from seqloom.plan.pipeline import PassMove, pass_moves, stages_per_pass
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ TABLE, POSITIONS, LAYERS = 0, 1, 2
 """The first units; layer k is LAYERS + k, the end comes after the last layer."""
 
 
-class Holdings(NamedTuple):
+class ResidentParameters(NamedTuple):
     """Parameters that ranks compute with."""
 
     rank: np.ndarray  # float64[ranks], of each rank
@@ -39,9 +39,9 @@ class Holdings(NamedTuple):
     node: np.ndarray  # float64[nodes], different ones of each node
 
 
-def holdings(
+def resident_parameters(
     cost: CostModel, lines: Sequence[Sequence[Stage]], shared: Sequence[frozenset[int]] = ()
-) -> tuple[Holdings, Holdings]:
+) -> tuple[ResidentParameters, ResidentParameters]:
     """What ranks keep for the step; and of this, the embedding (also where it is the head) and the first layer.
 
     Args:
@@ -57,26 +57,26 @@ def holdings(
     first = _counted(held, whole * early, cut * early, cost.node_size)
     for line, numbers in zip(lines, passing, strict=True):
         for stage in (line[number] for number in sorted(numbers)):
-            part = Part(*stage.layers, line[-1].layers[1])
+            part = LayerRange(*stage.layers, line[-1].layers[1])
             everything = _with_shares(everything, stage, stage_parameters(cost, part, stage.tensor))
             first = _with_shares(first, stage, _early(cost, part, stage.tensor))
     return everything, first
 
 
-def _early(cost: CostModel, part: Part, tensor: int) -> int:
+def _early(cost: CostModel, part: LayerRange, tensor: int) -> int:
     """Parameters of a part that belong to the embedding or to the first layer."""
     if part.begins:
-        return stage_parameters(cost, Part(0, 1, 2), tensor)
+        return stage_parameters(cost, LayerRange(0, 1, 2), tensor)
     return cost.model.head_parameters if part.ends and cost.model.tied else 0
 
 
-def _with_shares(found: Holdings, stage: Stage, parameters: int) -> Holdings:
+def _with_shares(found: ResidentParameters, stage: Stage, parameters: int) -> ResidentParameters:
     """What is found, and shares of the parameters of a stage."""
     ranks, share = np.array(stage.ranks), parameters * stage.tensor / len(stage.ranks)
     rank, node = found.rank.copy(), found.node.copy()
     rank[ranks] += share
     node += np.bincount(ranks // (len(rank) // len(node)), minlength=len(node)) * share
-    return Holdings(rank, found.others, node)
+    return ResidentParameters(rank, found.others, node)
 
 
 def _held(cost: CostModel, lines: Sequence[Sequence[Stage]], passing: Sequence[frozenset[int]]) -> np.ndarray:
@@ -110,12 +110,12 @@ def _sizes(cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
     return whole, np.concatenate(([0, 0], layers - vectors, [0]))
 
 
-def _counted(held: np.ndarray, whole: np.ndarray, cut: np.ndarray, node_size: int) -> Holdings:
+def _counted(held: np.ndarray, whole: np.ndarray, cut: np.ndarray, node_size: int) -> ResidentParameters:
     """Add up units of these sizes."""
     by_node = held.reshape(-1, node_size, *held.shape[1:])
     entire = np.asarray(by_node.any(axis=3))
     parts, wholes = (each * (1 - 1 / np.maximum(each.sum(axis=1, keepdims=True), 1)) for each in (by_node, entire))
-    return Holdings(
+    return ResidentParameters(
         rank=(entire @ whole + by_node.mean(axis=3) @ cut).ravel(),
         others=(wholes @ whole + parts.mean(axis=3) @ cut).ravel(),
         node=entire.any(axis=1) @ whole + by_node.any(axis=1).mean(axis=2) @ cut,
@@ -173,7 +173,7 @@ def passes_ns(cost: CostModel, pipeline: Pipeline) -> int:
 
 
 @lru_cache(maxsize=256)
-def pass_times(cost: CostModel, stage: Stage, part: Part) -> PassTimes:
+def pass_times(cost: CostModel, stage: Stage, part: LayerRange) -> PassTimes:
     """What gathering a stage, and bringing its gradients back to shares, takes."""
     engine, cluster = cost.engine, cost.cluster
     column = column_of(stage)
@@ -210,7 +210,7 @@ class PassMemory(NamedTuple):
     halves: int
 
     @classmethod
-    def of(cls, cost: CostModel, part: Part, column: int) -> PassMemory:
+    def of(cls, cost: CostModel, part: LayerRange, column: int) -> PassMemory:
         """Of a part of the model, by the cost model's tensor degree, over so many ranks."""
         parameters = stage_parameters(cost, part)
         if column == 1:  # nobody to share with: they stay for the step
@@ -237,7 +237,7 @@ def one_stage_bytes(cost: CostModel, column: int, checkpoint: Checkpoint, tokens
         checkpoint: of the round.
         tokens: int64[n].
     """
-    part = Part(0, cost.model.layers, cost.model.layers)
+    part = LayerRange(0, cost.model.layers, cost.model.layers)
     stage, moved = StageMemory(cost, part), PassMemory.of(cost, part, column)
     held, forward, backward, *_ = stage.holding(checkpoint, offload=False)
     begins = np.maximum(tokens * (held + forward), tokens * (held + backward) + moved.layer)
@@ -245,7 +245,7 @@ def one_stage_bytes(cost: CostModel, column: int, checkpoint: Checkpoint, tokens
     return stage.working_bytes() + moved.always + moved.copies + np.ceil(most).astype(np.int64)
 
 
-def tokens_in_passes(cost: CostModel, part: Part, column: int, checkpoint: Checkpoint, units: int) -> int:
+def tokens_in_passes(cost: CostModel, part: LayerRange, column: int, checkpoint: Checkpoint, units: int) -> int:
     """Tokens of a unit that a rank of a stage gathered for every pass can hold, with so many units in flight."""
     stage, moved = StageMemory(cost, part), PassMemory.of(cost, part, column)
     room = cost.budget_bytes - stage.working_bytes() - moved.always - moved.copies
@@ -304,7 +304,7 @@ FORWARD, BACKWARD = 1 / 5, 1 / 2
 """Shares of a round's time that are forward, and that are backward, at least."""
 
 
-class Relay(NamedTuple):
+class ReshardTimes(NamedTuple):
     """ns of what free sharding moves in a step, whatever the documents."""
 
     before: float  # parameters to the plan's ranks
@@ -313,13 +313,13 @@ class Relay(NamedTuple):
     last: float  # of the gradients, the same
 
 
-def relay_times(cost: CostModel, pipelines: Sequence[Pipeline]) -> Relay:
+def reshard_times(cost: CostModel, pipelines: Sequence[Pipeline]) -> ReshardTimes:
     """What moving parameters and gradients takes under these pipelines; nothing unless sharding is free."""
     shared = tuple(stages_per_pass(pipeline) for pipeline in pipelines)
     return _relay(cost.whole, tuple(pipeline.stages for pipeline in pipelines), shared)
 
 
-def relay_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tuple[int, int]]) -> int:
+def exposed_reshard_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tuple[int, int]]) -> int:
     """ns of that which a step does not hide.
 
     Args:
@@ -327,7 +327,7 @@ def relay_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tu
         pipelines: of the plan.
         shades: of every pipeline, ns of its first and of its last round on the first stage.
     """
-    relay = relay_times(cost, pipelines)
+    relay = reshard_times(cost, pipelines)
     if not relay.before or not isinstance(cost.engine, AnalyticEngine):
         return 0
     forward, backward = [], []
@@ -346,21 +346,21 @@ def relay_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tu
 
 
 @lru_cache(maxsize=256)
-def _relay(cost: CostModel, lines: tuple[tuple[Stage, ...], ...], shared: tuple[frozenset[int], ...]) -> Relay:
+def _relay(cost: CostModel, lines: tuple[tuple[Stage, ...], ...], shared: tuple[frozenset[int], ...]) -> ReshardTimes:
     engine = cost.engine
     if cost.sharding != Sharding.FREE or cost.ranks == 1 or not isinstance(engine, AnalyticEngine):
-        return Relay(0.0, 0.0, 0.0, 0.0)
-    held, early = holdings(cost, lines, shared)
+        return ReshardTimes(0.0, 0.0, 0.0, 0.0)
+    held, early = resident_parameters(cost, lines, shared)
     bundles = cost.model.layers + 2
     times = [
         _way_ns(engine.links, elements, size, calls)
         for size in (PARAMETER_BYTES, GRADIENT_BYTES)
         for elements, calls in ((held, bundles), (early, 2))
     ]
-    return Relay(before=times[0], after=times[2], first=times[1], last=times[3])
+    return ReshardTimes(before=times[0], after=times[2], first=times[1], last=times[3])
 
 
-def _way_ns(links: Communication, held: Holdings, size: int, calls: int) -> float:
+def _way_ns(links: Communication, held: ResidentParameters, size: int, calls: int) -> float:
     """ns of one way, of elements of so many bytes, in so many bundles."""
     cluster = links.cluster
     ranks, width = cluster.ranks, cluster.gpus_per_node

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from seqloom.plan import GroupFamily
 
 
-class Shape(NamedTuple):
+class GroupShape(NamedTuple):
     """How a group spreads a document: ``ulysses`` over heads (inner axis) times ``ring`` over positions.
 
     ``method`` says how ring indices share keys and values, ``routed`` whether these cross nodes through all cards.
@@ -74,7 +74,7 @@ LANES: tuple[tuple[str, ...], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CostBreakdown:
     """One group's forward and backward, split by cause. Integer nanoseconds.
 
     A group shares keys and values by ``ring`` (with ``steps``) or by ``kv_gather``; the other is 0. ``network`` and
@@ -119,7 +119,7 @@ class CostTables:
     Time of a group of shape ``s`` = max over lanes ``l`` of ``fixed[l, s] + sum_k cost[l, s, k]``.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GroupShape, ...]
     degree: np.ndarray  # int64[S]
     cost: np.ndarray  # int64[L, S, n] ns that document k adds to lane l
     fixed: np.ndarray  # int64[L, S] ns before any document
@@ -142,7 +142,7 @@ NEAR_PERCENT = 103
 
 def candidate_shapes(
     family: GroupFamily, heads: int, kv_heads: int, tensor: int = 1, within: GroupFamily | None = None
-) -> tuple[Shape, ...]:
+) -> tuple[GroupShape, ...]:
     """Shapes by degree ascending, then Ulysses descending.
 
     Per degree: the widest Ulysses that the heads allow, a whole node of Ulysses, one kv head per Ulysses
@@ -168,11 +168,11 @@ def candidate_shapes(
         wanted.update(size for size in (family.node_size,) if size in legal)
         unreplicated = [size for size in legal if kv_heads % size == 0]
         wanted.add(max(unreplicated))
-        shapes += [Shape(size, degree // size) for size in sorted(wanted, reverse=True)]
+        shapes += [GroupShape(size, degree // size) for size in sorted(wanted, reverse=True)]
     return tuple(shapes)
 
 
-def with_methods(shapes: Iterable[Shape], node_size: int, cards: int) -> tuple[Shape, ...]:
+def with_methods(shapes: Iterable[GroupShape], node_size: int, cards: int) -> tuple[GroupShape, ...]:
     """The shapes in every way of sharing keys and values: ring and gather, and routed where they leave a node.
 
     Args:
@@ -197,7 +197,7 @@ def _fits(ulysses: int, degree: int, node_size: int) -> bool:
     return degree <= node_size or node_size % ulysses == 0 or ulysses % node_size == 0
 
 
-def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[Shape, ...]:
+def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[GroupShape, ...]:
     """Of every degree as few shapes as possible, such that one is within 3 % of the fastest for any document.
 
     Documents of every length are tried, alone and in a full pack of their like.
@@ -206,7 +206,7 @@ def useful_shapes(tables: Callable[[np.ndarray], CostTables]) -> tuple[Shape, ..
         tables: prices all candidate shapes for given lengths.
     """
     priced = tables(np.array(PROBES, dtype=np.int64))
-    keep: list[Shape] = []
+    keep: list[GroupShape] = []
     for degree in dict.fromkeys(int(d) for d in priced.degree):
         rows = np.flatnonzero(priced.degree == degree)
         keep += [priced.shapes[rows[i]] for i in _cover(_probe(priced, rows, degree * (priced.capacity or PROBED)))]
@@ -238,7 +238,7 @@ def _cover(times: np.ndarray) -> list[int]:
     return picked
 
 
-def ordered(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+def ordered(shapes: Iterable[GroupShape]) -> tuple[GroupShape, ...]:
     """Each once, by degree ascending, then Ulysses descending, rings before gathers, direct before routed."""
     gather = Method.GATHER
     return tuple(sorted(set(shapes), key=lambda s: (s.degree, -s.ulysses, s.method == gather, s.routed)))

@@ -25,7 +25,7 @@ from seqloom.cost.memory import (
     partial_bytes,
 )
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Limits, Part
+from seqloom.plan import Checkpoint, LayerRange, Limits
 from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from seqloom.plan import Group
 
 
-def stage_parameters(cost: CostModel, share: Part, tensor: int | None = None) -> int:
+def stage_parameters(cost: CostModel, share: LayerRange, tensor: int | None = None) -> int:
     """Parameters of a rank of a stage: its layers, the embedding on the first stage, norm and head on the last.
 
     A tied table is on both. All stages together have the model's parameters, a tied table counted twice. Tensor ranks
@@ -62,11 +62,12 @@ def _layers(model: ModelSpec, first: int, stop: int, tensor: int) -> int:
     return sum(model.layer_parameters(layer, tensor) for layer in range(first, stop))
 
 
-def stage_end_ns(cost: CostModel, shares: Sequence[Part], ranks: int, island: int) -> tuple[int, int]:
+def stage_end_ns(cost: CostModel, shares: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[int, int]:
     """(ns, of that communication) once per step on a host of `ranks` ranks that runs these stages.
 
-    Parameters are gathered over islands of `island` ranks, gradients scattered over them and summed over the host's
-    islands, and the optimiser runs on a rank's part. Tensor ranks share with their like in other teams. Under free
+    Parameters are gathered over shard groups of `shard_group` ranks, gradients scattered over them and summed over
+    the host's
+    shard groups, and the optimiser runs on a rank's part. Tensor ranks share with their like in other teams. Under free
     sharding the optimiser runs on an even part of the whole model; what moves depends on all stages of a plan, see
     `relaying`. Published constants have none of this.
     """
@@ -77,14 +78,14 @@ def stage_end_ns(cost: CostModel, shares: Sequence[Part], ranks: int, island: in
     if engine.memory.owners:
         rest += engine.compute.optimiser(engine.memory.parameters / engine.memory.owners)
         return int(np.rint(rest)), 0
-    ranks, island = max(1, ranks // cost.tensor), max(1, island // cost.tensor)
+    ranks, shard_group = max(1, ranks // cost.tensor), max(1, shard_group // cost.tensor)
     parameters = sum(stage_parameters(cost, share) for share in shares)
     layers = sum(share.stop - share.first for share in shares)
     links = engine.links
-    moved = links.collective(PARAMETER_BYTES * parameters, island, layers)
-    moved += links.collective(GRADIENT_BYTES * parameters, island, layers)
-    moved += links.replica_sum(GRADIENT_BYTES * parameters, island, layers, ranks)
-    rest += engine.compute.optimiser(parameters / island)
+    moved = links.collective(PARAMETER_BYTES * parameters, shard_group, layers)
+    moved += links.collective(GRADIENT_BYTES * parameters, shard_group, layers)
+    moved += links.replica_sum(GRADIENT_BYTES * parameters, shard_group, layers, ranks)
+    rest += engine.compute.optimiser(parameters / shard_group)
     return int(np.rint(moved + rest)), int(np.rint(moved))
 
 
@@ -93,7 +94,7 @@ def stage_end_ns(cost: CostModel, shares: Sequence[Part], ranks: int, island: in
 #
 # State: parameters whole in bf16 and gradients whole in float32 from the first unit to the last; master and
 # moments, and
-# the scattered gradient, over the ranks of the island (free sharding: of the whole model, over all ranks). What a
+# the scattered gradient, over the ranks of the shard group (free sharding: of the whole model, over all ranks). What a
 # unit
 # holds per token:
 #
@@ -130,20 +131,20 @@ class StageMemory:
     """Memory of a rank of one stage."""
 
     cost: CostModel
-    share: Part
+    share: LayerRange
 
-    def state_bytes(self, island: int) -> int:
-        """Parameters, gradients and optimiser, sharded over `island` ranks."""
+    def state_bytes(self, shard_group: int) -> int:
+        """Parameters, gradients and optimiser, sharded over `shard_group` ranks."""
         engine = self.cost.engine
         if isinstance(engine, AdditiveEngine):
-            whole = engine.state_bytes * self.cost.island_size
-            return -(-whole * (self.share.stop - self.share.first) // (self.share.of * island))
+            whole = engine.state_bytes * self.cost.shard_group_size
+            return -(-whole * (self.share.stop - self.share.first) // (self.share.of * shard_group))
         parameters = stage_parameters(self.cost, self.share)
         if engine.memory.owners:
             return (PARAMETER_BYTES + GRADIENT_BYTES) * parameters
-        island = max(1, island // self.cost.tensor)
-        sharded = OPTIMISER_BYTES + (GRADIENT_BYTES if island > 1 else 0)
-        return (PARAMETER_BYTES + GRADIENT_BYTES) * parameters + -(-sharded * parameters // island)
+        shard_group = max(1, shard_group // self.cost.tensor)
+        sharded = OPTIMISER_BYTES + (GRADIENT_BYTES if shard_group > 1 else 0)
+        return (PARAMETER_BYTES + GRADIENT_BYTES) * parameters + -(-sharded * parameters // shard_group)
 
     def working_bytes(self) -> int:
         """A chunk of logits on the last stage, and what the device takes: once per rank, whatever stages it has.
@@ -214,13 +215,13 @@ def pipeline_checkpoints(cost: CostModel) -> tuple[Checkpoint, ...]:
     return (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
 
 
-def host_bytes(cost: CostModel, shares: Sequence[Part], island: int) -> int:
-    """Bytes of a rank before any token, on a host with these stages and islands of `island` ranks."""
+def host_bytes(cost: CostModel, shares: Sequence[LayerRange], shard_group: int) -> int:
+    """Bytes of a rank before any token, on a host with these stages and shard groups of `shard_group` ranks."""
     stages = [StageMemory(cost, share) for share in shares]
-    return sum(stage.state_bytes(island) for stage in stages) + max(stage.working_bytes() for stage in stages)
+    return sum(stage.state_bytes(shard_group) for stage in stages) + max(stage.working_bytes() for stage in stages)
 
 
-def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[Part]], island: int) -> Limits:
+def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[LayerRange]], shard_group: int) -> Limits:
     """Limits of plans whose hosts have these stages.
 
     The capacity of a checkpoint is what the fullest host can hold of one unit and nothing else: how many units are
@@ -229,9 +230,9 @@ def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[Part]], island: in
     Args:
         cost: prices and budget.
         hosts: the stages of every host.
-        island: ranks that share parameter shards.
+        shard group: ranks that share parameter shards.
     """
-    free = [cost.budget_bytes - host_bytes(cost, shares, island) for shares in hosts]
+    free = [cost.budget_bytes - host_bytes(cost, shares, shard_group) for shares in hosts]
     if min(free) <= 0:
         worst = free.index(min(free))
         need = (cost.budget_bytes - free[worst]) / GIB

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from seqloom.cost.shapes import Shape
+from seqloom.cost.shapes import GroupShape
 from seqloom.layout import Route
 from seqloom.plan import Method
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Traffic(NamedTuple):
+class MessageCounts(NamedTuple):
     """Messages of one kind, all of the same size, counted at the busiest place."""
 
     near: int = 0  # most that a rank sends inside its node
@@ -26,23 +26,23 @@ class Traffic(NamedTuple):
     card: int = 0  # most that leave through one network card, every rank using the one near it
 
 
-class Reach(NamedTuple):
+class GroupTraffic(NamedTuple):
     """What decides which of a group's messages use NVLink and which the network.
 
     The units differ: with Ulysses and in a gather a rank sends one message to each of its peers, in a ring one to its
     successor. `once` counts a gather in which what several ranks of a node want crosses only once.
     """
 
-    ulysses: Traffic = Traffic()
-    ring: Traffic = Traffic()
-    gather: Traffic = Traffic()
-    once: Traffic = Traffic()
+    ulysses: MessageCounts = MessageCounts()
+    ring: MessageCounts = MessageCounts()
+    gather: MessageCounts = MessageCounts()
+    once: MessageCounts = MessageCounts()
     proxies: int = 0  # per node, of the route that the ring or gather takes; 0: every rank uses its own card
     slices: int = 1  # of that route
-    team: Traffic = Traffic()  # to the other tensor ranks of a team, one message each
+    team: MessageCounts = MessageCounts()  # to the other tensor ranks of a team, one message each
 
 
-class CardLoad(NamedTuple):
+class NicLoad(NamedTuple):
     """How a group's traffic spreads over network cards, as shares of the busiest one's. Columns of equal length."""
 
     node: np.ndarray  # int64[n]
@@ -53,9 +53,9 @@ class CardLoad(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def reach_of(
-    ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
-) -> Reach:
+def group_traffic(
+    ranks: Sequence[int], shape: GroupShape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
+) -> GroupTraffic:
     """Reach of the group on these ranks, wherever they lie.
 
     Args:
@@ -67,25 +67,25 @@ def reach_of(
         tensor: ranks of a team, the innermost axis: heads are exchanged among the teams' ranks of one index.
     """
     if len(ranks) == 1:
-        return Reach()
+        return GroupTraffic()
     where = np.asarray(ranks, dtype=np.int64)
     node = where // len(card_of)
     card = node * len(card_of) + np.asarray(card_of)[where % len(card_of)]
 
-    def traffic(near: np.ndarray, far: np.ndarray) -> Traffic:
+    def traffic(near: np.ndarray, far: np.ndarray) -> MessageCounts:
         left, through = (int(np.bincount(place, weights=far).max()) for place in (node, card))
-        return Traffic(int(near.max()), int(far.max()), left, through)
+        return MessageCounts(int(near.max()), int(far.max()), left, through)
 
     counts = _messages(node.reshape(shape.ring, -1, tensor))
     ulysses, ring, gather, once, team = (traffic(*pair) for pair in counts)
     if route is None or not gather.left:
-        return Reach(ulysses, ring, gather, once, team=team)
-    return Reach(ulysses, ring, gather, once, len(route.proxies) // len(np.unique(node)), route.slices, team)
+        return GroupTraffic(ulysses, ring, gather, once, team=team)
+    return GroupTraffic(ulysses, ring, gather, once, len(route.proxies) // len(np.unique(node)), route.slices, team)
 
 
-def aligned_reach(shape: Shape, card_of: tuple[int, ...], tensor: int = 1) -> Reach:
+def aligned_group_traffic(shape: GroupShape, card_of: tuple[int, ...], tensor: int = 1) -> GroupTraffic:
     """Reach of a group on an aligned block of the group family, not routed: the same for every block of one size."""
-    return reach_of(range(shape.degree), shape, card_of, None, tensor)
+    return group_traffic(range(shape.degree), shape, card_of, None, tensor)
 
 
 def proxies_of(ranks: Sequence[int], card_of: tuple[int, ...]) -> tuple[int, ...]:
@@ -127,9 +127,9 @@ def _messages(node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @lru_cache(maxsize=8192)
-def card_load(
-    ranks: Sequence[int], shape: Shape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
-) -> CardLoad:
+def nic_load(
+    ranks: Sequence[int], shape: GroupShape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
+) -> NicLoad:
     """Which network cards a group uses, and how much of what its busiest one carries. Arguments as `reach_of`."""
     size, cards = len(card_of), max(card_of) + 1
     where = np.asarray(ranks, dtype=np.int64)
@@ -150,7 +150,7 @@ def card_load(
         np.add.at(sharing, through, left[proxy // size])
     used = np.flatnonzero(ulysses + sharing + team)
     parts = [values[used] / max(values.max(), 1.0) for values in (ulysses, sharing, team)]
-    return CardLoad(used // cards, used % cards, *parts)
+    return NicLoad(used // cards, used % cards, *parts)
 
 
 # ---- merged: cost.routing
@@ -183,7 +183,7 @@ class Flow(NamedTuple):
         return Flow(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def direct_flow(traffic: Traffic, link: float, card: float) -> Flow:
+def direct_flow(traffic: MessageCounts, link: float, card: float) -> Flow:
     """Every rank uses the card near it; messages inside and out of a node move side by side.
 
     Args:
@@ -195,7 +195,9 @@ def direct_flow(traffic: Traffic, link: float, card: float) -> Flow:
     return Flow(max(inside, outside), outside, inside)
 
 
-def routed_flow(crossing: Traffic, wanted: Traffic, proxies: int, slices: int, link: float, card: float) -> Flow:
+def routed_flow(
+    crossing: MessageCounts, wanted: MessageCounts, proxies: int, slices: int, link: float, card: float
+) -> Flow:
     """All cards of a node share what leaves it.
 
     A sender keeps 1/proxies of what it dispatches, a receiver has 1/proxies of what is combined already. A proxy

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.dist.transport import Lane, Message, Way
-from seqloom.dist.transport import Handle, Parcel, Transport
+from seqloom.dist.transport import P2PDirection, Message, P2PChannel
+from seqloom.dist.transport import Handle, P2PTensor, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Traffic:
     bytes: int = 0
 
 
-class Counting:
+class CountingTransport:
     """Wraps a transport, does what it does, and counts.
 
     Every call counts, also one that moves nothing. Bytes of an all-gather are those of the plain algorithm (the
@@ -49,9 +49,9 @@ class Counting:
         return self._transport.waits_in_stream
 
     @property
-    def aside(self) -> Counting:
+    def aside(self) -> CountingTransport:
         """See `Transport.aside`; what travels there is counted here too."""
-        other = Counting(self._transport.aside)
+        other = CountingTransport(self._transport.aside)
         other._traffic, other._sent_to = self._traffic, self._sent_to
         return other
 
@@ -81,7 +81,7 @@ class Counting:
         own = input_sizes[list(block).index(self.rank)]
         self._count("all_to_all", (sum(input_sizes) - own) * input.element_size())
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
         """See `Transport.exchange`."""
         handle = self._transport.exchange(sends, receives)
         for peer, tensor in sends:
@@ -99,18 +99,18 @@ class Counting:
         self._transport.all_reduce(tensor, block)
         self._count("all_reduce", -(-2 * (len(block) - 1) * tensor.nbytes // len(block)))
 
-    def connect(self, ways: Iterable[Way]) -> None:
+    def connect(self, ways: Iterable[P2PChannel]) -> None:
         """See `Transport.connect`."""
         self._transport.connect(ways)
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """See `Transport.send`."""
         message = self._transport.send(tensor, peer, lane)
         self._sent_to[peer] += tensor.nbytes
         self._count("send", tensor.nbytes)
         return message
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """See `Transport.receive`."""
         self._count("receive", 0)
         return self._transport.receive(tensor, peer, lane)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
-from seqloom.dist.transport import Lane
+from seqloom.dist.transport import P2PDirection
 from seqloom.errors import SeqloomError
 from typing import NoReturn
 
@@ -53,7 +53,7 @@ class Operation:
     verb: str
     block: tuple[int, ...] | None
     number: int
-    lane: Lane | None = None
+    lane: P2PDirection | None = None
     aside: bool = False
     sides: list[Side] = field(default_factory=list)
     open_sides: int = 0
@@ -82,7 +82,7 @@ class Operation:
         return ", ".join(str(side) for side in self.sides if not side.met)
 
 
-class Meeting:
+class Rendezvous:
     """The state that all ranks of one run share. Whoever reads or changes it holds `lock`."""
 
     def __init__(self, ranks: int, explain: Callable[[Operation], str], advice: str) -> None:
@@ -179,7 +179,7 @@ def name_ranks(ranks: list[int]) -> str:
 # of matching, and one place where the two sides of a mistake are known.
 
 
-class Matching:
+class MessageMatcher:
     """The operations of all ranks of one run. What is received is copied when the two sides meet."""
 
     advice = "every receive needs a send of its peer, and all ranks of a block must call its verbs"
@@ -187,7 +187,7 @@ class Matching:
     def __init__(self, ranks: int) -> None:
         """Start without any operation."""
         self.ranks = ranks
-        self.meeting = Meeting(ranks, self.explain, self.advice)
+        self.meeting = Rendezvous(ranks, self.explain, self.advice)
         self._numbers: Counter[tuple[object, ...]] = Counter()
         self._open: defaultdict[tuple[object, int, int, bool], deque[Side]] = defaultdict(deque)
 
@@ -198,7 +198,7 @@ class Matching:
         block: tuple[int, ...] | None,
         sends: Iterable[tuple[int, torch.Tensor]],
         receives: Iterable[tuple[int, torch.Tensor]],
-        lane: Lane | None = None,
+        lane: P2PDirection | None = None,
         *,
         aside: bool = False,
     ) -> Operation:

@@ -21,7 +21,7 @@ from seqloom.dist.reshard_index import Strip
 from seqloom.dist.reshard_index import boxes_of
 from seqloom.dist.reshard_index import index_bundles
 from seqloom.dist.transport import Handle
-from seqloom.dist.transport import Parcel
+from seqloom.dist.transport import P2PTensor
 from seqloom.dist.transport import Transport
 from seqloom.dist.transport import exchange_filled
 from seqloom.errors import SeqloomError
@@ -35,7 +35,7 @@ from typing import NamedTuple
 Tensors = Mapping[int, torch.Tensor]
 
 
-class Flight(NamedTuple):
+class InFlight(NamedTuple):
     """An exchange under way.
 
     Attributes:
@@ -51,7 +51,7 @@ class Flight(NamedTuple):
     parts: Mapping[int, torch.Tensor]
 
 
-class Hop:
+class ReshardHop:
     """One rank's part of a hop, of all bundles."""
 
     def __init__(self, indices: Sequence[Index], transport: Transport, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Hop:
         """Return the elements of a bundle that leave this rank with values, and that come."""
         return self._indices[bundle].outgoing, self._indices[bundle].incoming
 
-    def send(self, bundle: int, held: Tensors, dtype: torch.dtype) -> Flight:
+    def send(self, bundle: int, held: Tensors, dtype: torch.dtype) -> InFlight:
         """Start to bring values from tensors of the source end, {weight: [rows, columns]}, to the target end."""
         index = self._indices[bundle]
         leaving = [form for form in index.forms if form.peers != (index.rank,)]
@@ -70,12 +70,12 @@ class Hop:
         outgoing = []
         for form, message in zip(leaving, sent.split([form.size for form in leaving]), strict=True):
             _pack(message, held, form.strips)
-            outgoing += [Parcel(peer, message) for peer in form.peers if peer != index.rank]
+            outgoing += [P2PTensor(peer, message) for peer in form.peers if peer != index.rank]
         received = self._new(index.incoming, dtype)
         handle = exchange_filled(self._transport, outgoing, _messages(index, received))
-        return Flight(handle, sent, received, {})
+        return InFlight(handle, sent, received, {})
 
-    def put(self, bundle: int, flight: Flight, held: Tensors, result: Tensors) -> None:
+    def put(self, bundle: int, flight: InFlight, held: Tensors, result: Tensors) -> None:
         """Fill tensors of the target end with what has come, and with what was here, in `held`, already."""
         for source, target in self._indices[bundle].local:
             if result[target.weight] is not held[source.weight]:
@@ -83,7 +83,7 @@ class Hop:
         for strip in self._indices[bundle].strips:
             strip.in_box(result[strip.weight]).copy_(strip.in_buffer(flight.received))
 
-    def send_back(self, bundle: int, held: Tensors, dtype: torch.dtype) -> Flight:
+    def send_back(self, bundle: int, held: Tensors, dtype: torch.dtype) -> InFlight:
         """Start to bring gradients from tensors of the target end to the source end; what is not held is zero."""
         index = self._indices[bundle]
         sent = self._new(index.incoming, dtype)
@@ -93,11 +93,11 @@ class Hop:
         ends = [(peer, form.size) for form in index.forms for peer in form.peers if peer != index.rank]
         received = self._new(index.outgoing, dtype)
         messages = received.split([size for _, size in ends])
-        incoming = [Parcel(peer, part) for (peer, _), part in zip(ends, messages, strict=True)]
+        incoming = [P2PTensor(peer, part) for (peer, _), part in zip(ends, messages, strict=True)]
         handle = exchange_filled(self._transport, _messages(index, sent), incoming)
-        return Flight(handle, sent, received, dict(incoming) | {index.rank: own})
+        return InFlight(handle, sent, received, dict(incoming) | {index.rank: own})
 
-    def add(self, bundle: int, flight: Flight, wide: torch.dtype, result: Tensors) -> None:
+    def add(self, bundle: int, flight: InFlight, wide: torch.dtype, result: Tensors) -> None:
         """Add to tensors of the source end what has come: parts of ranks with the same boxes in rank order first."""
         for form in self._indices[bundle].forms:
             total = flight.parts[form.peers[0]].to(wide, copy=len(form.peers) > 1)
@@ -124,10 +124,10 @@ def _pack(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip]) -> None:
             place.zero_()
 
 
-def _messages(index: Index, buffer: torch.Tensor) -> list[Parcel]:
+def _messages(index: Index, buffer: torch.Tensor) -> list[P2PTensor]:
     """Cut the target end's buffer into messages."""
     parts = buffer.split([size for _, size in index.messages])
-    return [Parcel(peer, part) for (peer, _), part in zip(index.messages, parts, strict=True)]
+    return [P2PTensor(peer, part) for (peer, _), part in zip(index.messages, parts, strict=True)]
 
 
 # ---- merged: comm.pending
@@ -276,7 +276,7 @@ class Volume(NamedTuple):
     received: int
 
 
-class Relay:
+class Resharder:
     """One rank's moves of weights between two layouts. All index work is done here: keep it for equal layouts.
 
     Attributes:
@@ -314,7 +314,7 @@ class Relay:
         # A rank lands only what it wants: after the first hop that is in the tensors of its target boxes.
         moves = hops_of_rank(transport.rank, source, target, node_size=node_size)
         self._hops = [
-            Hop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
+            ReshardHop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
             for move, held in zip(moves, (self.source, self.target), strict=False)
         ]
         self._line: deque[Pending] = deque()
@@ -411,7 +411,7 @@ class Relay:
                 result[weight] = held[weight] if shared else self._new(box, dtype)
         return result
 
-    def _node_sums(self, bundle: int, second: Hop, flight: Flight, held: Tensors, wide: torch.dtype) -> Result:
+    def _node_sums(self, bundle: int, second: ReshardHop, flight: InFlight, held: Tensors, wide: torch.dtype) -> Result:
         """Return the target's boxes with the parts of the node's other ranks added, where they land here."""
         sums = dict(held)
         for weight in second.collected(bundle):
@@ -466,7 +466,7 @@ class Relay:
                 )
 
 
-def _passed_on(second: Hop, bundle: int, result: Result, dtype: torch.dtype) -> Leg:
+def _passed_on(second: ReshardHop, bundle: int, result: Result, dtype: torch.dtype) -> Leg:
     """Start the hop inside the node, from what has landed to the whole boxes."""
     flight = second.send(bundle, result, dtype)
 

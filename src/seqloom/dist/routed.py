@@ -21,7 +21,7 @@ from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from seqloom.dist.transport import Handle
-from seqloom.dist.transport import Parcel
+from seqloom.dist.transport import P2PTensor
 from seqloom.dist.transport import Transport
 from seqloom.layout import Move
 from seqloom.layout import Route
@@ -277,8 +277,8 @@ class _Transit:
 
     def _begin(self, stage: Stage) -> _Exchange:
         """Start the exchange of a stage."""
-        sends = [Parcel(load.peer, self._packed(load)) for load in stage.sends]
-        rooms = [Parcel(load.peer, self._room(load)) for load in stage.receives]
+        sends = [P2PTensor(load.peer, self._packed(load)) for load in stage.sends]
+        rooms = [P2PTensor(load.peer, self._room(load)) for load in stage.receives]
         return _Exchange(self._transport.exchange(sends, rooms), stage, rooms, sends)
 
     def _finish(self, exchange: _Exchange) -> None:
@@ -309,8 +309,8 @@ class _Exchange(NamedTuple):
 
     handle: Handle
     stage: Stage
-    rooms: list[Parcel]
-    sends: list[Parcel]
+    rooms: list[P2PTensor]
+    sends: list[P2PTensor]
 
 
 @cache

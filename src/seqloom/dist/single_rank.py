@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from seqloom.dist.token_layout import Context, bind
-from seqloom.dist.transport import Lane, Message, Way, check_peer
-from seqloom.dist.transport import Handle, Parcel
+from seqloom.dist.transport import P2PDirection, Message, P2PChannel, check_peer
+from seqloom.dist.transport import Handle, P2PTensor
 from seqloom.errors import SeqloomError
-from seqloom.plan import Checkpoint, Group, Work; from seqloom.layout import Span
+from seqloom.plan import Checkpoint, Group, StageMicroBatch; from seqloom.layout import Span
 
 
-class Alone:
+class SingleRankTransport:
     """The transport of a world with one rank: what it sends, it receives."""
 
     rank = 0
@@ -21,7 +21,7 @@ class Alone:
     waits_in_stream = False
 
     @property
-    def aside(self) -> Alone:
+    def aside(self) -> SingleRankTransport:
         """Itself: nothing waits."""
         return self
 
@@ -37,7 +37,7 @@ class Alone:
         _only_self(block)
         output.copy_(input)
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
         """Copy what is sent into what is received, in the order listed."""
         _only_self([parcel.peer for parcel in (*sends, *receives)])
         for sent, received in zip(sends, receives, strict=True):
@@ -53,17 +53,17 @@ class Alone:
         """Leave the tensor as it is."""
         _only_self(block)
 
-    def connect(self, ways: Iterable[Way]) -> None:
+    def connect(self, ways: Iterable[P2PChannel]) -> None:
         """Refuse any way: there is nobody else."""
         for way in ways:
             check_peer(self.rank, self.ranks, max(way.peers), way.lane)
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """Refuse: there is nobody else."""
         check_peer(self.rank, self.ranks, peer, lane)
         return _Done()
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """Refuse: there is nobody else."""
         return self.send(tensor, peer, lane)
 
@@ -77,14 +77,14 @@ class _Done:
         return True
 
 
-def bind_alone(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Context:
+def bind_single_rank(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Context:
     """Return the context of documents 0, 1, .. of these lengths, packed one after the other on one device."""
     wrong = [length for length in lengths if length < 0]
     if wrong:
         raise SeqloomError(f"a document of {wrong[0]} tokens: lengths are 0 or more")
     spans = tuple(Span(number, 0, int(length)) for number, length in enumerate(lengths) if length)
     groups = (Group((0,), 1, 1, spans),) if spans else ()
-    return bind(Work(groups, Checkpoint.NONE), Alone(), device=device)
+    return bind(StageMicroBatch(groups, Checkpoint.NONE), SingleRankTransport(), device=device)
 
 
 def _only_self(ranks: Sequence[int]) -> None:

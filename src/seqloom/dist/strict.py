@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.dist.rendezvous import Matching
+from seqloom.dist.rendezvous import MessageMatcher
 from seqloom.dist.rendezvous import Operation, Side
 from seqloom.errors import SeqloomError
 
 
-class StrictMatching(Matching):
+class StrictMessageMatcher(MessageMatcher):
     """Operations of all ranks under NCCL's rules."""
 
     advice = "sends that cross must be in one exchange, and all ranks of a communicator need one order of operations"

@@ -29,14 +29,14 @@ from torch.autograd.function import once_differentiable
 from seqloom.dist.transport import all_to_all
 from seqloom.dist.rows import sorting
 from seqloom.errors import SeqloomError
-from seqloom.plan import GroupFamily, Work; from seqloom.layout import Layout
+from seqloom.plan import GroupFamily, StageMicroBatch; from seqloom.layout import Layout
 
 if TYPE_CHECKING:
     from seqloom.dist.token_layout import Context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Team:
+class TPGroup:
     """Ranks that share the weights, as one of them sees it in a round.
 
     Attributes:
@@ -88,7 +88,7 @@ class Team:
             all_to_all(transport, flat, sent, output_sizes, input_sizes, self.ranks, collective=self.collective)
 
 
-def gathered(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
+def all_gather_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
     """Return the rows of all members of this rank's team, in the order of the column's spans. All members call it.
 
     A gradient is summed over the team, each member has that of its own rows.
@@ -104,7 +104,7 @@ def gathered(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
     return x if team is None else _Gathered.apply(x, team)
 
 
-def summed(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
+def reduce_scatter_rows(x: torch.Tensor, context: Context | torch.Tensor) -> torch.Tensor:
     """Add up the partial sums of all members of this rank's team, each member its own rows. All members call it.
 
     Every member's part has the gradient of the sum: gradients are gathered.
@@ -134,7 +134,7 @@ def attention_context(context: Context | torch.Tensor) -> Context | torch.Tensor
     return context if team is None else team.column
 
 
-def _team(context: Context | torch.Tensor) -> Team | None:
+def _team(context: Context | torch.Tensor) -> TPGroup | None:
     return None if isinstance(context, torch.Tensor) else context.team
 
 
@@ -142,7 +142,7 @@ class _Gathered(torch.autograd.Function):
     """Rows of the team; nothing is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, team: TPGroup) -> torch.Tensor:
         ctx.team = team
         return team.gather(x)
 
@@ -156,7 +156,7 @@ class _Summed(torch.autograd.Function):
     """Own rows of the team's sum; nothing is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, team: Team) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, team: TPGroup) -> torch.Tensor:
         ctx.team = team
         return team.sum(x)
 
@@ -166,7 +166,7 @@ class _Summed(torch.autograd.Function):
         return ctx.team.gather(gradient), None
 
 
-def place_in(work: Work, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:
+def place_in(work: StageMicroBatch, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:
     """Return the ranks of a rank's team and its place among them; a rank without a group is a team of its own.
 
     Args:
@@ -189,7 +189,7 @@ def place_in(work: Work, rank: int, tensor: int) -> tuple[tuple[int, ...], int]:
     return found[0] if found else ((rank,), 0)
 
 
-def column_of(work: Work, index: int, tensor: int) -> Work:
+def column_of(work: StageMicroBatch, index: int, tensor: int) -> StageMicroBatch:
     """Return the work of one slice of the weights: of every team its member `index`.
 
     Args:
@@ -203,9 +203,9 @@ def column_of(work: Work, index: int, tensor: int) -> Work:
     return replace(work, groups=groups, attention=None)
 
 
-def team_of(
+def tp_group_of(
     ranks: tuple[int, ...], index: int, blocks: Sequence[Layout], column: Context, family: GroupFamily | None
-) -> Team:
+) -> TPGroup:
     """Work out how the rows of a team's members become those of its column. Nothing is communicated.
 
     Args:
@@ -219,4 +219,4 @@ def team_of(
     run = ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
     known = family is not None and run and family.contains(ranks[0], len(ranks))
     counts = tuple(sum(span.tokens for span in share) for share in held)
-    return Team(ranks, index, counts, order, places, known, column)
+    return TPGroup(ranks, index, counts, order, places, known, column)

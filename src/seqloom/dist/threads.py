@@ -20,11 +20,11 @@ from typing import Self, TypeVar, cast
 import torch
 
 from seqloom.dist.torch_transport import check_block
-from seqloom.dist.transport import Lane, Message, Way, check_peer
-from seqloom.dist.rendezvous import Matching
+from seqloom.dist.transport import P2PDirection, Message, P2PChannel, check_peer
+from seqloom.dist.rendezvous import MessageMatcher
 from seqloom.dist.rendezvous import Operation, Stopped
-from seqloom.dist.strict import StrictMatching
-from seqloom.dist.transport import Handle, Parcel, Transport
+from seqloom.dist.strict import StrictMessageMatcher
+from seqloom.dist.transport import Handle, P2PTensor, Transport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -101,13 +101,13 @@ class Ranks:
         if self._stuck:
             raise SeqloomError(f"ranks {sorted(self._stuck)} are still busy with a run that failed; make new Ranks")
         world = len(self._tasks)
-        matching = StrictMatching(world) if strict else Matching(world)
+        matching = StrictMessageMatcher(world) if strict else MessageMatcher(world)
         results: list[T | None] = [None] * world
         ended: SimpleQueue[int] = SimpleQueue()
 
         def play(rank: int) -> None:
             try:
-                results[rank] = body(InProcess(rank, matching, family))
+                results[rank] = body(ThreadTransport(rank, matching, family))
                 matching.leave(rank)
             except Stopped:
                 pass  # another rank's failure is the one to report
@@ -127,7 +127,7 @@ class Ranks:
             raise matching.meeting.failure
         return cast("list[T]", results)
 
-    def _await(self, matching: Matching, ended: SimpleQueue[int], timeout_s: float) -> set[int]:
+    def _await(self, matching: MessageMatcher, ended: SimpleQueue[int], timeout_s: float) -> set[int]:
         """Wait for all ranks to end; return those that do not, although the run has failed."""
         running = set(range(len(self._tasks)))
         deadline = time.monotonic() + timeout_s
@@ -143,7 +143,7 @@ class Ranks:
                 deadline = time.monotonic() + GRACE_S
         return running
 
-    def _too_late(self, matching: Matching, running: set[int], timeout_s: float) -> SeqloomError:
+    def _too_late(self, matching: MessageMatcher, running: set[int], timeout_s: float) -> SeqloomError:
         """Build the error of a run that has not ended: where every rank is that still runs."""
         with matching.meeting.lock:
             places = {rank: matching.meeting.standing(rank) for rank in sorted(running)}
@@ -156,10 +156,10 @@ class Ranks:
         return SeqloomError(f"not done after {timeout_s:g} s; give a larger timeout_s or see where ranks are:{lines}")
 
 
-class InProcess:
+class ThreadTransport:
     """The transport of one rank of a run."""
 
-    def __init__(self, rank: int, matching: Matching, family: GroupFamily | None, *, aside: bool = False) -> None:
+    def __init__(self, rank: int, matching: MessageMatcher, family: GroupFamily | None, *, aside: bool = False) -> None:
         """Join a run as `rank`; `aside`: exchanges on the second world communicator."""
         self._rank = rank
         self._matching = matching
@@ -184,7 +184,7 @@ class InProcess:
     @property
     def aside(self) -> Transport:
         """See `Transport.aside`."""
-        return InProcess(self._rank, self._matching, self._family, aside=True)
+        return ThreadTransport(self._rank, self._matching, self._family, aside=True)
 
     def all_to_all(
         self,
@@ -199,7 +199,7 @@ class InProcess:
         pieces_out = _pieces("all_to_all output", output, output_sizes, block)
         self._collective("all_to_all", block, pieces_in, pieces_out)
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
         """See `Transport.exchange`."""
         for peer, _ in (*sends, *receives):
             if not 0 <= peer < self.ranks:
@@ -224,16 +224,16 @@ class InProcess:
             total += part
         flat.copy_(total)
 
-    def connect(self, ways: Iterable[Way]) -> None:
+    def connect(self, ways: Iterable[P2PChannel]) -> None:
         """See `Transport.connect`; there is nothing to do."""
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """See `Transport.send`."""
         check_peer(self._rank, self.ranks, peer, lane)
         outgoing = [(peer, _flat("sent message", tensor))]
         return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, outgoing, (), lane))
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """See `Transport.receive`."""
         check_peer(self._rank, self.ranks, peer, lane)
         incoming = [(peer, _flat("received message", tensor))]
@@ -252,7 +252,7 @@ class InProcess:
 class _Handle:
     """A started exchange or message of one rank."""
 
-    def __init__(self, matching: Matching, operation: Operation) -> None:
+    def __init__(self, matching: MessageMatcher, operation: Operation) -> None:
         self._matching = matching
         self._operation = operation
 

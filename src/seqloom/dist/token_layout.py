@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from seqloom.dist.redistribute import Crossing
-from seqloom.dist.redistribute import bind_crossing
+from seqloom.dist.redistribute import TokenRedistribute
+from seqloom.dist.redistribute import bind_redistribute
 from seqloom.dist.rows import columns
 from seqloom.dist.rows import expand
 from seqloom.dist.rows import on_device
 from seqloom.dist.rows import rows_of
 from seqloom.dist.rows import sorting
-from seqloom.dist.tensor_parallel import Team
+from seqloom.dist.tensor_parallel import TPGroup
 from seqloom.dist.tensor_parallel import column_of
 from seqloom.dist.tensor_parallel import place_in
-from seqloom.dist.tensor_parallel import team_of
+from seqloom.dist.tensor_parallel import tp_group_of
 from seqloom.dist.transport import Transport
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
@@ -31,7 +31,7 @@ from seqloom.plan import Group
 from seqloom.plan import GroupFamily
 from seqloom.plan import Plan
 from seqloom.plan import Remap
-from seqloom.plan import Work
+from seqloom.plan import StageMicroBatch
 from typing import TypeVar
 from typing import cast
 
@@ -47,7 +47,7 @@ def pieces_of_plan(plan: Plan) -> dict[int, tuple[Span, ...]]:
     return {document: tuple(sorted(spans)) for document, spans in found.items()}
 
 
-def pieces_of_round(work: Work, pieces: Mapping[int, tuple[Span, ...]]) -> dict[int, tuple[Span, ...]]:
+def pieces_of_round(work: StageMicroBatch, pieces: Mapping[int, tuple[Span, ...]]) -> dict[int, tuple[Span, ...]]:
     """Return the pieces of those documents of a round that are in several; refuse what cannot be true."""
     found = {}
     for span in work.spans():
@@ -70,7 +70,7 @@ def pieces_of_round(work: Work, pieces: Mapping[int, tuple[Span, ...]]) -> dict[
     return found
 
 
-def check_documents(work: Work) -> None:
+def check_documents(work: StageMicroBatch) -> None:
     """Refuse a round with two pieces of one document."""
     seen: set[int] = set()
     for document, _, _ in work.spans():
@@ -86,7 +86,7 @@ def check_documents(work: Work) -> None:
 # What `bind` refuses before anything is communicated: the value, the rule and the way out.
 
 
-def check_work(work: Work, transport: Transport, node_size: int | None, tensor: int) -> None:
+def check_work(work: StageMicroBatch, transport: Transport, node_size: int | None, tensor: int) -> None:
     """Refuse work that the ranks of a transport cannot do; the same on all of them.
 
     Args:
@@ -100,7 +100,7 @@ def check_work(work: Work, transport: Transport, node_size: int | None, tensor: 
         _check_teams(work, tensor)
 
 
-def _check_ranks(work: Work, transport: Transport) -> None:
+def _check_ranks(work: StageMicroBatch, transport: Transport) -> None:
     for group in work.groups:
         name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
         beyond = [rank for rank in group.ranks if not 0 <= rank < transport.ranks]
@@ -119,7 +119,7 @@ def _check_ranks(work: Work, transport: Transport) -> None:
                 )
 
 
-def _check_routes(work: Work, transport: Transport, node_size: int | None) -> None:
+def _check_routes(work: StageMicroBatch, transport: Transport, node_size: int | None) -> None:
     for group in work.groups:
         if group.route is None:
             continue
@@ -136,7 +136,7 @@ def _check_routes(work: Work, transport: Transport, node_size: int | None) -> No
             )
 
 
-def _check_layouts(work: Work) -> None:
+def _check_layouts(work: StageMicroBatch) -> None:
     if work.attention is not None and work.attention != (derived := replace(work, attention=None).attention_layout()):
         raise SeqloomError(
             f"the attention layout of the work, {work.attention}, is not the one that its groups give, {derived}: "
@@ -145,7 +145,7 @@ def _check_layouts(work: Work) -> None:
         )
 
 
-def _check_teams(work: Work, tensor: int) -> None:
+def _check_teams(work: StageMicroBatch, tensor: int) -> None:
     for group in work.groups:
         if tensor < 1 or group.ulysses % tensor:
             raise SeqloomError(
@@ -250,18 +250,18 @@ class Context:
 
     def __init__(
         self,
-        work: Work,
+        work: StageMicroBatch,
         transport: Transport,
         spans: tuple[Span, ...],
         positions: torch.Tensor,
         documents: torch.Tensor,
         groups: tuple[BoundGroup, ...],
         node_size: int | None = None,
-        crossing: Crossing | None = None,
+        crossing: TokenRedistribute | None = None,
         kept: dict[Hashable, object] | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
         carry: object | None = None,
-        team: Team | None = None,
+        team: TPGroup | None = None,
     ) -> None:
         """Keep what `bind` has found.
 
@@ -301,12 +301,12 @@ class Context:
 
 
 def bind(
-    work: Work,
+    work: StageMicroBatch,
     transport: Transport,
     *,
     device: torch.device | str = "cpu",
     node_size: int | None = None,
-    islands: Sequence[Sequence[int]] | None = None,
+    shard_groups: Sequence[Sequence[int]] | None = None,
     family: GroupFamily | None = None,
     pieces: Mapping[int, tuple[Span, ...]] | None = None,
     carry: object | None = None,
@@ -319,7 +319,7 @@ def bind(
         transport: this rank's.
         device: where the local tensors live.
         node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
-        islands, family: where tokens may change places if the work has a linear layout, see `bind_crossing`; a team
+        shard groups, family: where tokens may change places if the work has a linear layout, see `bind_crossing`; a team
             that is a block of the family meets on its communicator.
         pieces: for every document that the plan has in several pieces, all of them, in order.
         carry: an `attention.Carry`, the same for all rounds of a step; needed where the work has such a document.
@@ -332,12 +332,12 @@ def bind(
     if tensor > 1:
         ranks, index = place_in(work, transport.rank, tensor)
         column = column_of(work, index, tensor)
-        team = team_of(ranks, index, blocks, view(column, _block_layouts(column, transport.rank)), family)
-    return view(work, blocks, crossing=bind_crossing(work, transport, device, islands, family), team=team)
+        team = tp_group_of(ranks, index, blocks, view(column, _block_layouts(column, transport.rank)), family)
+    return view(work, blocks, crossing=bind_redistribute(work, transport, device, shard_groups, family), team=team)
 
 
 def _view(
-    work: Work,
+    work: StageMicroBatch,
     blocks: Sequence[Layout],
     *,
     transport: Transport,
@@ -345,8 +345,8 @@ def _view(
     node_size: int | None,
     pieces: Mapping[int, tuple[Span, ...]],
     carry: object | None,
-    crossing: Crossing | None = None,
-    team: Team | None = None,
+    crossing: TokenRedistribute | None = None,
+    team: TPGroup | None = None,
 ) -> Context:
     """Do the index work of a rank's groups, whose blocks hold their tokens as `blocks` say."""
     rank = transport.rank
@@ -379,7 +379,7 @@ def _view(
     )
 
 
-def _block_layouts(work: Work, rank: int) -> list[Layout]:
+def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
     """Who in the block of `rank` holds what, for every group it is in.
 
     A ring index is a group of its own, of the chunks it was dealt.

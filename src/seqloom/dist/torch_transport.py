@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from seqloom.compat import inherit_timeout
 from seqloom.dist.transport import Handle
-from seqloom.dist.transport import Lane
+from seqloom.dist.transport import P2PDirection
 from seqloom.dist.transport import Message
-from seqloom.dist.transport import Parcel
+from seqloom.dist.transport import P2PTensor
 from seqloom.dist.transport import Transport
-from seqloom.dist.transport import Way
+from seqloom.dist.transport import P2PChannel
 from seqloom.dist.transport import check_peer
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
@@ -53,7 +53,7 @@ class Communicators:
         family: GroupFamily,
         world: dist.ProcessGroup | None,
         communicators: Sequence[Communicator],
-        lanes: Mapping[tuple[Lane, bool], dist.ProcessGroup | None],
+        lanes: Mapping[tuple[P2PDirection, bool], dist.ProcessGroup | None],
         aside: dist.ProcessGroup | None,
     ) -> None:
         """Keep what `create` has made."""
@@ -88,7 +88,7 @@ class Communicators:
         if "nccl" in dist.get_backend_config():
             # Groups, not yet communicators: NCCL makes one for every pair of ranks that has a first message there. It
             # runs what a pair does in a group one after the other, so each direction of a lane has its own.
-            ways = [(lane, upward) for lane in Lane for upward in (True, False)]
+            ways = [(lane, upward) for lane in P2PDirection for upward in (True, False)]
             lanes = {way: _make_group(range(family.ranks)) for way in ways}
             aside = _make_group(range(family.ranks))
         return cls(family, world, made, lanes, aside)
@@ -106,7 +106,7 @@ class Communicators:
                 raise SeqloomError(f"block {block}: these communicators are closed; create new ones")
         return group
 
-    def group_on(self, lane: Lane, *, upward: bool) -> dist.ProcessGroup | None:
+    def group_on(self, lane: P2PDirection, *, upward: bool) -> dist.ProcessGroup | None:
         """Return the process group of messages on a lane, to a higher rank or a lower one."""
         return self._lanes.get((lane, upward), self.world)
 
@@ -200,11 +200,11 @@ def check_block(block: tuple[int, ...], rank: int, ranks: int, family: GroupFami
 # tensors in collectives but not in send and receive, so there they pass through pinned host memory.
 
 
-ASIDE = 1 + len(Lane)
+ASIDE = 1 + len(P2PDirection)
 """The label of parcels on the second world communicator, see `_tag`."""
 
 
-class Distributed:
+class TorchTransport:
     """One process of a torch.distributed job as a transport."""
 
     def __init__(self, communicators: Communicators, *, aside: bool = False) -> None:
@@ -222,7 +222,7 @@ class Distributed:
         self._communicators = communicators
         self._aside = aside
         self._stages = not communicators.has_nccl
-        self._ready: set[Way] = set()
+        self._ready: set[P2PChannel] = set()
 
     @property
     def rank(self) -> int:
@@ -240,9 +240,9 @@ class Distributed:
         return not self._stages
 
     @property
-    def aside(self) -> Distributed:
+    def aside(self) -> TorchTransport:
         """See `Transport.aside`."""
-        return Distributed(self._communicators, aside=True)
+        return TorchTransport(self._communicators, aside=True)
 
     def all_to_all(
         self,
@@ -259,7 +259,7 @@ class Distributed:
         else:
             dist.all_to_all_single(output, input, list(output_sizes), list(input_sizes), group=group)
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
         """See `Transport.exchange`. Parcels without elements do not travel."""
         self._keep_own(sends, receives)
         outgoing = [parcel for parcel in sends if parcel.peer != self.rank and parcel.tensor.numel()]
@@ -293,7 +293,7 @@ class Distributed:
         if group is not None:
             dist.all_reduce(tensor, group=group)
 
-    def connect(self, ways: Iterable[Way]) -> None:
+    def connect(self, ways: Iterable[P2PChannel]) -> None:
         """See `Transport.connect`. With NCCL a way's communicator is made by its first message, which is sent here.
 
         Both ends wait for each other then. All ranks take their ways in one order, so none waits in a circle.
@@ -309,16 +309,16 @@ class Distributed:
             else:
                 self.receive(token, way.sender, way.lane).wait()
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """See `Transport.send`."""
         check_peer(self.rank, self.ranks, peer, lane)
         group = self._communicators.group_on(lane, upward=self.rank < peer)
-        given = _to_host([Parcel(peer, tensor)])[0].tensor if self._stages else tensor.detach()
+        given = _to_host([P2PTensor(peer, tensor)])[0].tensor if self._stages else tensor.detach()
         work = dist.isend(given, peer, group=group, tag=_tag(lane))
         assert work is not None  # it is where this process is not in the group
         return _Message(work, given)
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """See `Transport.receive`."""
         check_peer(self.rank, self.ranks, peer, lane)
         group = self._communicators.group_on(lane, upward=peer < self.rank)
@@ -327,7 +327,7 @@ class Distributed:
         assert work is not None
         return _Message(work, room, tensor if room.device != tensor.device else None)
 
-    def _keep_own(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def _keep_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> None:
         """Copy what this rank sends to itself."""
         given = [tensor for peer, tensor in sends if peer == self.rank]
         taken = [tensor for peer, tensor in receives if peer == self.rank]
@@ -378,19 +378,19 @@ class _Message:
         return self.work is None or self.work.is_completed()
 
 
-def _tag(lane: Lane) -> int:
+def _tag(lane: P2PDirection) -> int:
     """Return the label of a lane's messages: gloo keeps those of different labels apart, parcels have 0."""
-    return 1 + list(Lane).index(lane)
+    return 1 + list(P2PDirection).index(lane)
 
 
-def _to_host(parcels: Sequence[Parcel]) -> list[Parcel]:
+def _to_host(parcels: Sequence[P2PTensor]) -> list[P2PTensor]:
     """Return the parcels with CUDA tensors copied to the host, all of them in one wait for the GPU."""
     staged = []
     for peer, tensor in parcels:
         host = _host_like(tensor)
         if host is not tensor:
             host.copy_(tensor.detach(), non_blocking=True)
-        staged.append(Parcel(peer, host))
+        staged.append(P2PTensor(peer, host))
     if any(tensor.is_cuda for _, tensor in parcels):
         torch.cuda.current_stream().synchronize()
     return staged
@@ -445,7 +445,7 @@ def _hand_down(transport: Transport, tensor: torch.Tensor, root: int) -> None:
         if place < reach:
             child = place + reach
             if child < transport.ranks:
-                transport.exchange([Parcel((child + root) % transport.ranks, tensor)], []).wait()
+                transport.exchange([P2PTensor((child + root) % transport.ranks, tensor)], []).wait()
         elif place < 2 * reach:
-            transport.exchange([], [Parcel((place - reach + root) % transport.ranks, tensor)]).wait()
+            transport.exchange([], [P2PTensor((place - reach + root) % transport.ranks, tensor)]).wait()
         reach *= 2

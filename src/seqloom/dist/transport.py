@@ -15,17 +15,17 @@ from typing import NamedTuple
 from typing import Protocol
 
 
-class Lane(StrEnum):
+class P2PDirection(StrEnum):
     """What a message is: hidden states on their way to the next stage, or gradients on their way back."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
-class Way(NamedTuple):
+class P2PChannel(NamedTuple):
     """From one rank to another on one lane."""
 
-    lane: Lane
+    lane: P2PDirection
     sender: int
     receiver: int
 
@@ -48,7 +48,7 @@ class Message(Protocol):
         ...
 
 
-def check_peer(rank: int, ranks: int, peer: int, lane: Lane) -> None:
+def check_peer(rank: int, ranks: int, peer: int, lane: P2PDirection) -> None:
     """Refuse a message to nobody, or to oneself."""
     if peer == rank or not 0 <= peer < ranks:
         raise SeqloomError(
@@ -64,7 +64,7 @@ def check_peer(rank: int, ranks: int, peer: int, lane: Lane) -> None:
 # with matching sizes and types, messages carry no tags, and sends that cross must be in one `exchange`.
 
 
-class Parcel(NamedTuple):
+class P2PTensor(NamedTuple):
     """A contiguous tensor for, or from, another rank."""
 
     peer: int
@@ -122,7 +122,7 @@ class Transport(Protocol):
         """
         ...
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Handle:
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
         """Start all these sends and receives at once, on the world communicator.
 
         Several parcels between the same two ranks arrive in the order they are listed.
@@ -137,18 +137,18 @@ class Transport(Protocol):
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
         ...
 
-    def connect(self, ways: Iterable[Way]) -> None:
+    def connect(self, ways: Iterable[P2PChannel]) -> None:
         """Make ways ready for `send` and `receive`. Both ends of a way name it, before the first message on it.
 
         Every rank may name other ways; what is ready already costs nothing.
         """
         ...
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """Start to send a contiguous tensor of at least one element to another rank; see `lanes`."""
         ...
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
         """Start to receive the next message of `peer` on a lane into a contiguous tensor of its size and dtype."""
         ...
 
@@ -159,7 +159,7 @@ class Transport(Protocol):
 # An all-to-all is one where its ranks have no communicator of their own.
 
 
-def exchange_filled(transport: Transport, sends: Iterable[Parcel], receives: Iterable[Parcel]) -> Handle:
+def exchange_filled(transport: Transport, sends: Iterable[P2PTensor], receives: Iterable[P2PTensor]) -> Handle:
     """Start an exchange of the parcels that hold something; without any, nothing is called."""
     outgoing = [parcel for parcel in sends if parcel.tensor.numel()]
     incoming = [parcel for parcel in receives if parcel.tensor.numel()]
@@ -191,7 +191,7 @@ def all_to_all(
     own = list(ranks).index(transport.rank)
     received[own].copy_(sent[own])
     outgoing, incoming = (
-        [Parcel(peer, part) for peer, part in zip(ranks, parts, strict=True) if peer != transport.rank]
+        [P2PTensor(peer, part) for peer, part in zip(ranks, parts, strict=True) if peer != transport.rank]
         for parts in (sent, received)
     )
     exchange_filled(transport, outgoing, incoming).wait()

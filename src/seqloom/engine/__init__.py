@@ -7,20 +7,20 @@ result = run_step(bind_plan(plan, transport, device=device), parameters, rows, v
 """
 
 from seqloom.engine.executor import StepResult, evaluate, run_step
-from seqloom.engine.microbatch import Kept, Offload
-from seqloom.engine.rank_plan import BoundPlan, BoundRound, bind_plan
-from seqloom.engine.stage_p2p import Arrival, Handovers, Mail, Progress, Share, ways_of
+from seqloom.engine.microbatch import MicrobatchState, Offload
+from seqloom.engine.rank_plan import RankMicroBatch, RankPlan, bind_plan
+from seqloom.engine.stage_p2p import Arrival, Progress, RowSlice, StageBoundary, StageP2P, ways_of
 
 __all__ = [
     "Arrival",
-    "BoundPlan",
-    "BoundRound",
-    "Handovers",
-    "Kept",
-    "Mail",
+    "MicrobatchState",
     "Offload",
     "Progress",
-    "Share",
+    "RankMicroBatch",
+    "RankPlan",
+    "RowSlice",
+    "StageBoundary",
+    "StageP2P",
     "StepResult",
     "bind_plan",
     "evaluate",

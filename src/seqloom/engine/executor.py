@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from seqloom.dist import Context
-from seqloom.engine.microbatch import Kept, Offload
-from seqloom.engine.rank_plan import BoundPlan, BoundRound
-from seqloom.engine.stage_p2p import Arrival, Mail, Share
+from seqloom.engine.microbatch import MicrobatchState, Offload
+from seqloom.engine.rank_plan import RankMicroBatch, RankPlan
+from seqloom.engine.stage_p2p import Arrival, RowSlice, StageP2P
 from seqloom.errors import SeqloomError
 from seqloom.models.loss import valid_tokens
 from seqloom.params.interface import Parameters
@@ -110,7 +110,7 @@ class StepResult:
     wait_s: float = 0.0
 
 
-def run_step(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -> StepResult:
+def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> StepResult:
     """Run a plan. All ranks call it; then the gradients of the whole step are in `parameters`.
 
     Args:
@@ -129,7 +129,7 @@ def run_step(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -
     return run.result()
 
 
-def evaluate(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
+def evaluate(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
     """Return the loss of a plan's documents, without gradients. All ranks call it."""
     _check(bound, parameters, valid)
     parameters.arrange(bound.plan)
@@ -143,13 +143,13 @@ def evaluate(bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int) -
 class _Run:
     """A step under way."""
 
-    def __init__(self, bound: BoundPlan, parameters: Parameters, rows: Rows, valid: int, *, backward: bool) -> None:
+    def __init__(self, bound: RankPlan, parameters: Parameters, rows: Rows, valid: int, *, backward: bool) -> None:
         self._bound, self._parameters, self._rows, self._valid = bound, parameters, rows, valid
         self._learns = backward
         self._actions = tuple(each for each in bound.actions if backward or each.kind in FORWARD)
         self._clock = Clock(bound.device)
-        self._mail = Mail(bound.transport, parameters.room, _arrivals(bound, self._actions), bound.progress)
-        self._open: dict[tuple[int, int | None], Kept] = {}
+        self._mail = StageP2P(bound.transport, parameters.room, _arrivals(bound, self._actions), bound.progress)
+        self._open: dict[tuple[int, int | None], MicrobatchState] = {}
         self._seen = torch.zeros(2, dtype=torch.float64, device=bound.device)  # sum of losses, labels that count
         self._stream = torch.cuda.Stream(bound.device) if bound.device.type == "cuda" else None
         bound.carry.clear()  # an earlier step may have been given up
@@ -269,21 +269,21 @@ class _Run:
             )
         return ids, labels
 
-    def _kept(self, unit: BoundRound, given: torch.Tensor, labels: torch.Tensor | None) -> Kept:
+    def _kept(self, unit: RankMicroBatch, given: torch.Tensor, labels: torch.Tensor | None) -> MicrobatchState:
         parameters, part, context = self._parameters, unit.part, unit.context
         assert context is not None
         again = unit.checkpoint == Checkpoint.STAGE
         offload = Offload(parameters.computing(), self._stream) if unit.offload and self._learns else None
-        return Kept(lambda x: parameters.run(part, x, labels, context), given, again=again, offload=offload)
+        return MicrobatchState(lambda x: parameters.run(part, x, labels, context), given, again=again, offload=offload)
 
 
-def _shares(bound: BoundPlan, action: Action) -> tuple[Share, ...]:
+def _shares(bound: RankPlan, action: Action) -> tuple[RowSlice, ...]:
     """Return the rows of a message of the row; a rank without tokens has none."""
     unit = bound.at(action)
     return (unit.ahead if action.kind in (SEND_F, RECV_B) else unit.behind) or ()
 
 
-def _arrivals(bound: BoundPlan, actions: tuple[Action, ...]) -> Iterator[Arrival]:
+def _arrivals(bound: RankPlan, actions: tuple[Action, ...]) -> Iterator[Arrival]:
     """Yield what the RECVs of a row bring."""
     for action in actions:
         if action.kind in (RECV_F, RECV_B):
@@ -304,16 +304,16 @@ def _reduced(actions: tuple[Action, ...], plan: Plan) -> list[bool]:
     return [place in wanted for place in range(len(actions))]
 
 
-def _check(bound: BoundPlan, parameters: Parameters, valid: int) -> None:
+def _check(bound: RankPlan, parameters: Parameters, valid: int) -> None:
     if valid < 1:
         raise SeqloomError(
             f"{valid} valid tokens in the whole step: there is nothing to learn and the loss has no scale; leave such "
             "batches out, or count fewer labels as -100"
         )
     rank = bound.transport.rank
-    if not set(parameters.sharers) <= {*bound.island, rank}:
+    if not set(parameters.sharers) <= {*bound.shard_group, rank}:
         raise SeqloomError(
             f"a plan with {bound.plan.sharding} sharding, in which rank {rank} runs the rounds of ranks "
-            f"{bound.island}, for parameters whose shards are on ranks {parameters.sharers}: some would wait for "
+            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.sharers}: some would wait for "
             "rounds that others skip; plan with the sharding and the node size of the parameters"
         )

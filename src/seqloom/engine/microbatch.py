@@ -111,7 +111,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 """A stage's forward: from token ids or hidden states to hidden states or a loss."""
 
 
-class Kept:
+class MicrobatchState:
     """One unit on one stage, from forward to backward."""
 
     def __init__(self, run: Run, given: torch.Tensor, *, again: bool, offload: Offload | None) -> None:

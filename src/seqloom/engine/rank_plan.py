@@ -1,6 +1,6 @@
 """What a plan is for one rank: its rounds on its stages with their contexts, and the row of actions to run.
 
-A rank runs, in the plan's order, the rounds in which it or a rank of its island is in a group, with no tokens if
+A rank runs, in the plan's order, the rounds in which it or a rank of its shard group is in a group, with no tokens if
 need be, and skips the others.
 """
 
@@ -13,21 +13,21 @@ from functools import partial
 
 import torch
 
-from seqloom.attention.context_parallel import Carry
+from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import Context, Transport, bind, pieces_of_plan
-from seqloom.engine.stage_p2p import Handovers, Progress, Share, ways_of
+from seqloom.engine.stage_p2p import Progress, RowSlice, StageBoundary, ways_of
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, Checkpoint, Part, Pipeline, Plan, Work
+from seqloom.plan import Action, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BoundRound:
+class RankMicroBatch:
     """A round on one stage, as one rank sees it.
 
     Attributes:
         number: of the round in its pipeline.
         checkpoint: what is kept of its activations.
-        context: for the model; None where this rank's island takes no part.
+        context: for the model; None where this rank's shard group takes no part.
         stage: of the pipeline.
         part: layers of the stage.
         offload: whether what is kept lies in host memory.
@@ -39,10 +39,10 @@ class BoundRound:
     checkpoint: Checkpoint
     context: Context | None
     stage: int
-    part: Part
+    part: LayerRange
     offload: bool
-    behind: tuple[Share, ...] | None
-    ahead: tuple[Share, ...] | None
+    behind: tuple[RowSlice, ...] | None
+    ahead: tuple[RowSlice, ...] | None
 
     @property
     def takes_part(self) -> bool:
@@ -51,7 +51,7 @@ class BoundRound:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BoundPlan:
+class RankPlan:
     """A plan as one rank sees it.
 
     Attributes:
@@ -59,7 +59,7 @@ class BoundPlan:
         pipeline: the one that this rank is in; None: it is in none.
         transport: this rank's.
         device: where its tensors live.
-        island: ranks that run the same rounds as this one, itself among them; none where it is in no stage.
+        shard group: ranks that run the same rounds as this one, itself among them; none where it is in no stage.
         stages: all rounds of its pipeline, in order, on every stage of this rank, by the number of the stage.
         actions: what this rank runs, in order: its host's row without the rounds it takes no part in, and with the
             messages among the host's ranks where two of its stages deal tokens differently.
@@ -71,14 +71,14 @@ class BoundPlan:
     pipeline: Pipeline | None
     transport: Transport
     device: torch.device
-    island: tuple[int, ...]
-    stages: dict[int, tuple[BoundRound, ...]]
+    shard_group: tuple[int, ...]
+    stages: dict[int, tuple[RankMicroBatch, ...]]
     actions: tuple[Action, ...]
-    carry: Carry
+    carry: KVCache
     progress: Progress
 
     @property
-    def rounds(self) -> tuple[BoundRound, ...]:
+    def rounds(self) -> tuple[RankMicroBatch, ...]:
         """All rounds of its pipeline, in order, on the first stage of this rank; none where it has no stage."""
         return next(iter(self.stages.values()), ())
 
@@ -88,7 +88,7 @@ class BoundPlan:
         held = [sum(each.context.tokens for each in own if each.context is not None) for own in self.stages.values()]
         return max(held, default=0)
 
-    def at(self, action: Action) -> BoundRound:
+    def at(self, action: Action) -> RankMicroBatch:
         """Return the round of an action, on its stage."""
         assert action.round is not None
         return self.stages[action.stage][action.round]
@@ -101,7 +101,7 @@ def bind_plan(
     device: torch.device | str = "cpu",
     check: bool = True,
     prepare: Callable[[Context], None] | None = None,
-) -> BoundPlan:
+) -> RankPlan:
     """Work out what a plan means for the rank of `transport`. Called by all ranks, whatever they do in it.
 
     A rank is in one pipeline of the plan, or in none; then it has no stages and no actions.
@@ -117,40 +117,40 @@ def bind_plan(
     _check_plan(plan, transport)
     if check and transport.ranks > 1:  # looking at the answer waits for the device
         _check_hash(plan, transport, torch.device(device))
-    islands, rank, carry, device = plan.islands, transport.rank, Carry(), torch.device(device)
+    shard_groups, rank, carry, device = plan.shard_groups, transport.rank, KVCache(), torch.device(device)
     bind_work = partial(
         bind,
         transport=transport,
         device=device,
         node_size=plan.limits.node_size,
-        islands=islands,
+        shard_groups=shard_groups,
         family=plan.limits.family,
         pieces=pieces_of_plan(plan),
         carry=carry,
     )
-    island = next((island for island in islands if rank in island), ())
+    shard_group = next((shard_group for shard_group in shard_groups if rank in shard_group), ())
     pipeline, name = _own_pipeline(plan, rank)
     progress = Progress(pipeline, rank, name)
     if pipeline is None:
-        return BoundPlan(plan, pipeline, transport, device, island, {}, (), carry, progress)
+        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), carry, progress)
     host = next(h for h, ranks in enumerate(pipeline.hosts) if rank in ranks)
-    handovers = Handovers(pipeline, rank, device)
-    stages: dict[int, tuple[BoundRound, ...]] = {}
+    handovers = StageBoundary(pipeline, rank, device)
+    stages: dict[int, tuple[RankMicroBatch, ...]] = {}
     for stage in pipeline.stages_of(host):
         part, tensor, rounds = pipeline.parts[stage], pipeline.stages[stage].tensor, []
         for number, current in enumerate(pipeline.rounds):
             work = current.work[stage]
-            context = bind_work(work, tensor=tensor) if _takes_part(work, island) else None
+            context = bind_work(work, tensor=tensor) if _takes_part(work, shard_group) else None
             if prepare is not None and context is not None:
                 prepare(context)
             sides = (None, None) if context is None else handovers.of(stage, number, context.tokens)
-            rounds.append(BoundRound(number, work.checkpoint, context, stage, part, work.offload, *sides))
+            rounds.append(RankMicroBatch(number, work.checkpoint, context, stage, part, work.offload, *sides))
         stages[stage] = tuple(rounds)
     row = handovers.with_own(pipeline.actions[host])
     actions = tuple(a for a in row if a.round is None or stages[a.stage][a.round].takes_part)
     every = [each for rounds in stages.values() for each in rounds]
     transport.connect(way for each in every for way in ways_of(rank, each.ahead or (), each.behind or ()))
-    return BoundPlan(plan, pipeline, transport, device, island, stages, actions, carry, progress)
+    return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, carry, progress)
 
 
 def _own_pipeline(plan: Plan, rank: int) -> tuple[Pipeline | None, str]:
@@ -161,9 +161,9 @@ def _own_pipeline(plan: Plan, rank: int) -> tuple[Pipeline | None, str]:
     return None, ""
 
 
-def _takes_part(work: Work, island: tuple[int, ...]) -> bool:
-    """Whether a rank of the island is in a group or carries its traffic, which it may be without tokens."""
-    return any(not set(island).isdisjoint(group.party) for group in work.groups)
+def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:
+    """Whether a rank of the shard group is in a group or carries its traffic, which it may be without tokens."""
+    return any(not set(shard_group).isdisjoint(group.party) for group in work.groups)
 
 
 def _check_plan(plan: Plan, transport: Transport) -> None:

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.dist import Lane, Message, Transport, Way
+from seqloom.dist import Message, P2PChannel, P2PDirection, Transport
 from seqloom.dist.rows import first_rows, on_device, rows_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, move_between
-from seqloom.plan import Action, ActionKind, Pipeline, Remap, Work
+from seqloom.plan import Action, ActionKind, Pipeline, Remap, StageMicroBatch
 from seqloom.schedules.schedule import grid
 
 
-class Share(NamedTuple):
+class RowSlice(NamedTuple):
     """Rows of the hidden states on this rank that another one sends, or is sent.
 
     Attributes:
@@ -37,12 +37,12 @@ class Share(NamedTuple):
     tokens: int
 
 
-def states_layout(work: Work) -> Layout:
+def states_layout(work: StageMicroBatch) -> Layout:
     """Return who holds which tokens between layers, and so between stages."""
     return work.linear_layout() if work.remap == Remap.ATTENTION else work.attention_layout()
 
 
-def same_groups(work: Work, other: Work, ranks: Sequence[int], others: Sequence[int]) -> bool:
+def same_groups(work: StageMicroBatch, other: StageMicroBatch, ranks: Sequence[int], others: Sequence[int]) -> bool:
     """Whether two stages' groups are the same but for the ranks, which is often so and quick to see."""
     if any(each.attention is not None or each.linear is not None for each in (work, other)):
         return False
@@ -66,7 +66,7 @@ def alike(source: Layout, target: Layout, ranks: Sequence[int], others: Sequence
 
 def border(
     source: Layout, target: Layout, rank: int, *, sends: bool, device: torch.device | str = "cpu"
-) -> tuple[Share, ...]:
+) -> tuple[RowSlice, ...]:
     """Return what a rank sends or receives when tokens go from one layout to the other, by peer.
 
     Args:
@@ -85,31 +85,34 @@ def border(
         chosen = peers == other
         rows = rows_of(starts[chosen], lengths[chosen])
         index = rows if isinstance(rows, slice) else on_device(rows, torch.device(device))
-        shares.append(Share(int(other), index, int(lengths[chosen].sum())))
+        shares.append(RowSlice(int(other), index, int(lengths[chosen].sum())))
     return tuple(shares)
 
 
-def whole(tokens: int, peer: int) -> tuple[Share, ...]:
+def whole(tokens: int, peer: int) -> tuple[RowSlice, ...]:
     """Return what a rank exchanges with its partner in a stage that deals tokens alike."""
-    return (Share(peer, slice(0, tokens), tokens),) if tokens else ()
+    return (RowSlice(peer, slice(0, tokens), tokens),) if tokens else ()
 
 
-def ways_of(rank: int, ahead: Sequence[Share], behind: Sequence[Share]) -> Iterator[Way]:
+def ways_of(rank: int, ahead: Sequence[RowSlice], behind: Sequence[RowSlice]) -> Iterator[P2PChannel]:
     """Yield the ways of a rank's messages with the stage after it and the stage before it."""
-    for shares, out, back in ((ahead, Lane.FORWARD, Lane.BACKWARD), (behind, Lane.BACKWARD, Lane.FORWARD)):
+    for shares, out, back in (
+        (ahead, P2PDirection.FORWARD, P2PDirection.BACKWARD),
+        (behind, P2PDirection.BACKWARD, P2PDirection.FORWARD),
+    ):
         for peer in {share.peer for share in shares} - {rank}:
-            yield Way(out, rank, peer)
-            yield Way(back, peer, rank)
+            yield P2PChannel(out, rank, peer)
+            yield P2PChannel(back, peer, rank)
 
 
 # ---- merged: pipeline.handovers
 # What one rank hands over from stage to stage, round by round: with whom it exchanges which rows.
 
 
-Shares = tuple[Share, ...] | None
+Shares = tuple[RowSlice, ...] | None
 
 
-class Handovers:
+class StageBoundary:
     """The borders between the stages of a pipeline, as one rank sees them."""
 
     def __init__(self, pipeline: Pipeline, rank: int, device: torch.device) -> None:
@@ -274,10 +277,10 @@ def _place_in(row: Sequence[Action], action: Action | None) -> int:
 AHEAD = 2
 """Room for messages that have not been asked for yet: so many of the largest, from every stage that sends any."""
 LANES = {
-    ActionKind.SEND_F: Lane.FORWARD,
-    ActionKind.RECV_F: Lane.FORWARD,
-    ActionKind.SEND_B: Lane.BACKWARD,
-    ActionKind.RECV_B: Lane.BACKWARD,
+    ActionKind.SEND_F: P2PDirection.FORWARD,
+    ActionKind.RECV_F: P2PDirection.FORWARD,
+    ActionKind.SEND_B: P2PDirection.BACKWARD,
+    ActionKind.RECV_B: P2PDirection.BACKWARD,
 }
 
 
@@ -286,7 +289,7 @@ class Arrival(NamedTuple):
 
     action: Action
     tokens: int
-    shares: tuple[Share, ...]
+    shares: tuple[RowSlice, ...]
 
 
 class _Posted(NamedTuple):
@@ -298,7 +301,7 @@ class _Posted(NamedTuple):
     rows: torch.Tensor | None
 
 
-class Mail:
+class StageP2P:
     """The messages of one rank in one step."""
 
     def __init__(
@@ -341,7 +344,7 @@ class Mail:
             if all(message.done() for message, _ in messages):
                 self._let_go(action)
 
-    def send(self, action: Action, shares: Sequence[Share]) -> None:
+    def send(self, action: Action, shares: Sequence[RowSlice]) -> None:
         """Run a SEND of the row: start to send what was put there."""
         whole, lane = self._here.pop(action), LANES[action.kind]
         for peer, rows, _ in shares:

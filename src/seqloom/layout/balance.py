@@ -20,19 +20,20 @@ def level_targets(
     work_ns: Sequence[int] | np.ndarray,
     token_ns: int,
     tokens: Sequence[int] | np.ndarray,
-    islands: Sequence[Sequence[int]] | None = None,
+    shard_groups: Sequence[Sequence[int]] | None = None,
 ) -> Column:
     """Return how many tokens every rank shall have, int64[ranks], so that the slowest is as fast as can be.
 
-    A rank with n tokens takes `work_ns + token_ns * n`. The greatest time of an island's ranks that have tokens is the
+    A rank with n tokens takes `work_ns + token_ns * n`. The greatest time of a shard group's ranks that have tokens
+    is the
     least possible in whole tokens, and any rank would reach it with one token more. Of equal choices, ranks that have
     more tokens now keep more.
 
     Args:
         work_ns: int64[ranks], other work of every rank, in ns.
         token_ns: time of one token, in ns, at least 1.
-        tokens: int64[ranks], tokens that every rank has now; those of an island stay in it.
-        islands: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
+        tokens: int64[ranks], tokens that every rank has now; those of a shard group stay in it.
+        shard groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
     """
     if token_ns < 1:
         raise PlanError(f"token_ns is {token_ns}: a token takes time; give at least 1 ns")
@@ -40,8 +41,8 @@ def level_targets(
     if work.shape != held.shape:
         raise PlanError(f"work of {work.size} ranks and tokens of {held.size}; give both for every rank")
     targets = held.copy()
-    for island in [range(len(held))] if islands is None else islands:
-        ranks = np.asarray(island, dtype=np.int64)
+    for shard_group in [range(len(held))] if shard_groups is None else shard_groups:
+        ranks = np.asarray(shard_group, dtype=np.int64)
         targets[ranks] = _fill(work[ranks], token_ns, held[ranks])
     return targets
 
@@ -71,7 +72,7 @@ def rebalanced(
     layout: Layout,
     targets: Sequence[int] | np.ndarray,
     node_size: int,
-    islands: Sequence[Sequence[int]] | None = None,
+    shard_groups: Sequence[Sequence[int]] | None = None,
 ) -> Layout:
     """Return a layout with `targets[r]` tokens on every rank r, as near to `layout` as can be.
 
@@ -80,22 +81,22 @@ def rebalanced(
 
     Args:
         layout: one axis, every token on one rank.
-        targets: int64[ranks]; they sum up to the tokens, in every island.
+        targets: int64[ranks]; they sum up to the tokens, in every shard group.
         node_size: ranks per node.
-        islands: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
+        shard groups: ranks among which tokens may move, disjoint; None: all. Ranks in none keep theirs.
     """
     wanted = np.asarray(targets, dtype=np.int64)
     ranks = len(wanted)
     held = _held(layout, ranks)
     home = np.full(ranks, -1, dtype=np.int64)
-    for number, island in enumerate([range(ranks)] if islands is None else islands):
-        home[list(island)] = number
+    for number, shard_group in enumerate([range(ranks)] if shard_groups is None else shard_groups):
+        home[list(shard_group)] = number
     _refuse_other_sums(held, wanted, home)
     if not len(layout):
         return layout
     surplus, deficit = np.maximum(held - wanted, 0), np.maximum(wanted - held, 0)
     node = np.arange(ranks) // node_size
-    group = np.unique(home * ranks + node, return_inverse=True)[1]  # ranks of one island and node
+    group = np.unique(home * ranks + node, return_inverse=True)[1]  # ranks of one shard group and node
     leaves, enters = _spread(surplus, deficit, group), _spread(deficit, surplus, group)
     order = np.argsort(group, kind="stable")
     flows = [_matched(surplus - leaves, deficit - enters, order), _matched(leaves, enters, order)]
@@ -119,7 +120,7 @@ def _held(layout: Layout, ranks: int) -> Column:
 
 
 def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
-    """Every island's targets sum up to its tokens; ranks without an island keep what they have."""
+    """Every shard group's targets sum up to its tokens; ranks without a shard group keep what they have."""
     if len(wanted) and wanted.min() < 0:
         rank = int(wanted.argmin())
         raise PlanError(f"rank {rank} shall have {wanted[rank]} tokens; a target is 0 or more")
@@ -127,15 +128,15 @@ def _refuse_other_sums(held: Column, wanted: Column, home: Column) -> None:
     if len(strays):
         rank = strays[0]
         raise PlanError(
-            f"rank {rank} shall have {wanted[rank]} of its {held[rank]} tokens but is in no island; "
-            f"tokens move inside islands only, use {held[rank]}"
+            f"rank {rank} shall have {wanted[rank]} of its {held[rank]} tokens but is in no shard group; "
+            f"tokens move inside shard groups only, use {held[rank]}"
         )
     has, shall = (_sums(tokens, home + 1) for tokens in (held, wanted))
     wrong = np.flatnonzero(has != shall)
     if len(wrong):
         raise PlanError(
-            f"targets of island {wrong[0] - 1} sum up to {shall[wrong[0]]}, its ranks hold {has[wrong[0]]} tokens; "
-            "nothing comes from other islands, so both must be equal"
+            f"targets of shard group {wrong[0] - 1} sum to {shall[wrong[0]]}, its ranks hold {has[wrong[0]]} tokens; "
+            "nothing comes from other shard groups, so both must be equal"
         )
 
 
@@ -169,7 +170,8 @@ def _sums(values: Column, group: Column) -> Column:
 def _matched(give: Column, take: Column, order: Column) -> tuple[Column, Column, Column]:
     """Lay what is given and what is taken side by side and read off (sender, receiver, tokens).
 
-    Both sums agree in every island (and, inside nodes, in every node), and ranks of one stand together in `order`: so
+    Both sums agree in every shard group (and, inside nodes, in every node), and ranks of one stand together in
+    `order`: so
     nothing goes from one to another.
     """
     given, taken = np.cumsum(give[order]), np.cumsum(take[order])

@@ -1,6 +1,6 @@
 """A reference transformer on packed tokens, whose attention goes through the engine."""
 
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.loss import summed_loss
 from seqloom.models.recompute import recompute_layers
@@ -9,7 +9,7 @@ from seqloom.models.transformer import Details, Rope, Stretch, Transformer
 
 __all__ = [
     "Details",
-    "Network",
+    "ModelAdapter",
     "Rope",
     "Stretch",
     "Transformer",

@@ -25,7 +25,7 @@ from seqloom.models.deferred_init import Values
 from seqloom.models.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.models.transformer import Transformer
-from seqloom.plan import Part
+from seqloom.plan import LayerRange
 
 ROWS, COLUMNS = 0, 1
 _AXES = {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "gate_proj": ROWS, "up_proj": ROWS} | {
@@ -75,7 +75,7 @@ def check_degree(model: str, degree: int, divided: Mapping[str, int], uncuttable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Network:
+class ModelAdapter:
     """A language model, whoever wrote it.
 
     A model that is cut into stages also says how its parts are called: `hidden` is norm(body(embed(ids))).
@@ -116,7 +116,7 @@ class Network:
     values: Values | None = None
 
     @classmethod
-    def of(cls, model: Transformer) -> Network:
+    def of(cls, model: Transformer) -> ModelAdapter:
         """Describe the reference model."""
         if not isinstance(model, Transformer):
             raise SeqloomError(
@@ -175,7 +175,7 @@ class Network:
         for heads, kv_heads, dim, window, scale in self.calls:
             prepare_attention(inside, heads // members, kv_heads // members, dim, dtype, window=window, scale=scale)
 
-    def run(self, part: Part, given: torch.Tensor, context: Context) -> torch.Tensor:
+    def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
         """Return the hidden states [tokens, hidden] after a part; those of a part that ends are normalised.
 
         Args:
@@ -212,7 +212,7 @@ class Network:
 class LossOf(nn.Module):
     """A network from token ids to the sum of token losses, as one module: what it needs is gathered for one call."""
 
-    def __init__(self, network: Network, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
+    def __init__(self, network: ModelAdapter, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
         """Wrap a network; `chunk` and `together` as in `summed_loss`."""
         super().__init__()
         self.inner = network.module
@@ -220,7 +220,7 @@ class LossOf(nn.Module):
         self._options = {"chunk": chunk, "together": together}
 
     def forward(
-        self, given: torch.Tensor, labels: torch.Tensor | None, context: Context, part: Part | None = None
+        self, given: torch.Tensor, labels: torch.Tensor | None, context: Context, part: LayerRange | None = None
     ) -> torch.Tensor:
         """Return the sum of the losses of this rank's tokens, a scalar in float32 or float64; see `Parameters.run`.
 
@@ -231,7 +231,7 @@ class LossOf(nn.Module):
             part: of the model; None: all of it. One that does not end returns its hidden states [tokens, hidden].
         """
         network = self._network[0]
-        part = part or Part(0, len(network.layers), len(network.layers))
+        part = part or LayerRange(0, len(network.layers), len(network.layers))
         states = network.run(part, given, context)
         if not part.ends:
             return states

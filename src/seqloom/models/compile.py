@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqloom.attention.operator import Visit, ticket
+from seqloom.attention.operator import LayerVisit, opaque_handle
 from seqloom.compat import mark_rows
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
@@ -77,7 +77,7 @@ def _number_of(layer: Any) -> int | None:
 def _into_graph(argument: Any, tokens: int, layer: int | None) -> Any:
     """Return an argument as the graph takes it: contexts as tickets, rows of tensors marked."""
     if isinstance(argument, Context):
-        return ticket(Visit(argument, layer))
+        return opaque_handle(LayerVisit(argument, layer))
     if isinstance(argument, tuple):
         return tuple(_into_graph(each, tokens, layer) for each in argument)
     if isinstance(argument, torch.Tensor) and tokens > 1 and tokens in argument.shape:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from seqloom.attention.context_parallel.overlap import GroupCall
 from seqloom.attention.context_parallel.ulysses import Exchange
 from seqloom.dist import Context
-from seqloom.dist.redistribute import Crossing
+from seqloom.dist.redistribute import TokenRedistribute
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
@@ -160,12 +160,12 @@ class _TapedContext(Context):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TapedCrossing(Crossing):
+class _TapedCrossing(TokenRedistribute):
     """The way into attention. Inputs come from the tape if that keeps them, outputs do; gradients never."""
 
     tape: Tape
 
-    def reversed(self) -> Crossing:
+    def reversed(self) -> TokenRedistribute:
         """See `Crossing.reversed`: the way of outputs, which is on the tape in any case."""
         return _TapedWayOut(self.back, self.there, self.tape)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.dist import attention_context, gathered, remapped, summed
+from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, remapped
 from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
@@ -233,14 +233,14 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
         """Attend within documents; `x` and the result are [tokens, hidden], `table` is of the team's tokens."""
         check_slice(self.q_proj.weight, self.heads * self.dim, context)
-        x = gathered(x, context)
+        x = all_gather_rows(x, context)
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.dim))
         q, k = rotate(q, table), rotate(k, table)
         options = {"window": self.window, "scale": self.dim**-0.5, "layer": self.layer_idx}
         mixed = attention(q, k, v, attention_context(context), causal=True, **options)
-        return summed(self.o_proj(mixed.flatten(1)), context)
+        return reduce_scatter_rows(self.o_proj(mixed.flatten(1)), context)
 
 
 class FeedForward(nn.Module):
@@ -257,8 +257,8 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         check_slice(self.gate_proj.weight, self.width, context)
-        x = gathered(x, context)
-        return summed(self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)), context)
+        x = all_gather_rows(x, context)
+        return reduce_scatter_rows(self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)), context)
 
 
 class Layer(nn.Module):

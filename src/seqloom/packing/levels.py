@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, Shape, Variant
+from seqloom.cost import CostModel, CostTables, GroupShape, Variant
 from seqloom.errors import SeqloomError
 
 SAMPLE = 1024
@@ -44,7 +44,7 @@ class Level(NamedTuple):
     """
 
     tokens: int
-    shape: Shape
+    shape: GroupShape
     variant: Variant
     packs: int
     token_ps: int

@@ -21,11 +21,11 @@ from itertools import pairwise
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.cost.resharding import relay_ns
+from seqloom.cost.resharding import exposed_reshard_ns
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.packing.levels import Level
-from seqloom.plan import Pipeline, Plan, Round, Sharding, Work, in_order
+from seqloom.plan import Pipeline, Plan, Round, Sharding, StageMicroBatch, in_order
 from seqloom.simulate import predicted_ns
 
 
@@ -96,7 +96,7 @@ def _communicating(plan: Plan) -> int:
     return sum(group.tokens for current in rounds for group in current.work[0].groups if group.degree > 1)
 
 
-def _on_ranks(work: Work, cost: CostModel) -> np.ndarray:
+def _on_ranks(work: StageMicroBatch, cost: CostModel) -> np.ndarray:
     """float64[2, ranks]: tokens in linear layers and attention work of one stage's share of a round.
 
     A group's ranks share both evenly: Ulysses by heads, rings in zigzag.
@@ -168,7 +168,7 @@ class Packing:
                 cost.group(level.shape, block, [Span(k, 0, lengths[k]) for k in pack])
                 for block, pack in zip(blocks, packs[first:], strict=False)
             ]
-            rounds.append(Round((Work(in_order(groups, cost.node_size), level.variant.checkpoint),)))
+            rounds.append(Round((StageMicroBatch(in_order(groups, cost.node_size), level.variant.checkpoint),)))
         reduce = level.variant.reduce
         pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
         return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(lengths), (pipeline,), self.name)
@@ -208,9 +208,9 @@ class Packing:
         """
         times = np.zeros(self.steps, dtype=np.int64)
         for index, level in enumerate(self.levels):
-            degree, island = level.shape.degree, self.cost.island_size
+            degree, shard_group = level.shape.degree, self.cost.shard_group_size
             starts = np.array([block.start for block in self.cost.family.blocks(degree)])
-            together = np.unique(starts // max(degree, island), return_index=True)[1]
+            together = np.unique(starts // max(degree, shard_group), return_index=True)[1]
             grid = self._grid(self.pack_ns, index)
             waits = np.maximum.reduceat(grid, together, axis=2)
             overhead = self.cost.step_overhead_ns(level.variant) + self._moved_ns(grid, level)
@@ -230,7 +230,7 @@ class Packing:
         shortest = np.where(grid > 0, grid, np.iinfo(np.int64).max).min(axis=2)
         last = (grid.max(axis=2) > 0).sum(axis=1) - 1
         shades = zip(shortest[:, 0].tolist(), shortest[np.arange(len(grid)), last].tolist(), strict=True)
-        return np.array([relay_ns(self.cost, line, [shade]) for shade in shades], dtype=np.int64)
+        return np.array([exposed_reshard_ns(self.cost, line, [shade]) for shade in shades], dtype=np.int64)
 
     @cached_property
     def balance(self) -> Balance:

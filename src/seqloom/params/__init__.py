@@ -1,17 +1,17 @@
 """TODO."""
 
-from seqloom.params.fsdp import Sharded
-from seqloom.params.interface import Parameters, Replicated, scale_gradients
-from seqloom.params.pipeline_fsdp import StageSharded
+from seqloom.params.fsdp import FSDPParameters
+from seqloom.params.interface import Parameters, ReplicatedParameters, scale_gradients
+from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
-from seqloom.params.resharding import FreeLayout
+from seqloom.params.resharding import ReshardingParameters
 
 __all__ = [
-    "FreeLayout",
+    "FSDPParameters",
     "Parameters",
+    "PipelineFSDP",
     "Placement",
-    "Replicated",
-    "Sharded",
-    "StageSharded",
+    "ReplicatedParameters",
+    "ReshardingParameters",
     "scale_gradients",
 ]

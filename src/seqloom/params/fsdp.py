@@ -25,16 +25,16 @@ from seqloom.attention.lse import sum_dtype
 from seqloom.compat import inherit_timeout
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.loss import CHUNK
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.interface import check_fixed, local, squared_norm, sum_gradients, trained
-from seqloom.plan import Part, Plan, Sharding
+from seqloom.plan import LayerRange, Plan, Sharding
 
 REPLICA, SHARD = "replica", "shard"
 
 
-class Sharded:
+class FSDPParameters:
     """A network whose parameters FSDP2 keeps. Every rank of the job makes one, with the same values.
 
     Masters are the parameters that were given, in their dtype (float32 for training), cut along their first axis.
@@ -42,7 +42,7 @@ class Sharded:
 
     def __init__(
         self,
-        network: Network,
+        network: ModelAdapter,
         transport: Transport,
         sharding: Sharding,
         *,
@@ -104,10 +104,10 @@ class Sharded:
     def settle(self) -> None:
         """See `Parameters.settle`; nothing is under way."""
 
-    def acquire(self, part: Part) -> None:
+    def acquire(self, part: LayerRange) -> None:
         """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""
 
-    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`; the part is the whole model."""
         if not (part.begins and part.ends):
             raise SeqloomError(
@@ -125,10 +125,10 @@ class Sharded:
         self._root.set_requires_gradient_sync(reduce)
         torch.autograd.backward(output, gradient)
 
-    def reduce(self, part: Part) -> None:
+    def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`; the last backward did it."""
 
-    def release(self, part: Part) -> None:
+    def release(self, part: LayerRange) -> None:
         """See `Parameters.release`; layers are released one by one."""
 
     def finish(self) -> None:
@@ -208,7 +208,7 @@ def _sum_only(part: FSDPModule) -> None:
         part.set_reduce_scatter_unused_params(True)
 
 
-def device_of(network: Network, parameters: Sequence[nn.Parameter]) -> torch.device:
+def device_of(network: ModelAdapter, parameters: Sequence[nn.Parameter]) -> torch.device:
     """Return the device where these parameters are or will be; refuse several, and parameters without values."""
     if network.values is not None:
         return network.values.device

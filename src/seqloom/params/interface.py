@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
-from seqloom.plan import Part, Plan, Sharding
+from seqloom.plan import LayerRange, Plan, Sharding
 
 BUCKET = 1 << 26
 """Elements that are summed over ranks in one call."""
@@ -54,11 +54,11 @@ class Parameters(Protocol):
         """Wait for what `arrange` has started and no layer has asked for; `finish` does it too."""
         ...
 
-    def acquire(self, part: Part) -> None:
+    def acquire(self, part: LayerRange) -> None:
         """Gather the parameters of a part, for all its rounds: UNSHARD. A plan may leave this to `run`."""
         ...
 
-    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """Run a part of the model forward.
 
         Args:
@@ -82,11 +82,11 @@ class Parameters(Protocol):
         """
         ...
 
-    def reduce(self, part: Part) -> None:
+    def reduce(self, part: LayerRange) -> None:
         """Reduce the gradients of a part to the shards, after all its backwards: REDUCE of a step."""
         ...
 
-    def release(self, part: Part) -> None:
+    def release(self, part: LayerRange) -> None:
         """Drop what `acquire` has gathered: RESHARD."""
         ...
 
@@ -119,10 +119,10 @@ class Parameters(Protocol):
         ...
 
 
-class Replicated:
+class ReplicatedParameters:
     """Every rank has all parameters; gradients are summed over all ranks once per step, through the transport."""
 
-    def __init__(self, network: Network, transport: Transport, *, chunk: int = CHUNK) -> None:
+    def __init__(self, network: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
         """Take a network that has the same values on all ranks.
 
         Args:
@@ -157,10 +157,10 @@ class Replicated:
     def settle(self) -> None:
         """See `Parameters.settle`; nothing is under way."""
 
-    def acquire(self, part: Part) -> None:
+    def acquire(self, part: LayerRange) -> None:
         """See `Parameters.acquire`; everything is here."""
 
-    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`."""
         return self._loss(given, labels, context, part)
 
@@ -168,10 +168,10 @@ class Replicated:
         """See `Parameters.backward`. A shard group of one rank has nothing to reduce."""
         torch.autograd.backward(output, gradient)
 
-    def reduce(self, part: Part) -> None:
+    def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`; a shard group of one rank has nothing to reduce."""
 
-    def release(self, part: Part) -> None:
+    def release(self, part: LayerRange) -> None:
         """See `Parameters.release`; nothing was gathered."""
 
     def finish(self) -> None:

@@ -28,19 +28,19 @@ from torch.distributed.tensor import DTensor
 from seqloom.compat import inherit_timeout
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.fsdp import check_job, device_of, reduce_dtype
 from seqloom.params.interface import check_fixed, complete_gradients, squared_norm, sum_gradients, trained
 from seqloom.params.placement import Placement, exchange, held_by, keep_only, parameters_of
 from seqloom.params.shards import ShardedParameter, buckets, gather, scatter
-from seqloom.plan import Part, Plan
+from seqloom.plan import LayerRange, Plan
 
 HOST, REPLICA, SHARD = "host", "replica", "shard"
 
 
-class StageSharded:
+class PipelineFSDP:
     """The parameters of this rank's stages. Every rank of the job makes one, with the same values where both hold some.
 
     Masters are the parameters that were given, in their dtype (float32 for training), cut along their first axis.
@@ -48,7 +48,7 @@ class StageSharded:
 
     def __init__(
         self,
-        network: Network,
+        network: ModelAdapter,
         transport: Transport,
         placement: Placement,
         *,
@@ -91,8 +91,8 @@ class StageSharded:
             each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
         exchange(network.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
         self._needs = {part: [self._kept[name] for name in parameters_of(network, part)] for part in self._parts}
-        self._ready: set[Part] = set()  # acquired
-        self._due: set[Part] = set()  # have run, and are to be reduced
+        self._ready: set[LayerRange] = set()  # acquired
+        self._due: set[LayerRange] = set()  # have run, and are to be reduced
         self._network, self._device, self._head = network, device, HeadGradients()
         self._loss = LossOf(network, chunk, self._head)
 
@@ -119,7 +119,7 @@ class StageSharded:
     def settle(self) -> None:
         """See `Parameters.settle`; nothing is under way."""
 
-    def acquire(self, part: Part) -> None:
+    def acquire(self, part: LayerRange) -> None:
         """See `Parameters.acquire`."""
         self._check(part)
         if part in self._ready:
@@ -132,7 +132,7 @@ class StageSharded:
                 kept.give_memory()
             gather(bucket, self._mesh.get_group(SHARD))
 
-    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`."""
         self.acquire(part)
         if torch.is_grad_enabled():
@@ -143,7 +143,7 @@ class StageSharded:
         """See `Parameters.backward`. Whole gradients add up on this rank: they are reduced once, in the step's end."""
         torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
 
-    def reduce(self, part: Part) -> None:
+    def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`. What was reduced before is added to: a table of two parts has two sums."""
         self._check(part)
         self._due.discard(part)
@@ -151,7 +151,7 @@ class StageSharded:
         for bucket in buckets(wanted):
             scatter(bucket, self._mesh.get_group(SHARD))
 
-    def release(self, part: Part) -> None:
+    def release(self, part: LayerRange) -> None:
         """See `Parameters.release`."""
         self._check(part)
         self._ready.discard(part)
@@ -228,7 +228,7 @@ class StageSharded:
         """Copies that acquired parts need."""
         return {id(kept) for part in self._ready for kept in self._needs[part]}
 
-    def _check(self, part: Part) -> None:
+    def _check(self, part: LayerRange) -> None:
         if part not in self._needs:
             mine = ", ".join(f"{each.first} to {each.stop - 1}" for each in self._parts)
             raise SeqloomError(

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.deferred_init import emptied
-from seqloom.plan import Part, Plan, Sharding, Stage
+from seqloom.plan import LayerRange, Plan, Sharding, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class Placement:
         """Layers of the model."""
         return self.stages[-1].layers[1]
 
-    def parts(self, host: int) -> tuple[Part, ...]:
+    def parts(self, host: int) -> tuple[LayerRange, ...]:
         """Return what a host runs of the model, stage by stage."""
         ranks = self.hosts[host]
-        return tuple(Part(*stage.layers, self.layers) for stage in self.stages if stage.ranks == ranks)
+        return tuple(LayerRange(*stage.layers, self.layers) for stage in self.stages if stage.ranks == ranks)
 
     def host_of(self, rank: int) -> int:
         """Return the host of a rank."""
         return next(number for number, host in enumerate(self.hosts) if rank in host)
 
-    def parts_of(self, rank: int) -> tuple[Part, ...]:
+    def parts_of(self, rank: int) -> tuple[LayerRange, ...]:
         """Return what a rank runs of the model."""
         return self.parts(self.host_of(rank))
 
@@ -79,17 +79,17 @@ class Placement:
                 f"stages on hosts {hosts} of {ranks} ranks: a pipeline's hosts make up all ranks and have equally many "
                 "each; choose a number of stages that divides the ranks"
             )
-        islands = [_islands(host, self.sharding, self.node_size) for host in hosts]
-        if len({len(island) for row in islands for island in row}) != 1:
+        shard_groups = [_shard_groups(host, self.sharding, self.node_size) for host in hosts]
+        if len({len(shard_group) for row in shard_groups for shard_group in row}) != 1:
             raise SeqloomError(
                 f"{self.sharding} sharding of hosts {hosts} in nodes of {self.node_size}: every host needs equally "
                 "many ranks in every node; choose a number of stages whose hosts fill nodes or divide them"
             )
-        return torch.tensor(islands)
+        return torch.tensor(shard_groups)
 
 
-def _islands(host: tuple[int, ...], sharding: Sharding, node_size: int) -> list[list[int]]:
-    """Cut a host into ranks that share shards, see `Limits.islands`."""
+def _shard_groups(host: tuple[int, ...], sharding: Sharding, node_size: int) -> list[list[int]]:
+    """Cut a host into ranks that share shards, see `Limits.shard_groups`."""
     if sharding == Sharding.FULL:
         return [list(host)]
     size = node_size if sharding == Sharding.HYBRID else 1
@@ -99,7 +99,7 @@ def _islands(host: tuple[int, ...], sharding: Sharding, node_size: int) -> list[
     return list(found.values())
 
 
-def parameters_of(network: Network, part: Part) -> dict[str, nn.Parameter]:
+def parameters_of(network: ModelAdapter, part: LayerRange) -> dict[str, nn.Parameter]:
     """Return the parameters that a part needs, by canonical name: tied ones by their first name in the module.
 
     Raises:
@@ -121,15 +121,15 @@ def parameters_of(network: Network, part: Part) -> dict[str, nn.Parameter]:
     return found
 
 
-def held_by(network: Network, parts: Iterable[Part]) -> dict[str, nn.Parameter]:
+def held_by(network: ModelAdapter, parts: Iterable[LayerRange]) -> dict[str, nn.Parameter]:
     """Return the parameters of several parts, in the order of the module."""
-    whole = Part(0, len(network.layers), len(network.layers))
+    whole = LayerRange(0, len(network.layers), len(network.layers))
     every = parameters_of(network, whole)
     wanted = {name for part in parts for name in parameters_of(network, part)}
     return {name: every[name] for name, _ in network.module.named_parameters() if name in wanted}
 
 
-def keep_only(network: Network, parts: Iterable[Part]) -> None:
+def keep_only(network: ModelAdapter, parts: Iterable[LayerRange]) -> None:
     """Give up the values of all parameters that parts do not need: they go to "meta", under their names."""
     held = {id(parameter) for parameter in held_by(network, parts).values()}
     others = [parameter for parameter in network.module.parameters() if id(parameter) not in held]

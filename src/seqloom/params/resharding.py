@@ -25,15 +25,15 @@ from torch.autograd.graph import GradientEdge
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.dist.reshard_index import Box, boxes_of
-from seqloom.dist.resharding import Pending, Relay
+from seqloom.dist.resharding import Pending, Resharder
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.fsdp import device_of, reduce_dtype
-from seqloom.params.shards import Copies, Masters, weights_of
-from seqloom.plan import ActionKind, Part, Plan, Sharding, Stage
+from seqloom.params.shards import ComputeCopies, OptimizerShards, weights_of
+from seqloom.plan import ActionKind, LayerRange, Plan, Sharding, Stage
 from seqloom.plan.parameter_layout import (
     EMBEDDING,
     HEAD,
@@ -64,10 +64,10 @@ class Moves:
             packed is small; the last bundle has the others.
     """
 
-    values: Relay
-    gradients: Relay
+    values: Resharder
+    gradients: Resharder
     boxes: Mapping[int, Box]
-    passes: Mapping[Part, Relay]
+    passes: Mapping[LayerRange, Resharder]
 
     @property
     def shared(self) -> frozenset[int]:
@@ -107,7 +107,7 @@ class MoveMaker:
         columns = self._columns(plan, per_pass)
         return replace(moves, passes={part: self._pass(moves, own, part, step, compute) for own, part in columns})
 
-    def _columns(self, plan: Plan, per_pass: PerPass) -> list[tuple[tuple[int, ...], Part]]:
+    def _columns(self, plan: Plan, per_pass: PerPass) -> list[tuple[tuple[int, ...], LayerRange]]:
         """Return this rank's parts that are gathered for every pass, and the ranks that share each with it."""
         found = []
         for number, index in sorted(per_pass):
@@ -118,7 +118,9 @@ class MoveMaker:
                     found.append((column, line.parts[index]))
         return found
 
-    def _pass(self, moves: Moves, column: tuple[int, ...], part: Part, step: Layout, compute: Layout) -> Relay:
+    def _pass(
+        self, moves: Moves, column: tuple[int, ...], part: LayerRange, step: Layout, compute: Layout
+    ) -> Resharder:
         wanted = [any(needs(home, part) for home in weight.home) for weight in self._weights]
         numbers = [number for number in sorted(moves.shared) if wanted[number]]
         learning = [
@@ -130,10 +132,10 @@ class MoveMaker:
         # they could stand behind gradients that wait for ranks which wait for this stage. In one hop for the same
         # reason: two would share a stream with these.
         parts = [*filter(None, learning), others]
-        return Relay(self._weights, source, target, self._transport, device=self._device, bundles=parts)
+        return Resharder(self._weights, source, target, self._transport, device=self._device, bundles=parts)
 
-    def _relay(self, source: Layout, target: Layout, node_size: int) -> Relay:
-        return Relay(
+    def _relay(self, source: Layout, target: Layout, node_size: int) -> Resharder:
+        return Resharder(
             self._weights,
             source,
             target,
@@ -167,7 +169,7 @@ def gathered_per_pass(plan: Plan) -> PerPass:
     return frozenset(found)
 
 
-def needs(home: int | str, part: Part) -> bool:
+def needs(home: int | str, part: LayerRange) -> bool:
     """Whether a part of the model has a home of weights."""
     if isinstance(home, int):
         return part.first <= home < part.stop
@@ -204,14 +206,14 @@ Tensors = Mapping[int, torch.Tensor]
 Take = Callable[[Iterable[int]], Tensors]
 
 
-class Arrivals:
+class ParamPrefetch:
     """The parameters of one step on their way to this rank's copies."""
 
     def __init__(self) -> None:
         """Start with nothing under way."""
         self._open: dict[int, Pending] = {}
 
-    def start(self, relay: Relay, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
+    def start(self, relay: Resharder, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
         """Send this rank's rows to all who need them, and receive what this one needs into `room`.
 
         Returns at once, but waits for first hops where this rank has to begin the second ones.
@@ -236,10 +238,12 @@ class Arrivals:
         return sorted(set(bundles) & self._open.keys())
 
 
-class Departures:
+class GradReduce:
     """The gradients of one step on their way from this rank's copies to the optimiser's rows."""
 
-    def __init__(self, relay: Relay, take: Take, dtype: torch.dtype, needs: Mapping[Part, frozenset[int]]) -> None:
+    def __init__(
+        self, relay: Resharder, take: Take, dtype: torch.dtype, needs: Mapping[LayerRange, frozenset[int]]
+    ) -> None:
         """Start a step.
 
         Args:
@@ -265,7 +269,7 @@ class Departures:
         if not lacking:
             self._go()
 
-    def end_part(self, part: Part) -> None:
+    def end_part(self, part: LayerRange) -> None:
         """Note that all backwards of a part have run; what other parts of this rank need too waits for these."""
         for bundle, parts in self._parts.items():
             if part in parts:
@@ -312,7 +316,9 @@ class Departures:
 class Passes:
     """The shares of one rank in one step."""
 
-    def __init__(self, relays: Mapping[Part, Relay], shares: dict[int, torch.Tensor], copies: Copies) -> None:
+    def __init__(
+        self, relays: Mapping[LayerRange, Resharder], shares: dict[int, torch.Tensor], copies: ComputeCopies
+    ) -> None:
         """Start with nothing gathered.
 
         Args:
@@ -322,10 +328,10 @@ class Passes:
         """
         self._relays, self._shares, self._copies = relays, shares, copies
         self._gradients: dict[int, torch.Tensor] = {}
-        self._there: set[Part] = set()
-        self._summed: set[tuple[Part, int]] = set()  # bundles that the backward under way is done with
-        self._owed: dict[Part, set[int]] = {}  # bundles with gradients that are not in the shares' yet
-        self._settled: set[Part] = set()  # will have none any more
+        self._there: set[LayerRange] = set()
+        self._summed: set[tuple[LayerRange, int]] = set()  # bundles that the backward under way is done with
+        self._owed: dict[LayerRange, set[int]] = {}  # bundles with gradients that are not in the shares' yet
+        self._settled: set[LayerRange] = set()  # will have none any more
 
     @property
     def numbers(self) -> set[int]:
@@ -340,7 +346,7 @@ class Passes:
         """Return the number of such parts."""
         return len(self._relays)
 
-    def acquire(self, part: Part) -> None:
+    def acquire(self, part: LayerRange) -> None:
         """Gather a part that is in shares; return when it is there."""
         if part not in self._relays or part in self._there:
             return
@@ -368,7 +374,7 @@ class Passes:
             self._owed[part] = self._owed.get(part, set()) | left
         self._summed.clear()
 
-    def release(self, part: Part) -> None:
+    def release(self, part: LayerRange) -> None:
         """Sum the gradients of a backward into those of the shares, and drop the copies."""
         if part in self._there:
             self.flush(part)
@@ -376,7 +382,7 @@ class Passes:
             for number in self._numbers(part) - self._in_use():
                 self._copies.free(number)
 
-    def flush(self, part: Part, *, late: bool = False) -> None:
+    def flush(self, part: LayerRange, *, late: bool = False) -> None:
         """Sum what a part has of gradients into those of the shares. All ranks that share it call it.
 
         Args:
@@ -401,16 +407,16 @@ class Passes:
         """Return the gradients of shares, and forget them."""
         return {number: self._gradients.pop(number) for number in numbers if number in self._gradients}
 
-    def _learning(self, part: Part) -> list[tuple[int, tuple[int, ...]]]:
+    def _learning(self, part: LayerRange) -> list[tuple[int, tuple[int, ...]]]:
         """Return the bundles of a part with weights that learn; the last has the others."""
         return list(enumerate(self._relays[part].bundles[:-1]))
 
-    def _sum(self, part: Part, bundle: int) -> None:
+    def _sum(self, part: LayerRange, bundle: int) -> None:
         relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
         found = self._copies.take_gradients(relay.bundles[bundle])
         self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
 
-    def _numbers(self, part: Part) -> set[int]:
+    def _numbers(self, part: LayerRange) -> set[int]:
         return {number for bundle in self._relays[part].bundles for number in bundle}
 
     def _in_use(self) -> set[int]:
@@ -438,7 +444,7 @@ KEPT = 64
 """Strategies whose index work is kept."""
 
 
-class FreeLayout:
+class ReshardingParameters:
     """The parameters of a network. Every rank makes one, with the same values.
 
     Masters are the parameters that were given, in their dtype (float32 for training), cut along their first axis over
@@ -446,7 +452,7 @@ class FreeLayout:
     """
 
     def __init__(
-        self, network: Network, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
+        self, network: ModelAdapter, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
     ) -> None:
         """Cut the network in place: between steps its module has shapes and values of the last plan only.
 
@@ -467,11 +473,11 @@ class FreeLayout:
         self._maker = MoveMaker(self._weights, learning, transport, self._device)
         self._bundles = self._maker.bundles
         self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
-        self._masters = Masters(network, transport, self._device)
-        self._copies = Copies(network.module, compute, self._masters.shapes)
+        self._masters = OptimizerShards(network, transport, self._device)
+        self._copies = ComputeCopies(network.module, compute, self._masters.shapes)
         self._moves: dict[Strategy, Moves] = {}
-        self._arrivals, self._passes = Arrivals(), Passes({}, {}, self._copies)
-        self._departures: Departures | None = None
+        self._arrivals, self._passes = ParamPrefetch(), Passes({}, {}, self._copies)
+        self._departures: GradReduce | None = None
         self._last = False  # inside the last backward of the step
         self._head = HeadGradients()
         self._loss = LossOf(network, chunk, self._head)
@@ -505,20 +511,20 @@ class FreeLayout:
         self._arrivals.start(moves.values, rows, dtype, room | shares)
         stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.parts, strict=True)]
         parts = {part: self._bundles_of(part) for stage, part in stages if rank in stage.ranks}
-        self._departures = Departures(moves.gradients, self._taken, sum_dtype(dtype), parts)
+        self._departures = GradReduce(moves.gradients, self._taken, sum_dtype(dtype), parts)
         self._last = False
 
     def settle(self) -> None:
         """See `Parameters.settle`."""
         self._arrivals.wait_for_all()
 
-    def acquire(self, part: Part) -> None:
+    def acquire(self, part: LayerRange) -> None:
         """See `Parameters.acquire`; `arrange` has brought the parameters, or shares to be gathered."""
         if part in self._passes:
             self._arrivals.wait(self._bundles_of(part))
             self._passes.acquire(part)
 
-    def run(self, part: Part, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
         """See `Parameters.run`."""
         if part.begins:
             self._arrivals.wait(self._wants[EMBEDDING])
@@ -543,12 +549,12 @@ class FreeLayout:
             self._last = False
             self._leaving().end()
 
-    def reduce(self, part: Part) -> None:
+    def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`."""
         self._passes.flush(part, late=self.weights.wanted)
         self._leaving().end_part(part)
 
-    def release(self, part: Part) -> None:
+    def release(self, part: LayerRange) -> None:
         """See `Parameters.release`; what is not in shares stays until the next plan, which often has the same."""
         self._passes.release(part)
 
@@ -586,7 +592,7 @@ class FreeLayout:
         for master in self._masters.parameters:
             master.grad = None
 
-    def _leaving(self) -> Departures:
+    def _leaving(self) -> GradReduce:
         if self._departures is None:
             raise SeqloomError("gradients of parameters that no plan was arranged for; call arrange(plan) first")
         return self._departures
@@ -625,7 +631,7 @@ class FreeLayout:
         homes = [{each for number in own for each in self._weights[number].home} for own in self._bundles]
         return frozenset(bundle for bundle, own in enumerate(homes) if home in own)
 
-    def _bundles_of(self, part: Part) -> frozenset[int]:
+    def _bundles_of(self, part: LayerRange) -> frozenset[int]:
         """Return the bundles with weights that a part of the model needs."""
         return frozenset[int]().union(*(wanted for home, wanted in self._wants.items() if needs(home, part)))
 

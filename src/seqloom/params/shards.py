@@ -26,7 +26,7 @@ from seqloom.compat import inherit_timeout, laid_out_like
 from seqloom.dist import Transport
 from seqloom.dist.reshard_index import Box
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.params.fsdp import check_job
 from seqloom.params.interface import BUCKET, local, squared_norm
 from seqloom.params.placement import exchange
@@ -191,7 +191,7 @@ def _flat(verb: str) -> Callable[..., object]:
 # anew.
 
 
-def weights_of(network: Network) -> tuple[Weight, ...]:
+def weights_of(network: ModelAdapter) -> tuple[Weight, ...]:
     """Return the parameters of a network as layouts see them, in the order of the module.
 
     A parameter of which it is not known what needs it is needed everywhere: where only the layers of a model are known,
@@ -214,7 +214,7 @@ def weights_of(network: Network) -> tuple[Weight, ...]:
     return tuple(found)
 
 
-class Copies:
+class ComputeCopies:
     """One parameter for every weight, by number.
 
     Attributes:
@@ -323,7 +323,7 @@ class Copies:
 SHARD = "shard"
 
 
-class Masters:
+class OptimizerShards:
     """This rank's rows of all parameters, by their number in the module.
 
     Attributes:
@@ -333,7 +333,7 @@ class Masters:
         rows: the same memory as plain tensors, by number; optimisers and checkpoints write it in place.
     """
 
-    def __init__(self, network: Network, transport: Transport, device: torch.device) -> None:
+    def __init__(self, network: ModelAdapter, transport: Transport, device: torch.device) -> None:
         """Cut the parameters of a network, which keeps none of its values.
 
         Args:

@@ -4,9 +4,9 @@ from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.group import Group, Method, in_order
 from seqloom.plan.limits import GroupFamily, Limits, Reduce, Sharding
 from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout, step_layout
-from seqloom.plan.pipeline import Part, Pipeline, Stage
+from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Remap, Round, Work
+from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
 from seqloom.plan.validate import RULES
 
 __all__ = [
@@ -16,9 +16,9 @@ __all__ = [
     "Checkpoint",
     "Group",
     "GroupFamily",
+    "LayerRange",
     "Limits",
     "Method",
-    "Part",
     "Pipeline",
     "Plan",
     "Reduce",
@@ -26,8 +26,8 @@ __all__ = [
     "Round",
     "Sharding",
     "Stage",
+    "StageMicroBatch",
     "Weight",
-    "Work",
     "compute_layout",
     "in_order",
     "optimiser_layout",

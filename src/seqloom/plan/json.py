@@ -33,7 +33,7 @@ from seqloom.plan.group import Group, Method
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Remap, Round, Work
+from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
 
 FORMAT = "seqloom.plan"
 VERSION = 1
@@ -74,7 +74,7 @@ def _pipeline(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _work(work: Work) -> dict[str, Any]:
+def _work(work: StageMicroBatch) -> dict[str, Any]:
     fields = {
         "checkpoint": work.checkpoint,
         "groups": [_group(group) for group in work.groups],
@@ -174,12 +174,12 @@ def _read_round(value: Any, where: str) -> Round:
     return Round(_list(value, where, _read_work))
 
 
-def _read_work(value: Any, where: str) -> Work:
+def _read_work(value: Any, where: str) -> StageMicroBatch:
     given = {"offload": False, **value} if isinstance(value, dict) else value
     fields = _object(given, where, ("checkpoint", "groups", "attention", "linear", "remap", "offload"))
     if type(fields["offload"]) is not bool:
         _refuse(f"{where}.offload", f"is {_short(fields['offload'])}", "give true or false")
-    return Work(
+    return StageMicroBatch(
         groups=_list(fields["groups"], f"{where}.groups", _read_group),
         checkpoint=_enum(fields["checkpoint"], f"{where}.checkpoint", Checkpoint),
         attention=_read_layout(fields["attention"], f"{where}.attention"),

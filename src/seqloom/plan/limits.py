@@ -150,8 +150,10 @@ class Limits:
         """Return `tokens` rounded up to the granule."""
         return -(-tokens // self.granule) * self.granule
 
-    def islands(self, sharding: Sharding, host: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Cut a host's ranks into islands: ranks that share parameter shards, and so take part in the same rounds."""
+    def shard_groups(self, sharding: Sharding, host: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Cut a host's ranks into shard groups: ranks that share parameter shards, and so take part in the same
+        rounds.
+        """
         if sharding == Sharding.FULL:
             return (tuple(host),)
         if sharding in (Sharding.NONE, Sharding.FREE):

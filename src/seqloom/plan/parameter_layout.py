@@ -22,7 +22,7 @@ import numpy as np
 from seqloom.errors import PlanError
 from seqloom.layout.boxes import Column
 from seqloom.layout.layout import Layout
-from seqloom.plan.pipeline import Part, Pipeline
+from seqloom.plan.pipeline import LayerRange, Pipeline
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -172,14 +172,14 @@ class _Homes:
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._pairs = [(home, index) for index, weight in enumerate(weights) for home in weight.home]
-        self._known: dict[Part, tuple[int, ...]] = {}
+        self._known: dict[LayerRange, tuple[int, ...]] = {}
 
-    def needed(self, part: Part) -> tuple[int, ...]:
+    def needed(self, part: LayerRange) -> tuple[int, ...]:
         if part not in self._known:
             self._known[part] = tuple(dict.fromkeys(self._find(part)))
         return self._known[part]
 
-    def _find(self, part: Part) -> Iterator[int]:
+    def _find(self, part: LayerRange) -> Iterator[int]:
         ends = {EMBEDDING: part.begins, HEAD: part.ends}
         for home, index in self._pairs:
             if ends[home] if isinstance(home, str) else part.first <= home < part.stop:

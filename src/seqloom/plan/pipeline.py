@@ -29,7 +29,7 @@ class Stage:
     tensor: int = 1
 
 
-class Part(NamedTuple):
+class LayerRange(NamedTuple):
     """Layers `first .. stop - 1` of a model with `of` layers: what a stage of a pipeline has of it.
 
     A part that begins also embeds; one that ends also has the final norm, the vocabulary projection and the loss.
@@ -84,9 +84,9 @@ class Pipeline:
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerRange, ...]:
         """What every stage has of the model."""
-        return tuple(Part(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
+        return tuple(LayerRange(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
 
     def host_of(self, stage: int) -> int:
         """Return the host, and so the row of `actions`, that runs a stage."""

@@ -44,14 +44,14 @@ class Plan:
         return known
 
     @property
-    def islands(self) -> tuple[tuple[int, ...], ...]:
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that share parameter shards, and so take part in the same rounds, host by host.
 
-        An island is a whole host (full sharding), a host's ranks in one node (hybrid) or one rank (none).
-        Ranks of no stage are in no island.
+        A shard group is a whole host (full sharding), a host's ranks in one node (hybrid) or one rank (none).
+        Ranks of no stage are in no shard group.
         """
         hosts = (host for pipeline in self.pipelines for host in pipeline.hosts)
-        return tuple(island for host in hosts for island in self.limits.islands(self.sharding, host))
+        return tuple(shard_group for host in hosts for shard_group in self.limits.shard_groups(self.sharding, host))
 
     @property
     def rounds(self) -> int:

@@ -38,7 +38,7 @@ class Remap(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageMicroBatch:
     """One stage's share of a round.
 
     A rank may be in several groups; it runs them in the order of `groups`, in which all ranks agree: slow links first.
@@ -78,7 +78,7 @@ class Work:
 class Round:
     """One micro-batch: a `Work` for every stage, all on the same spans."""
 
-    work: tuple[Work, ...]
+    work: tuple[StageMicroBatch, ...]
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -17,7 +17,7 @@ from seqloom.plan.group import Group, Method
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
-from seqloom.plan.round import Checkpoint, Remap, Round, Work
+from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
 
 _NUMBERS = ("ranks", "node_size", "heads", "granule", "communicators")
 _KEYS = ("planner", *_NUMBERS, "capacity", "sharding", "reduce", "documents")
@@ -170,7 +170,7 @@ def _read_pipeline(lines: _Lines, documents: tuple[int, ...]) -> Pipeline:
 
 
 def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]:
-    rounds: list[list[Work]] = []
+    rounds: list[list[StageMicroBatch]] = []
     while lines.peek().startswith("round "):
         number, stage, checkpoint, remap, offload = lines.match(_ROUND, "round 0 stage 0 checkpoint selective").groups()
         if stage is None or lines.number(stage) == 0:
@@ -186,7 +186,7 @@ def _read_rounds(lines: _Lines, documents: tuple[int, ...]) -> tuple[Round, ...]
     return tuple(Round(tuple(work)) for work in rounds)
 
 
-def _read_work(lines: _Lines, checkpoint: Checkpoint, documents: tuple[int, ...]) -> Work:
+def _read_work(lines: _Lines, checkpoint: Checkpoint, documents: tuple[int, ...]) -> StageMicroBatch:
     groups = []
     while lines.peek().startswith("group "):
         form = "group ranks 0-7 ulysses 8 ring 1: 12 15[0:4096)"
@@ -208,7 +208,7 @@ def _read_work(lines: _Lines, checkpoint: Checkpoint, documents: tuple[int, ...]
         if name in layouts:
             lines.refuse(f"the {name} layout is given twice; keep one")
         layouts[name] = _read_layout(lines, int(axes))
-    return Work(tuple(groups), checkpoint, layouts.get("attention"), layouts.get("linear"))
+    return StageMicroBatch(tuple(groups), checkpoint, layouts.get("attention"), layouts.get("linear"))
 
 
 def _read_layout(lines: _Lines, axes: int) -> Layout:
@@ -331,7 +331,7 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
         yield f"host {h}: {' '.join(map(str, row))}".rstrip()
 
 
-def _work_lines(work: Work, documents: tuple[int, ...]) -> Iterator[str]:
+def _work_lines(work: StageMicroBatch, documents: tuple[int, ...]) -> Iterator[str]:
     for group in work.groups:
         spans = " ".join(_span(span, documents) for span in group.spans)
         shape = f"ulysses {group.ulysses} ring {group.ring}"

@@ -17,7 +17,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
 from seqloom.planners.flex.search import tiles
-from seqloom.planners.problem import Problem, Seat, fitting_problems, to_plan
+from seqloom.planners.problem import GroupPlacement, Problem, fitting_problems, to_plan
 from seqloom.planners.solver import Matrix, programme, require_highspy
 
 MOST_DOCUMENTS = 20
@@ -88,13 +88,13 @@ class Model:
 def slots_of(problem: Problem, kept: int, rounds: int) -> Iterator[Slot]:
     """Every group that a plan of at most ``rounds`` rounds per place may open under this variant."""
     cost, degrees = problem.cost, problem.tables.degree.tolist()
-    island = cost.island_size
+    shard_group = cost.shard_group_size
     for shape, degree in enumerate(degrees):
-        if not tiles(degree, island, cost.node_size):
+        if not tiles(degree, shard_group, cost.node_size):
             continue
         for block in cost.family.blocks(degree):
-            ranks = max(island, degree)
-            place = (block.start // ranks * ranks, ranks) if degree <= island else (block.start, degree)
+            ranks = max(shard_group, degree)
+            place = (block.start // ranks * ranks, ranks) if degree <= shard_group else (block.start, degree)
             for index in range(rounds):
                 yield Slot(kept, shape, block.start, degree, place, index)
 
@@ -153,7 +153,7 @@ def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
             covers = [s for s in here if slots[s].start <= rank < slots[s].start + slots[s].degree]
             if len(covers) > 1:
                 model.constrain({opened[s]: 1.0 for s in covers}, 0, 1)
-    for start in range(0, cost.ranks, cost.island_size):
+    for start in range(0, cost.ranks, cost.shard_group_size):
         runs = [pair for pair in pairs if pair[0][0] <= start < sum(pair[0])]
         model.constrain({**{time[pair]: 1.0 for pair in runs}, step: -1.0}, -np.inf, 0)
     for place, kept, index in pairs:  # rounds of a place that keep the same may be numbered by falling time
@@ -172,12 +172,12 @@ def searched_ns(problem: Problem) -> int:
 
 def chosen_rounds(
     problem: Problem, slots: list[Slot], values: np.ndarray, opened: list[int], holds: list[list[int]]
-) -> list[list[Seat]]:
-    """The rounds of a solution; wide ones first, so that no island waits in between."""
-    rounds: dict[tuple[int, tuple[int, int], int, int], list[Seat]] = {}
+) -> list[list[GroupPlacement]]:
+    """The rounds of a solution; wide ones first, so that no shard group waits in between."""
+    rounds: dict[tuple[int, tuple[int, int], int, int], list[GroupPlacement]] = {}
     for s, slot in enumerate(slots):
         members = [k for k in range(len(holds)) if values[holds[k][s]] > 0.5]
         if values[opened[s]] > 0.5 and members:
-            seat = Seat(problem.tables.shapes[slot.shape], slot.start, members)
+            seat = GroupPlacement(problem.tables.shapes[slot.shape], slot.start, members)
             rounds.setdefault((-slot.place[1], *slot.pair), []).append(seat)
     return [rounds[key] for key in sorted(rounds)]

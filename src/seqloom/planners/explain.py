@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.resharding import priced_passes
 from seqloom.errors import SeqloomError
-from seqloom.plan import Group, Plan, Work
+from seqloom.plan import Group, Plan, StageMicroBatch
 from seqloom.planners.zones.search import ZoneBounds, zone_bounds
 from seqloom.simulate import simulate
 
 ZONES = ("inter-node", "intra-node", "local")
-WHOLE = Shape(1, 1)
+WHOLE = GroupShape(1, 1)
 
 
 class Placement(NamedTuple):
@@ -29,7 +29,7 @@ class Placement(NamedTuple):
     octave: int
     """Lengths from ``2**octave`` to below ``2**(octave + 1)`` tokens."""
     zone: str
-    shape: Shape
+    shape: GroupShape
     remapped: str
     """Where tokens change to another layout for linear layers; empty if nowhere."""
     reason: str
@@ -92,7 +92,7 @@ class Explanation:
         return {"bounds": self.bounds.as_dict(), "classes": [one.as_dict() for one in self.classes]}
 
 
-def method_name(shape: Shape) -> str:
+def method_name(shape: GroupShape) -> str:
     """What a shape does, in words."""
     if shape.degree == 1:
         return "whole"
@@ -101,9 +101,9 @@ def method_name(shape: Shape) -> str:
     return " x ".join(parts) + (", routed" if shape.routed else "")
 
 
-def shape_of(group: Group) -> Shape:
+def shape_of(group: Group) -> GroupShape:
     """The shape of a group, as the cost tables list it."""
-    return Shape(group.ulysses, group.ring, group.method, group.route is not None)
+    return GroupShape(group.ulysses, group.ring, group.method, group.route is not None)
 
 
 def explain(plan: Plan, cost: CostModel) -> Explanation:
@@ -153,7 +153,9 @@ def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
     )
 
 
-def _placed(work: Work, variant: Variant, round_ns: int, cost: CostModel) -> Iterator[tuple[Placement, Figures]]:
+def _placed(
+    work: StageMicroBatch, variant: Variant, round_ns: int, cost: CostModel
+) -> Iterator[tuple[Placement, Figures]]:
     """Every span of a round: its placement, and what it costs there and elsewhere."""
     spans = [(span.tokens, shape_of(group), group) for group in work.groups for span in group.spans]
     used = {shape for _, shape, _ in spans}

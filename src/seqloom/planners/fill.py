@@ -40,7 +40,7 @@ class Tables(NamedTuple):
     """Tokens one rank holds in one round."""
     ranks: int
     """Ranks of the cluster."""
-    island: int
+    shard_group: int
     """Ranks that run every round together."""
     node: int
     """Ranks of a node: where aligned blocks may not cross."""

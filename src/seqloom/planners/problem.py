@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, Shape, Variant
+from seqloom.cost import CostModel, CostTables, GroupShape, Variant
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Pipeline, Plan, Round, Work, in_order
+from seqloom.plan import Checkpoint, Pipeline, Plan, Round, StageMicroBatch, in_order
 from seqloom.planners.fill import NEVER, Tables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
 """From the fastest, which keeps the most, to the slowest."""
 
 
-class Seat(NamedTuple):
+class GroupPlacement(NamedTuple):
     """A group to be: its shape, its first rank and the documents it works on."""
 
-    shape: Shape
+    shape: GroupShape
     start: int
     documents: Sequence[int]
 
@@ -73,7 +73,7 @@ class Problem:
         """Tokens a rank holds in a round, under each checkpointing choice that goes with this way to reduce."""
         return {v.checkpoint: self.cost.capacity(v) for v in self.cost.variants if v.reduce == self.variant.reduce}
 
-    def checkpoint(self, seats: Sequence[Seat]) -> Checkpoint:
+    def checkpoint(self, seats: Sequence[GroupPlacement]) -> Checkpoint:
         """What a round of these seats keeps: the fastest choice whose memory holds it."""
         tokens = self.tables.tokens
         fullest = max(-(-int(tokens[list(seat.documents)].sum()) // seat.shape.degree) for seat in seats)
@@ -107,7 +107,7 @@ class Problem:
             value=self._value(cost, fixed, fits),
             capacity=tables.capacity,
             ranks=self.cost.ranks,
-            island=self.cost.island_size,
+            shard_group=self.cost.shard_group_size,
             node=self.cost.node_size,
         )
 
@@ -128,7 +128,7 @@ def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> li
     return fitting
 
 
-def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) -> Plan:
+def to_plan(problem: Problem, rounds: Sequence[Sequence[GroupPlacement]], planner: str) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
     cost, lengths = problem.cost, problem.lengths.tolist()
     built = []
@@ -141,7 +141,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
         )
-        built.append(Round((Work(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
+        built.append(Round((StageMicroBatch(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce, cost.tensor)
     return Plan(
         limits=cost.limits(problem.variant.reduce),
@@ -160,7 +160,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
 # moves
 # and does not hide: each round keeps as much of its activations as its memory allows, takes as long as its slowest
 # group,
-# and holds only the islands that its groups touch.
+# and holds only the shard groups that its groups touch.
 #
 # Network cards and NVLink ports need no look here. Seats are disjoint blocks of the family; a block that crosses
 # nodes
@@ -168,7 +168,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[Seat]], planner: str) ->
 # takes longer than the group.
 
 
-Rounds = Sequence[Sequence[Seat]]
+Rounds = Sequence[Sequence[GroupPlacement]]
 """What a planner answers: the seats of every round, in running order."""
 
 
@@ -191,14 +191,14 @@ class Pricer:
         if not rounds:
             return 0
         cost, reduce = self.problem.cost, self.problem.variant.reduce
-        island = cost.island_size
+        shard_group = cost.shard_group_size
         checkpoints = [self.problem.checkpoint(seats) for seats in rounds]
         times = self._group_times(rounds, checkpoints)
-        ready = [0] * (cost.ranks // island)
+        ready = [0] * (cost.ranks // shard_group)
         at = 0
         for seats in rounds:
             spans = sorted(
-                (seat.start // island, (seat.start + seat.shape.degree - 1) // island, times[at + i])
+                (seat.start // shard_group, (seat.start + seat.shape.degree - 1) // shard_group, times[at + i])
                 for i, seat in enumerate(seats)
             )
             at += len(seats)
@@ -236,7 +236,9 @@ class Pricer:
 
 
 def _joined(spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge (first island, last island, ns), sorted, where they share an island; the longest time counts."""
+    """Merge (first shard group, last shard group, ns), sorted, where they share a shard group; the longest time
+    counts.
+    """
     merged: list[tuple[int, int, int]] = []
     for first, last, time in spans:
         if merged and first <= merged[-1][1]:

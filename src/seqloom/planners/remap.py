@@ -1,7 +1,8 @@
 """Remapping as a choice: where a round gets faster by it, linear layers have tokens in a layout of their own.
 
 Groups level a rank's attention and linear work together as far as whole documents and hard memory allow. What is left
-may be levelled by moving tokens, inside islands, before linear layers and back after them, if that costs less than it
+may be levelled by moving tokens, inside shard groups, before linear layers and back after them, if that costs less
+than it
 gains. Every round is asked by itself.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import level_targets, rebalanced
-from seqloom.plan import Plan, Remap, Round, Work
+from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
 WORTH = 100
 """A round whose ranks wait less than one part in this many is left as it is."""
@@ -30,7 +31,7 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
         plan: made for this cost model; one with several stages stays as it is.
     """
     staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
-    if staged or cost.island_size == 1 or cost.tensor > 1 or isinstance(cost.profile, AdditiveProfile):
+    if staged or cost.shard_group_size == 1 or cost.tensor > 1 or isinstance(cost.profile, AdditiveProfile):
         return plan  # nothing can move, or nothing says what that costs
     changed = False
     pipelines = []
@@ -47,7 +48,7 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
     return remapped if cost.plan_ns(remapped) < cost.plan_ns(plan) else plan
 
 
-def _faster(work: Work, variant: Variant, plan: Plan, cost: CostModel) -> Work:
+def _faster(work: StageMicroBatch, variant: Variant, plan: Plan, cost: CostModel) -> StageMicroBatch:
     """The work with the best second layout, or as it is."""
     best, times = work, cost.round_times(work, variant)
     busy = times.rank_ns[times.rank_ns > 0]
@@ -61,13 +62,15 @@ def _faster(work: Work, variant: Variant, plan: Plan, cost: CostModel) -> Work:
     return best
 
 
-def _layouts(work: Work, variant: Variant, rank_ns: np.ndarray, plan: Plan, cost: CostModel) -> Iterator[Work]:
+def _layouts(
+    work: StageMicroBatch, variant: Variant, rank_ns: np.ndarray, plan: Plan, cost: CostModel
+) -> Iterator[StageMicroBatch]:
     """The work with tokens moved around attention, or around the feed-forward, all the way or half of it."""
     layout = work.attention_layout()
     held = np.zeros(cost.ranks, np.int64)
     np.add.at(held, layout.rank, layout.sizes)
     asleep = rank_ns == 0
-    islands = [island for island in plan.islands if not asleep[list(island)].all()]
+    shard_groups = [shard_group for shard_group in plan.shard_groups if not asleep[list(shard_group)].all()]
     for remap in Remap:
         rates = cost.engine.layout_rates(variant, remap)
         token_ns = max(1, int(np.rint(sum(linear for linear, _ in rates.values()))))
@@ -75,6 +78,6 @@ def _layouts(work: Work, variant: Variant, rank_ns: np.ndarray, plan: Plan, cost
         stays = np.where(asleep, 0, rank_ns - token_ns * held)
         for quarters in QUARTERS:
             work_ns = (quarters * stays + (4 - quarters) * (level - token_ns * held)) // 4
-            targets = level_targets(work_ns, token_ns, held, islands)
+            targets = level_targets(work_ns, token_ns, held, shard_groups)
             if int(targets.max()) <= cost.capacity(variant) and not np.array_equal(targets, held):
-                yield replace(work, linear=rebalanced(layout, targets, cost.node_size, islands), remap=remap)
+                yield replace(work, linear=rebalanced(layout, targets, cost.node_size, shard_groups), remap=remap)

@@ -16,7 +16,7 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.problem import Pricer, Problem, Rounds, Seat, fitting_problems, to_plan
+from seqloom.planners.problem import GroupPlacement, Pricer, Problem, Rounds, fitting_problems, to_plan
 
 
 class Answer(NamedTuple):
@@ -120,12 +120,12 @@ def pack(tokens: np.ndarray, room: int) -> list[list[int]]:
     return bins
 
 
-def in_turn(problem: Problem, bins: Sequence[Sequence[int]], shape: int) -> list[list[Seat]]:
+def in_turn(problem: Problem, bins: Sequence[Sequence[int]], shape: int) -> list[list[GroupPlacement]]:
     """Rounds of these bins in their order, as many side by side as the cluster has blocks for."""
     kind = problem.tables.shapes[shape]
     blocks = problem.cost.family.blocks(kind.degree)
     return [
-        [Seat(kind, block.start, documents) for block, documents in zip(blocks, bins[first:], strict=False)]
+        [GroupPlacement(kind, block.start, documents) for block, documents in zip(blocks, bins[first:], strict=False)]
         for first in range(0, len(bins), len(blocks))
     ]
 

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from seqloom.attention.kernels.dispatch import default
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import Point, Times
 from seqloom.cost import CostModel
 from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, under
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.describe import ModelSpec
-from seqloom.dist import Parcel, Transport
+from seqloom.dist import P2PTensor, Transport
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan, Sharding
 from seqloom.planners.pipeline import plan_pipeline
@@ -246,7 +246,7 @@ class Machine:
     def _kernel_times(self) -> Times:
         """Times of the kernel that this device prefers, the mean over ranks that run at the same time."""
         spec = self.cost.model
-        shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
+        shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
         lengths = KERNEL_LENGTHS[self.device.type]
         times = measure([default(self.device)], shape, Effort(lengths, max(lengths), 2)).times[0]
@@ -290,7 +290,10 @@ class Machine:
 
     def _pass_on(self, message: torch.Tensor) -> None:
         rank, ranks = self.transport.rank, self.transport.ranks
-        sent, received = Parcel((rank + 1) % ranks, message), Parcel((rank - 1) % ranks, torch.empty_like(message))
+        sent, received = (
+            P2PTensor((rank + 1) % ranks, message),
+            P2PTensor((rank - 1) % ranks, torch.empty_like(message)),
+        )
         self.transport.exchange([sent], [received]).wait()
 
     def _timed(self, send: Send, message: torch.Tensor) -> float:

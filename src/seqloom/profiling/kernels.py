@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.interface import Kernel, Saved, Shape
+from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
 from seqloom.attention.kernels.tables import Measurement, Point, Times, device_name, dtype_name
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
@@ -37,7 +37,7 @@ class Effort(NamedTuple):
 
 
 def measure(
-    kernels: Sequence[Kernel], shape: Shape, effort: Effort, report: Callable[[str, int], None] | None = None
+    kernels: Sequence[Kernel], shape: AttentionShape, effort: Effort, report: Callable[[str, int], None] | None = None
 ) -> Measurement:
     """Measure kernels for tensors of one shape, with a causal mask and without.
 
@@ -57,7 +57,7 @@ def measure(
     return Measurement(device_name(shape.device), torch.__version__, *sizes, dtype_name(shape.dtype), times)
 
 
-def _times(kernel: Kernel, shape: Shape, effort: Effort, report: Callable[[str, int], None] | None) -> Times:
+def _times(kernel: Kernel, shape: AttentionShape, effort: Effort, report: Callable[[str, int], None] | None) -> Times:
     """Measure one kernel."""
     calls = {causal: _pack(kernel, shape, SMALLEST, 1, causal, effort.repeats) for causal in (True, False)}
     curves: dict[bool, list[Point]] = {True: [], False: []}
@@ -72,7 +72,9 @@ def _times(kernel: Kernel, shape: Shape, effort: Effort, report: Callable[[str, 
     return Times(kernel.ability.name, *calls[True], tuple(curves[True]), tuple(curves[False]))
 
 
-def _pack(kernel: Kernel, shape: Shape, length: int, documents: int, causal: bool, repeats: int) -> tuple[int, int]:
+def _pack(
+    kernel: Kernel, shape: AttentionShape, length: int, documents: int, causal: bool, repeats: int
+) -> tuple[int, int]:
     """Return the nanoseconds, forward and backward, of documents of one length."""
     segments = Segments.packed([length] * documents, causal=causal)
     prepared = kernel.prepare(segments, shape)

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.dist import Context, Transport
-from seqloom.engine import BoundPlan, StepResult, bind_plan, run_step
+from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models import Network, Transformer
+from seqloom.models import ModelAdapter, Transformer
 from seqloom.params import scale_gradients
-from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Sharding, Stage, Work
+from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Sharding, Stage, StageMicroBatch
 from seqloom.train.config import Optimiser
 from seqloom.train.model import made_ready, place
 from seqloom.train.optim import clip_factor, make_optimiser
@@ -49,7 +49,7 @@ class StepTimer:
             stages: of all plans that are timed; none or one: no pipeline. Under free sharding any plan is timed.
         """
         self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
-        network = Network.of(Transformer(cost.model, dtype=torch.float32, device=device))
+        network = ModelAdapter.of(Transformer(cost.model, dtype=torch.float32, device=device))
         compute = None if dtype == torch.float32 else dtype
         ready = made_ready(network, split=len(stages) > 1 or cost.sharding == Sharding.FREE)
         self._parameters = place(ready, transport, stages, cost, compute)
@@ -57,7 +57,7 @@ class StepTimer:
         self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
         self.last: StepResult | None = None
 
-    def bind(self, plan: Plan) -> BoundPlan:
+    def bind(self, plan: Plan) -> RankPlan:
         """Bind a plan."""
         return bind_plan(plan, self._transport, device=self._device, check=False)
 
@@ -75,7 +75,7 @@ class StepTimer:
             torch.cuda.synchronize()
         return self.slowest(time.perf_counter() - begin)
 
-    def gradients(self, bound: BoundPlan) -> StepResult:
+    def gradients(self, bound: RankPlan) -> StepResult:
         """Run a plan as far as its gradients."""
         return run_step(bound, self._parameters, self._rows, sum(bound.plan.documents))
 
@@ -152,11 +152,11 @@ def one_and_all(cost: CostModel, tokens: int) -> tuple[Plan, Plan]:
     """A document of at most so many tokens on the first rank alone, and one on every rank."""
     variant = next(variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE)
     load = Load(1, min(tokens, cost.capacity(variant)))
-    one, every = (equal_groups(cost, Shape(1, 1), load, variant, most) for most in (1, cost.ranks))
+    one, every = (equal_groups(cost, GroupShape(1, 1), load, variant, most) for most in (1, cost.ranks))
     return one, every
 
 
-def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant, most: int | None = None) -> Plan:
+def equal_groups(cost: CostModel, shape: GroupShape, load: Load, variant: Variant, most: int | None = None) -> Plan:
     """The plan in which every block of the shape's degree, or the first `most` of them, has the same load."""
     blocks = cost.family.blocks(shape.degree)[:most]
     rounds, own = [], load.documents * len(blocks)  # documents of a round
@@ -166,7 +166,7 @@ def equal_groups(cost: CostModel, shape: Shape, load: Load, variant: Variant, mo
             starts = range(first, first + own, load.documents)
             spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in starts)
             groups = [cost.group(shape, block, tuple(some)) for block, some in zip(blocks, spans, strict=True)]
-            rounds.append(Round((Work(tuple(groups), variant.checkpoint),)))
+            rounds.append(Round((StageMicroBatch(tuple(groups), variant.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce)
     plan = Plan(
         limits=cost.limits(variant.reduce),
@@ -188,5 +188,5 @@ def described(plan: Plan) -> str:
     what = "rounds" if first.spans[0].tokens == length else "pieces"
     more = f", {len(rounds)} {what}" if len(rounds) > 1 else ""
     load = f"{len(first.spans)} x {length} tokens"
-    shape = Shape(first.ulysses, first.ring, first.method)
+    shape = GroupShape(first.ulysses, first.ring, first.method)
     return f"{len(groups)} of {shape}, each {load}{more}"

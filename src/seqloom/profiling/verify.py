@@ -17,8 +17,8 @@ from seqloom.data import Batch, Source, rank_rows
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.dist import Transport, run_ranks
 from seqloom.engine import bind_plan, run_step
-from seqloom.models import Network, Transformer
-from seqloom.params import FreeLayout, Replicated
+from seqloom.models import ModelAdapter, Transformer
+from seqloom.params import ReplicatedParameters, ReshardingParameters
 from seqloom.plan import Plan, Sharding
 from seqloom.planners import make_plan
 from seqloom.planners.registry import Choice
@@ -70,7 +70,7 @@ def verify(
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-    build: Callable[[], Network] | None = None,
+    build: Callable[[], ModelAdapter] | None = None,
 ) -> Iterator[Verified]:
     """Run a batch in one process, then under a plan of every planner, and yield how they compare.
 
@@ -84,7 +84,7 @@ def verify(
         seed: of parameters and planners.
         build: makes the model in `dtype`, with the same values every time; None: the reference model.
     """
-    make = build or (lambda: Network.of(Transformer(spec, seed=seed, dtype=dtype)))
+    make = build or (lambda: ModelAdapter.of(Transformer(spec, seed=seed, dtype=dtype)))
     alone = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
     truth = run_plan(make_plan("static:1", batch.lengths, alone), source, batch, make)
     for each in planners:
@@ -93,12 +93,12 @@ def verify(
         yield _compared(str(chosen), plan, run_plan(plan, source, batch, make), truth, TOLERANCE[dtype])
 
 
-def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Network]) -> Outcome:
+def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], ModelAdapter]) -> Outcome:
     """Run one step of a plan on threads, with a model each, and return what the first rank holds in the end."""
     networks = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
 
     def body(transport: Transport) -> Outcome | None:
-        kind = FreeLayout if plan.sharding == Sharding.FREE else Replicated
+        kind = ReshardingParameters if plan.sharding == Sharding.FREE else ReplicatedParameters
         parameters = kind(made_ready(networks[transport.rank]), transport)
         bound = bind_plan(plan, transport)
         result = run_step(bound, parameters, lambda context: rank_rows(source, context, batch), batch.valid_tokens)

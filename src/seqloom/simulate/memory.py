@@ -10,7 +10,7 @@ from seqloom.cost import CostModel
 from seqloom.cost.plan_cost import idle_memory, pipeline_memory, tokens_on_ranks
 from seqloom.cost.resharding import PassMemory, column_of, priced_passes
 from seqloom.cost.stages import StageMemory
-from seqloom.plan import ActionKind, Pipeline, Plan, Work
+from seqloom.plan import ActionKind, Pipeline, Plan, StageMicroBatch
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
@@ -42,11 +42,11 @@ def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.nda
     working = max(stage.working_bytes() for stage in stages.values())
     passes = _passes(cost, pipeline)
     state = {}
-    for island in plan.limits.islands(plan.sharding, pipeline.hosts[host]):
+    for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.hosts[host]):
         own = working
         for number, stage in stages.items():
-            own += passes[number].always if number in passes else stage.state_bytes(len(island))
-        state |= dict.fromkeys(island, own)
+            own += passes[number].always if number in passes else stage.state_bytes(len(shard_group))
+        state |= dict.fromkeys(shard_group, own)
     return np.array([state[rank] for rank in pipeline.hosts[host]], dtype=np.float64)
 
 
@@ -111,7 +111,7 @@ class Carried(NamedTuple):
     done: np.ndarray  # its backward is the document's last: both go
 
 
-def carried_changes(plan: Plan, memory: StageMemory, work: Work) -> Carried:
+def carried_changes(plan: Plan, memory: StageMemory, work: StageMicroBatch) -> Carried:
     """What a unit changes in the keys and values of documents in pieces."""
     begun, returning, done = (np.zeros(memory.cost.ranks) for _ in range(3))
     for group in work.groups:

@@ -21,7 +21,7 @@ from seqloom.simulate.tasks import Program, translate
 from seqloom.simulate.windows import WHOLE, Place, Window, end_ns, price
 
 
-class OnPaper(NamedTuple):
+class DryRun(NamedTuple):
     """Tasks are numbered as in the program's engine; ns."""
 
     windows: dict[Place, Window]
@@ -30,7 +30,7 @@ class OnPaper(NamedTuple):
     stops: np.ndarray
 
 
-def run_on_paper(plan: Plan, cost: CostModel) -> OnPaper:
+def dry_run(plan: Plan, cost: CostModel) -> DryRun:
     """Price a plan and run its actions."""
     windows = price(plan, cost)
     found = _run(plan, cost, windows)
@@ -42,9 +42,9 @@ def run_on_paper(plan: Plan, cost: CostModel) -> OnPaper:
     return _run(plan, cost, {place: window.scaled(share) for place, window in windows.items()})
 
 
-def _run(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> OnPaper:
+def _run(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> DryRun:
     program = translate(plan, cost, windows)
-    return OnPaper(windows, program, *program.engine.run(program.name))
+    return DryRun(windows, program, *program.engine.run(program.name))
 
 
 # ---- merged: simulate.predicted
@@ -58,7 +58,7 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
     """
     if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
         return cost.plan_ns(plan)
-    found = run_on_paper(plan, cost)
+    found = dry_run(plan, cost)
     return int(found.stops.max(initial=0)) + end_ns(plan, cost, found.windows)[0]
 
 
@@ -172,7 +172,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     `DeadlockError`.
     """
     _require_match(plan, cost)
-    windows, program, starts, stops = run_on_paper(plan, cost)
+    windows, program, starts, stops = dry_run(plan, cost)
     end, end_comm = end_ns(plan, cost, windows)
     step = int(stops.max(initial=0)) + end
     events = record(program, windows, starts, cost.ranks, (end, end_comm))

@@ -17,7 +17,7 @@ from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.profile import AnalyticProfile
 from seqloom.cost.resharding import PassTimes, priced_passes
 from seqloom.errors import SeqloomError
-from seqloom.plan import Action, ActionKind, Pipeline, Plan, Stage, Work
+from seqloom.plan import Action, ActionKind, Pipeline, Plan, Stage, StageMicroBatch
 from seqloom.plan.pipeline import PassMove, pass_moves
 from seqloom.simulate.engine import Engine
 from seqloom.simulate.windows import Phase, Place, Window
@@ -67,8 +67,8 @@ def _card_share(cost: CostModel, senders: int) -> float:
 # ---- merged: simulate.translate
 # From a plan's tables of actions to tasks of the engine.
 #
-# F, B, I, W    a task per component of the round's window, on the streams of its islands: a round starts when
-#               all ranks of the islands it joins are free, and ranks without tokens take part with no work. Ranks
+# F, B, I, W    a task per component of the round's window, on the streams of its shard groups: a round starts when
+#               all ranks of the shard groups it joins are free, and ranks without tokens take part with no work. Ranks
 #               of a host run its row in order, whatever stages the actions belong to.
 # SEND, RECV    one task per message, on the outgoing link of one host and the incoming link of the other. It
 #               starts when the sender has made it; the sender works on. A receiver waits for it where its row
@@ -190,7 +190,7 @@ def _row(
     messages: dict[tuple[int, ActionKind, int], int],
     passes: dict[int, PassTimes],
 ) -> None:
-    """Add the tasks of one host. A receive is remembered per island until the island's next action."""
+    """Add the tasks of one host. A receive is remembered per shard group until the shard group's next action."""
     engine = program.engine
     awaited: dict[int, set[int]] = {}
     for action, move in zip(row, pass_moves(row, frozenset(passes)), strict=True):
@@ -203,18 +203,18 @@ def _row(
         if action.kind in WORKING:
             phase = windows[place].phase(action.kind)
             program.steps.append(Step(place, action.kind, phase, len(engine)))
-            for islands, ns in zip(windows[place].islands, phase.duration.tolist(), strict=True):
-                after = set().union(*(awaited.pop(island, ()) for island in islands))
-                engine.add(ns, streams=islands, after=after)
+            for shard_groups, ns in zip(windows[place].shard_groups, phase.duration.tolist(), strict=True):
+                after = set().union(*(awaited.pop(shard_group, ()) for shard_group in shard_groups))
+                engine.add(ns, streams=shard_groups, after=after)
         elif action.kind in _TO_NEXT or action.kind in _FROM:
-            joined = [island for islands in windows[place].islands for island in islands]
+            joined = [shard_group for shard_groups in windows[place].shard_groups for shard_group in shard_groups]
             if action.kind in _TO_NEXT:
-                before = set(engine.last(joined)).union(*(awaited.get(island, ()) for island in joined))
+                before = set(engine.last(joined)).union(*(awaited.get(shard_group, ()) for shard_group in joined))
                 engine.require(messages[action.stage, action.kind, action.round], before)
                 continue
             back, kind = _FROM[action.kind]
-            for island in joined:
-                awaited.setdefault(island, set()).add(messages[action.stage + back, kind, action.round])
+            for shard_group in joined:
+                awaited.setdefault(shard_group, set()).add(messages[action.stage + back, kind, action.round])
 
 
 def _gathering(
@@ -227,7 +227,7 @@ def _gathering(
 ) -> None:
     """Add the task of a move for one pass: all ranks of the stage meet."""
     ns = passes[place.stage].of(move)
-    streams = [island for islands in windows[place].islands for island in islands]
+    streams = [shard_group for shard_groups in windows[place].shard_groups for shard_group in shard_groups]
     program.gatherings.append(Gathering(place, action, move, ns, program.engine.add(ns, streams=streams)))
 
 
@@ -249,7 +249,7 @@ def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipe
                 program.engine.require(up[0] + component, [up[1] + late[document]])
 
 
-def _components(work: Work, window: Window) -> dict[int, int]:
+def _components(work: StageMicroBatch, window: Window) -> dict[int, int]:
     """Return the component of every document of a round."""
     starts = np.unique(window.group, return_index=True)[1][-len(work.groups) :]  # -1, ranks without a group, is first
     of_group = window.component[starts].tolist()

@@ -17,10 +17,10 @@ import numpy as np
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.memory import copy_ns
 from seqloom.cost.plan_cost import NAMES, RoundTimes, tokens_on_ranks
-from seqloom.cost.resharding import priced_passes, relay_ns
+from seqloom.cost.resharding import exposed_reshard_ns, priced_passes
 from seqloom.cost.shapes import LANES
 from seqloom.cost.stages import StageMemory, stage_end_ns
-from seqloom.plan import ActionKind, Checkpoint, Part, Pipeline, Plan, Work
+from seqloom.plan import ActionKind, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
 
 
 class Place(NamedTuple):
@@ -31,20 +31,20 @@ class Place(NamedTuple):
     round: int
 
 
-def stage_shares(pipeline: Pipeline) -> list[Part | None]:
+def stage_shares(pipeline: Pipeline) -> list[LayerRange | None]:
     """What every stage has of the model; None: all of it."""
     return [None] if len(pipeline.stages) == 1 else [*pipeline.parts]
 
 
 @dataclass(frozen=True, slots=True)
-class Twins:
+class IdenticalStages:
     """Which stages of a pipeline are alike."""
 
-    shares: tuple[Part | None, ...]
+    shares: tuple[LayerRange | None, ...]
     first: tuple[int, ...]
     """First rank of every stage's host."""
-    islands: tuple[int, ...]
-    """First island of every stage's host."""
+    shard_groups: tuple[int, ...]
+    """First shard group of every stage's host."""
     tensors: tuple[int, ...]
     """Tensor degree of every stage."""
     node_size: int
@@ -54,26 +54,26 @@ class Twins:
     """Stages that are gathered for every pass."""
 
     @classmethod
-    def of(cls, plan: Plan, cost: CostModel, number: int) -> Twins:
+    def of(cls, plan: Plan, cost: CostModel, number: int) -> IdenticalStages:
         """Look at the hosts of one pipeline of a plan."""
         pipeline, size = plan.pipelines[number], cost.node_size
         hosts = pipeline.hosts
         width, start = len(hosts[0]), hosts[0][0]
         even = all(host == tuple(range(start + h * width, start + (h + 1) * width)) for h, host in enumerate(hosts))
         alike = even and start % width == 0 and (size % width == 0 or width % size == 0)
-        home = {rank: i for i, island in enumerate(plan.islands) for rank in island}
+        home = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
         own = [hosts[pipeline.host_of(stage)][0] for stage in range(len(pipeline.stages))]
         return cls(
             shares=tuple(stage_shares(pipeline)),
             first=tuple(own),
-            islands=tuple(home[rank] for rank in own),
+            shard_groups=tuple(home[rank] for rank in own),
             tensors=tuple(stage.tensor for stage in pipeline.stages),
             node_size=size,
             alike=alike,
             together=frozenset(priced_passes(cost, pipeline)),
         )
 
-    def key(self, place: Place, work: Work) -> Hashable:
+    def key(self, place: Place, work: StageMicroBatch) -> Hashable:
         """What two works of a round have in common if they take as long."""
         share = self.shares[place.stage]
         plain = work.linear is None and all(group.route is None for group in work.groups)
@@ -89,13 +89,15 @@ class Twins:
 
     def moved(self, window: Window, stage: int, other: int) -> Window:
         """The window of a stage on the ranks of another one that is alike."""
-        ranks, islands = self.first[other] - self.first[stage], self.islands[other] - self.islands[stage]
+        ranks, shard_groups = self.first[other] - self.first[stage], self.shard_groups[other] - self.shard_groups[stage]
         if not ranks:
             return window
         return replace(
             window,
             rank=window.rank + ranks,
-            islands=tuple(tuple(island + islands for island in joined) for joined in window.islands),
+            shard_groups=tuple(
+                tuple(shard_group + shard_groups for shard_group in joined) for joined in window.shard_groups
+            ),
             nic=np.roll(window.nic, ranks // self.node_size, axis=0),
             link=np.roll(window.link, ranks),
         )
@@ -205,7 +207,7 @@ def _lanes(parts: np.ndarray, ring: np.ndarray) -> np.ndarray:
 # ---- merged: simulate.window
 # A window: one stage's share of a round, priced, with the ranks that go through it in lock step.
 #
-# Groups join the islands that they touch. Joined islands form a component: its ranks start together and leave
+# Groups join the shard groups that they touch. Joined shard groups form a component: its ranks start together and leave
 # together, when the slowest of them is done. Until then the others wait.
 #
 #     rank 0   |FFFFFBBBBBBBBBB|        component 0: one group over ranks 0 and 1, another on rank 2;
@@ -245,7 +247,7 @@ class Window:
     forward: np.ndarray  # int64[components] where forward ends, in units of 2**-20 of the length
     weights: np.ndarray  # int64[components] where the weight half begins
     apart: int  # what the weight half takes more where it runs by itself
-    islands: tuple[tuple[int, ...], ...]  # of every component
+    shard_groups: tuple[tuple[int, ...], ...]  # of every component
     held: np.ndarray  # int64[components] ranks, also those without tokens
     nic: np.ndarray  # int64[nodes, nics] how long each card is taken
     link: np.ndarray  # int64[ranks] how long each NVLink port is taken
@@ -311,23 +313,26 @@ WHOLE = 1 << _BITS
 
 
 @dataclass(frozen=True, slots=True)
-class Islands:
-    """The islands of a plan, numbered."""
+class ShardGroups:
+    """The shard groups of a plan, numbered."""
 
     of_rank: dict[int, int]
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> Islands:
-        """Number the islands over all pipelines: no two have the same number."""
-        islands = plan.islands
-        return cls({rank: i for i, island in enumerate(islands) for rank in island}, tuple(map(len, islands)))
+    def of(cls, plan: Plan) -> ShardGroups:
+        """Number the shard groups over all pipelines: no two have the same number."""
+        shard_groups = plan.shard_groups
+        return cls(
+            {rank: i for i, shard_group in enumerate(shard_groups) for rank in shard_group},
+            tuple(map(len, shard_groups)),
+        )
 
 
 def window_of(
-    work: Work,
+    work: StageMicroBatch,
     times: RoundTimes,
-    islands: Islands,
+    shard_groups: ShardGroups,
     products: float,
     copied: int = 0,
     apart: int = 0,
@@ -338,14 +343,14 @@ def window_of(
     Args:
         work: the stage's share of the round.
         times: its price.
-        islands: of the plan; all ranks of an island that the round touches take part in it.
+        shard groups: of the plan; all ranks of a shard group that the round touches take part in it.
         products: share of linear layers' time that is matrix products.
         copied: ns of copying what is kept to host memory, behind the forward, and back, behind the backward.
         apart: ns that the halves of a backward take more than a whole one.
         together: ranks that meet before and after every pass.
     """
     rank, group = times.member_rank, times.member_group
-    component, joined = _components(work, islands.of_rank, together)
+    component, joined = _components(work, shard_groups.of_rank, together)
     member = component[rank]
     total, load = times.member_ns, times.rank_ns
     length = np.array([times.joined_ns(np.flatnonzero(component == k)) for k in range(len(joined))], dtype=np.int64)
@@ -365,8 +370,8 @@ def window_of(
         forward=forward,
         weights=weights,
         apart=apart,
-        islands=joined,
-        held=np.array([sum(islands.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
+        shard_groups=joined,
+        held=np.array([sum(shard_groups.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
         nic=times.nic_ns,
         link=times.link_ns,
     )
@@ -398,33 +403,33 @@ def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
 
 
 def _components(
-    work: Work, island_of: dict[int, int], together: tuple[int, ...]
+    work: StageMicroBatch, shard_group_of: dict[int, int], together: tuple[int, ...]
 ) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """(int64[ranks] component of every rank at work, else -1; islands of every component)."""
+    """(int64[ranks] component of every rank at work, else -1; shard groups of every component)."""
     parent: dict[int, int] = {}
 
-    def root(island: int) -> int:
-        while parent.setdefault(island, island) != island:
-            parent[island] = parent[parent[island]]
-            island = parent[island]
-        return island
+    def root(shard_group: int) -> int:
+        while parent.setdefault(shard_group, shard_group) != shard_group:
+            parent[shard_group] = parent[parent[shard_group]]
+            shard_group = parent[shard_group]
+        return shard_group
 
     parties = [group.party for group in work.groups]
     if work.linear is not None:  # ranks that have tokens in linear layers only
         parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
     parties += [together] * bool(together)
     for party in parties:
-        touched = {island_of[rank] for rank in party}
+        touched = {shard_group_of[rank] for rank in party}
         first = min(touched)
-        for island in touched:
-            parent[root(island)] = root(first)
+        for shard_group in touched:
+            parent[root(shard_group)] = root(first)
     members: dict[int, list[int]] = {}
-    for island in sorted(parent):
-        members.setdefault(root(island), []).append(island)
+    for shard_group in sorted(parent):
+        members.setdefault(root(shard_group), []).append(shard_group)
     number = {key: k for k, key in enumerate(members)}
-    component = np.full(max(island_of) + 1, -1, dtype=np.int64)
+    component = np.full(max(shard_group_of) + 1, -1, dtype=np.int64)
     for rank in {rank for party in parties for rank in party}:
-        component[rank] = number[root(island_of[rank])]
+        component[rank] = number[root(shard_group_of[rank])]
     return component, tuple(tuple(joined) for joined in members.values())
 
 
@@ -434,12 +439,12 @@ def _components(
 
 def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
     """Price every `Work`, and turn it into its window."""
-    islands = Islands.of(plan)
+    shard_groups = ShardGroups.of(plan)
     windows = {}
     for (variant, p, tensor), works in _alike(plan, cost).items():
-        twins, own_cost = Twins.of(plan, cost, p), cost.with_tensor(tensor)
+        twins, own_cost = IdenticalStages.of(plan, cost, p), cost.with_tensor(tensor)
         shares = stage_shares(plan.pipelines[p])
-        own: dict[Hashable, list[tuple[Place, Work]]] = defaultdict(list)
+        own: dict[Hashable, list[tuple[Place, StageMicroBatch]]] = defaultdict(list)
         for place, work in works:
             own[twins.key(place, work)].append((place, work))
         first = [members[0] for members in own.values()]
@@ -451,18 +456,18 @@ def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
             apart = own_cost.engine.split_ns(_layers(own_cost, shares[place.stage]))
             stage = plan.pipelines[p].stages[place.stage]
             together = stage.ranks if place.stage in twins.together else ()
-            window = window_of(work, times, islands, own_cost.engine.products, copied, apart, together)
+            window = window_of(work, times, shard_groups, own_cost.engine.products, copied, apart, together)
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
 
 
-def _layers(cost: CostModel, share: Part | None) -> int:
+def _layers(cost: CostModel, share: LayerRange | None) -> int:
     """Layers of a stage; None: all of them."""
     return cost.model.layers if share is None else share.stop - share.first
 
 
-def _copied(cost: CostModel, work: Work, share: Part | None) -> int:
+def _copied(cost: CostModel, work: StageMicroBatch, share: LayerRange | None) -> int:
     """ns of copying what is kept of a unit to host memory, on its fullest rank."""
     if not work.offload or share is None:
         return 0
@@ -470,9 +475,9 @@ def _copied(cost: CostModel, work: Work, share: Part | None) -> int:
     return copy_ns(kept * int(tokens_on_ranks(cost, work).max()))
 
 
-def _alike(plan: Plan, cost: CostModel) -> dict[tuple[Variant, int, int], list[tuple[Place, Work]]]:
+def _alike(plan: Plan, cost: CostModel) -> dict[tuple[Variant, int, int], list[tuple[Place, StageMicroBatch]]]:
     """Return the works of every variant, pipeline and tensor degree: what is priced in one go."""
-    works: dict[tuple[Variant, int, int], list[tuple[Place, Work]]] = defaultdict(list)
+    works: dict[tuple[Variant, int, int], list[tuple[Place, StageMicroBatch]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.pipelines):
         resident = len(pipeline.stages) > 1 or bool(priced_passes(cost, pipeline))
         for r, current in enumerate(pipeline.rounds):
@@ -488,7 +493,7 @@ def end_ns(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> tuple[i
     for p, pipeline in enumerate(plan.pipelines):
         ends = [windows[Place(p, 0, r)] for r in (0, len(pipeline.rounds) - 1)] if pipeline.rounds else []
         shades.append((int(ends[0].length.min()), int(ends[1].length.min())) if ends else (0, 0))
-    moved = relay_ns(cost, plan.pipelines, shades)
+    moved = exposed_reshard_ns(cost, plan.pipelines, shades)
     total, communication = slowest_end(plan, cost)
     return total + moved, communication + moved
 
@@ -508,11 +513,11 @@ def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
 
 
 def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tuple[int, int]:
-    """The end of a step on one host: of all its stages, by the widest island that it has.
+    """The end of a step on one host: of all its stages, by the widest shard group that it has.
 
     Stages of a host have one tensor degree, or are priced by that of the first.
     """
     stages, ranks = pipeline.stages_of(host), pipeline.hosts[host]
     own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
-    islands = plan.limits.islands(plan.sharding, ranks)
-    return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, islands)))
+    shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
+    return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))

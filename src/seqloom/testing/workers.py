@@ -33,7 +33,7 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 
-from seqloom.dist.torch_transport import Communicators, Distributed
+from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -225,4 +225,4 @@ def _do(task: bytes, worlds: dict[int, Communicators]) -> object:
         worlds[ranks] = Communicators.create(GroupFamily.cached(ranks, node_size=ranks))
     if dist.get_rank() >= ranks:
         return None
-    return _find(*name)(Distributed(worlds[ranks]), *pickle.loads(args))
+    return _find(*name)(TorchTransport(worlds[ranks]), *pickle.loads(args))

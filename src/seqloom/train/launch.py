@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from seqloom.dist import Communicators, Distributed
+from seqloom.dist import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 from seqloom.train.config import Config
-from seqloom.train.model import REFERENCE, Kind, dtypes, require_parts
+from seqloom.train.model import REFERENCE, ModelFamily, dtypes, require_parts
 from seqloom.train.setup import Setup, kept
 from seqloom.train.trainer import Trainer
 from seqloom.train.watch import FAILED, START_S, Watch
@@ -194,7 +194,7 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
-def train_here(config: Config, *, kind: Kind = REFERENCE, show: bool = True) -> dict[str, Any]:
+def train_here(config: Config, *, kind: ModelFamily = REFERENCE, show: bool = True) -> dict[str, Any]:
     """Run as the rank that torchrun made this process; return the summary on the first rank, {} on others.
 
     A rank that cannot go on says why on stderr and ends the process.
@@ -211,7 +211,9 @@ def train_here(config: Config, *, kind: Kind = REFERENCE, show: bool = True) -> 
     return summary
 
 
-def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, show: bool = True) -> dict[str, Any]:
+def train_on_processes(
+    config: Config, ranks: int, *, kind: ModelFamily = REFERENCE, show: bool = True
+) -> dict[str, Any]:
     """Start `ranks` processes on this machine, wait for them, and return the summary.
 
     When one fails, the others are stopped and its reason is raised.
@@ -236,7 +238,7 @@ def train_on_processes(config: Config, ranks: int, *, kind: Kind = REFERENCE, sh
         return torch.load(Path(folder) / "summary", weights_only=True)
 
 
-def _process(rank: int, ranks: int, config: Config, kind: Kind, folder: str, show: bool) -> None:
+def _process(rank: int, ranks: int, config: Config, kind: ModelFamily, folder: str, show: bool) -> None:
     """One rank in a process of its own."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
 
@@ -252,7 +254,7 @@ def _process(rank: int, ranks: int, config: Config, kind: Kind, folder: str, sho
 
 
 def _watched(
-    config: Config, kind: Kind, rank: int, ranks: int, show: bool, tell: Callable[[str], None]
+    config: Config, kind: ModelFamily, rank: int, ranks: int, show: bool, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Train; or tell why not, and end the process without waiting for other ranks, which wait for this one."""
     try:
@@ -265,14 +267,14 @@ def _watched(
     os._exit(FAILED)
 
 
-def _run(config: Config, kind: Kind, rank: int, ranks: int, show: bool, watch: Watch) -> dict[str, Any]:
+def _run(config: Config, kind: ModelFamily, rank: int, ranks: int, show: bool, watch: Watch) -> dict[str, Any]:
     """Connect to the other ranks and train."""
     setup = Setup.of(config, ranks)
     communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
     communicators.warm_up()
     device = device_of(rank)
     stream = sys.stderr if show and rank == 0 else None
-    with Trainer(setup.config, setup, Distributed(communicators), kind=kind, device=device, watch=watch) as trainer:
+    with Trainer(setup.config, setup, TorchTransport(communicators), kind=kind, device=device, watch=watch) as trainer:
         summary = trainer.run(stream, notes=[text for text in (advice(device.type),) if text])
     communicators.close()
     return summary

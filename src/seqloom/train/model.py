@@ -18,12 +18,12 @@ from torch import nn
 
 from seqloom.cost import CostModel
 from seqloom.dist import Transport
-from seqloom.models import Network, Transformer, compile_layers, recompute_layers, split_weights
+from seqloom.models import ModelAdapter, Transformer, compile_layers, recompute_layers, split_weights
 from seqloom.models.deferred_init import Values
 from seqloom.models.files import config_of, details_of, parameters_in, write_model
-from seqloom.params import FreeLayout, Parameters, Placement, Sharded, StageSharded
+from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.params.placement import parameters_of
-from seqloom.plan import Part, Sharding, Stage
+from seqloom.plan import LayerRange, Sharding, Stage
 from seqloom.train.checkpoint import replaced
 from seqloom.train.config import Config
 from seqloom.train.setup import model_spec
@@ -32,7 +32,7 @@ from seqloom.train.setup import model_spec
 class Build(Protocol):
     """Makes the model of a run."""
 
-    def __call__(self, config: Config, device: torch.device, dtype: torch.dtype, /) -> Network:
+    def __call__(self, config: Config, device: torch.device, dtype: torch.dtype, /) -> ModelAdapter:
         """Return the model, its parameters on "meta" and the same `values` of them on all ranks.
 
         Args:
@@ -49,7 +49,7 @@ Called on the first rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModelFamily:
     """A kind of model.
 
     Attributes:
@@ -61,7 +61,7 @@ class Kind:
     save: Save
 
 
-def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
+def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Make the reference model, with fresh parameters or those that the config names: see `Build`."""
     settings = config.model
     details = details_of(str(settings.spec)) if settings.parameters is not None else None
@@ -69,7 +69,7 @@ def build_reference(config: Config, device: torch.device, dtype: torch.dtype) ->
     config_of(model.spec, model.details)  # refuse now what could not be written in the end
     given = settings.parameters
     read = partial(model.drawn, settings.seed) if given is None else parameters_in(model, given)
-    return replace(Network.of(model), values=None if device.type == "meta" else Values(read, device))
+    return replace(ModelAdapter.of(model), values=None if device.type == "meta" else Values(read, device))
 
 
 def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
@@ -80,7 +80,7 @@ def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.
     return final
 
 
-REFERENCE = Kind(build_reference, save_reference)
+REFERENCE = ModelFamily(build_reference, save_reference)
 """The reference transformer."""
 
 
@@ -111,7 +111,7 @@ def gathered(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[s
 # The model of a run on one rank: its layers made ready, its parameters where the run's plans want them.
 
 
-def made_ready(network: Network, *, compiled: bool = False, split: bool = True) -> Network:
+def made_ready(network: ModelAdapter, *, compiled: bool = False, split: bool = True) -> ModelAdapter:
     """Return a network whose layers recompute and split their backward as plans ask for.
 
     Args:
@@ -125,15 +125,15 @@ def made_ready(network: Network, *, compiled: bool = False, split: bool = True) 
     return replace(network, weights=split_weights(network.layers)) if split else network
 
 
-def require_parts(network: Network, tensor_degrees: Sequence[int] = ()) -> None:
+def require_parts(network: ModelAdapter, tensor_degrees: Sequence[int] = ()) -> None:
     """Refuse a model that cannot be cut into stages or by these degrees, and parameters that no stage would hold."""
-    parameters_of(network, Part(0, len(network.layers), len(network.layers)))
+    parameters_of(network, LayerRange(0, len(network.layers), len(network.layers)))
     for degree in tensor_degrees:
         network.check_tensor(degree)
 
 
 def place(
-    network: Network, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
+    network: ModelAdapter, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
 ) -> Parameters:
     """Shard the parameters over all ranks, or every stage's over its own; under free sharding plans move them.
 
@@ -146,12 +146,12 @@ def place(
     """
     parameters: Parameters
     if cost.sharding == Sharding.FREE:
-        parameters = FreeLayout(network, transport, compute=compute)
+        parameters = ReshardingParameters(network, transport, compute=compute)
     elif len(stages) > 1:
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
-        parameters = StageSharded(network, transport, placement, compute=compute)
+        parameters = PipelineFSDP(network, transport, placement, compute=compute)
     else:
-        parameters = Sharded(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+        parameters = FSDPParameters(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
     if network.values is not None:
         network.values.close()
     return parameters

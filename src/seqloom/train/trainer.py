@@ -18,9 +18,9 @@ from seqloom.attention import warm_up_attention
 from seqloom.data import Batch, rank_rows
 from seqloom.dist import Context, Transport
 from seqloom.dist.torch_transport import broadcast_bytes
-from seqloom.engine import BoundPlan, StepResult, bind_plan, evaluate, run_step
+from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
-from seqloom.models import Network
+from seqloom.models import ModelAdapter
 from seqloom.params import Parameters, scale_gradients
 from seqloom.plan import Plan
 from seqloom.plan.plan import outline
@@ -29,7 +29,7 @@ from seqloom.simulate import predicted_ns
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Config
 from seqloom.train.logging import Metrics, StepRecord, open_display, open_sinks
-from seqloom.train.model import REFERENCE, Kind, dtypes, gathered, made_ready, place
+from seqloom.train.model import REFERENCE, ModelFamily, dtypes, gathered, made_ready, place
 from seqloom.train.optim import clip_factor, learning_rate, make_optimiser, named_state, set_learning_rate
 from seqloom.train.setup import Setup, kept, small_plans, told
 from seqloom.train.watch import Watch
@@ -133,7 +133,7 @@ QUARTERS = 4
 
 
 def warm_up(
-    network: Network,
+    network: ModelAdapter,
     plans: Sequence[Plan],
     longest: int,
     dtype: torch.dtype,
@@ -172,7 +172,7 @@ def warm_up(
     return built
 
 
-def rehearse(bound: BoundPlan, parameters: Parameters) -> None:
+def rehearse(bound: RankPlan, parameters: Parameters) -> None:
     """Run a plan on made-up tokens and forget its gradients. All ranks call it."""
 
     def rows(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +212,7 @@ class Trainer:
         setup: Setup,
         transport: Transport,
         *,
-        kind: Kind = REFERENCE,
+        kind: ModelFamily = REFERENCE,
         device: torch.device | str = "cpu",
         watch: Watch | None = None,
     ) -> None:
@@ -322,7 +322,7 @@ class Trainer:
         rate = self._update(taken.step, result)
         return self._record(batch, taken, result, rate, self._slowest(time.perf_counter() - begin))
 
-    def _bound(self, plan: Plan) -> BoundPlan:
+    def _bound(self, plan: Plan) -> RankPlan:
         """Bind a plan that `SharedPlans` has compared, with all index work of the model's layers."""
         return bind_plan(plan, self.transport, device=self.device, check=False, prepare=self._prepare)
 

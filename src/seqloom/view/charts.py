@@ -20,7 +20,7 @@ from seqloom.schedules.timing import Played
 from seqloom.view.numbers import percent, tokens
 
 if TYPE_CHECKING:
-    from seqloom.planners.hydraulis import Scheme, Strategy
+    from seqloom.planners.hydraulis import ParallelConfig, Strategy
 
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -128,15 +128,15 @@ def rank_chart(strategies: Sequence[Strategy], node_size: int) -> RankChart:
     return RankChart(tuple(strategies), node_size)
 
 
-def letters_of(strategies: Sequence[Strategy]) -> dict[Scheme, str]:
+def letters_of(strategies: Sequence[Strategy]) -> dict[ParallelConfig, str]:
     """A letter for every scheme, in the order in which they come; after z they begin again."""
     schemes = dict.fromkeys(pipe.scheme for strategy in strategies for pipe in strategy.pipelines)
     return {scheme: ascii_lowercase[k % len(ascii_lowercase)] for k, scheme in enumerate(schemes)}
 
 
-def rank_letters(strategy: Strategy, letters: dict[Scheme, str]) -> list[tuple[str, Scheme | None]]:
+def rank_letters(strategy: Strategy, letters: dict[ParallelConfig, str]) -> list[tuple[str, ParallelConfig | None]]:
     """The letter and the scheme of every rank, ascending; a dot where a rank is in no pipeline."""
-    cells: list[tuple[str, Scheme | None]] = [(".", None)] * (max(strategy.ranks) + 1)
+    cells: list[tuple[str, ParallelConfig | None]] = [(".", None)] * (max(strategy.ranks) + 1)
     pipes = sorted(strategy.pipelines, key=lambda pipe: min(pipe.ranks))
     for number, pipe in enumerate(pipes):
         letter = letters[pipe.scheme]
@@ -145,7 +145,7 @@ def rank_letters(strategy: Strategy, letters: dict[Scheme, str]) -> list[tuple[s
     return cells
 
 
-def legend(letters: dict[Scheme, str]) -> Iterator[Text]:
+def legend(letters: dict[ParallelConfig, str]) -> Iterator[Text]:
     """One line per scheme: its letter, its name, and what that means."""
     for scheme, letter in letters.items():
         words = [f"tensor {scheme.tensor}", f"{scheme.stages} stage" + "s" * (scheme.stages > 1)]
@@ -156,7 +156,7 @@ def legend(letters: dict[Scheme, str]) -> Iterator[Text]:
         yield line
 
 
-def _colour(letters: dict[Scheme, str], scheme: Scheme | None) -> str:
+def _colour(letters: dict[ParallelConfig, str], scheme: ParallelConfig | None) -> str:
     return "dim" if scheme is None else COLOURS[list(letters).index(scheme) % len(COLOURS)]
 
 

@@ -7,12 +7,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from seqloom.attention import attention
-from seqloom.attention.context_parallel import Carry
+from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.kernels.reference import Reference
-from seqloom.dist import Alone, Counting, bind, run_ranks
+from seqloom.dist import CountingTransport, SingleRankTransport, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
-from seqloom.plan import Checkpoint, Group, Method, Work
+from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.attention_cases import Case, assemble, worst
 from support.carry_cases import PiecesCase, attend_pieces
 
@@ -44,10 +44,10 @@ def forward(context, dtype=torch.float64, **options):
 @pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)], ids=str)
 def test_one_buffer_per_document_and_gradients_in_wide_numbers(dtype, wide):
     """Keys and values of all 30 tokens from the first piece on; gradients of the 20 before the last."""
-    carry = Carry()
+    carry = KVCache()
     keys = 30 * ROW * dtype.itemsize
     outs = []
-    for context in case().bind(Alone(), carry):
+    for context in case().bind(SingleRankTransport(), carry):
         outs.append(forward(context, dtype))
         assert carry.bytes == keys
     for n, out in zip((2, 1, 0), reversed(outs), strict=True):
@@ -63,7 +63,7 @@ def test_keys_and_values_of_pieces_are_held_once(shape):
 
     def body(transport):
         found = []
-        for context in case(*shape, rounds, (30, 4)).bind(transport, Carry()):
+        for context in case(*shape, rounds, (30, 4)).bind(transport, KVCache()):
             storages = {}
 
             def pack(tensor, storages=storages):
@@ -97,16 +97,16 @@ def test_the_prefix_is_read_where_it_lies():
 
             return Watched()
 
-    carry = Carry()
-    for context in case().bind(Alone(), carry):
+    carry = KVCache()
+    for context in case().bind(SingleRankTransport(), carry):
         forward(context, kernels=Watching())
     assert [rows for rows, _, _ in seen] == [12, 8, 12, 10, 20]
     assert len({pointer for _, *pointers in seen for pointer in pointers}) == 1
 
 
 def test_evaluation_frees_a_document_after_its_last_piece():
-    carry, held = Carry(backward=False), []
-    for context in case().bind(Alone(), carry):
+    carry, held = KVCache(backward=False), []
+    for context in case().bind(SingleRankTransport(), carry):
         forward(context)
         held.append(carry.bytes)
     assert held == [30 * ROW * 8, 30 * ROW * 8, 0]
@@ -117,8 +117,8 @@ def test_a_ring_sends_the_prefix_beside_the_piece():
     pieces = [[Span(0, 0, 12)], [Span(0, 12, 20)]]
 
     def body(transport):
-        counting, outs, sent = Counting(transport), [], []
-        for context in case(1, 2, pieces, (20,)).bind(counting, Carry()):
+        counting, outs, sent = CountingTransport(transport), [], []
+        for context in case(1, 2, pieces, (20,)).bind(counting, KVCache()):
             outs.append(forward(context, torch.bfloat16))
         for out in reversed(outs):
             counting.reset()
@@ -152,15 +152,16 @@ def test_several_pieces_side_by_side_in_one_group_and_in_others():
 def test_a_round_that_remaps_around_attention():
     """Rank 0 has all tokens outside attention, both ranks have them inside."""
     given = [
-        Work((Group((0, 1), 1, 2, (piece,)),), Checkpoint.NONE, linear=Layout.of([(0, *piece)])) for piece in PIECES
+        StageMicroBatch((Group((0, 1), 1, 2, (piece,)),), Checkpoint.NONE, linear=Layout.of([(0, *piece)]))
+        for piece in PIECES
     ]
     whole = Case((30,), HEADS, KV_HEADS, DIM, 2, ())
     inputs = whole.inputs(torch.float64)
 
     def body(transport):
-        carry, outs = Carry(), []
+        carry, outs = KVCache(), []
         for work in given:
-            context = bind(work, transport, islands=[(0, 1)], pieces={0: PIECES}, carry=carry)
+            context = bind(work, transport, shard_groups=[(0, 1)], pieces={0: PIECES}, carry=carry)
             own = [x[context.positions].requires_grad_() for x in inputs[:3]]
             outs.append((own, attention(*own, context, layer=0), inputs.dout[context.positions]))
         found = [torch.autograd.grad(out, own, dout) for own, out, dout in reversed(outs)]
@@ -177,25 +178,29 @@ def test_a_round_that_remaps_around_attention():
 
 def bound(spans=PIECES, *, at=0, carry=None, group=None, **options):
     group = replace(group or Group((0,), 1, 1, ()), spans=(spans[at],))
-    work = Work((group,), Checkpoint.NONE)
-    return bind(work, Alone(), pieces={0: tuple(spans)}, carry=carry or Carry(), **options)
+    work = StageMicroBatch((group,), Checkpoint.NONE)
+    return bind(work, SingleRankTransport(), pieces={0: tuple(spans)}, carry=carry or KVCache(), **options)
 
 
 def test_a_layer_must_be_named():
     with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*without a layer.*call attention\(\.\.\., layer="):
         forward(bound(), layer=None)
     assert (
-        forward(bind(Work((Group((0,), 1, 1, (Span(0, 0, 5),)),), Checkpoint.NONE), Alone()), layer=None).shape[0] == 5
+        forward(
+            bind(StageMicroBatch((Group((0,), 1, 1, (Span(0, 0, 5),)),), Checkpoint.NONE), SingleRankTransport()),
+            layer=None,
+        ).shape[0]
+        == 5
     )
 
 
 def test_a_carry_must_be_given():
-    work = Work((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
+    work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*carry=one Carry\(\)"):
-        forward(bind(work, Alone(), pieces={0: PIECES}))
-    late = Work((Group((0,), 1, 1, (PIECES[1],)),), Checkpoint.NONE)
+        forward(bind(work, SingleRankTransport(), pieces={0: PIECES}))
+    late = StageMicroBatch((Group((0,), 1, 1, (PIECES[1],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=r"begins at token 12.*pieces= of the plan"):
-        forward(bind(late, Alone(), carry=Carry()))
+        forward(bind(late, SingleRankTransport(), carry=KVCache()))
 
 
 def test_what_pieces_cannot_be_combined_with():
@@ -207,7 +212,9 @@ def test_what_pieces_cannot_be_combined_with():
             Group((0, 1), 1, 2, PIECES[:1], Method.GATHER),
             Group((0, 1), 1, 2, PIECES[:1], route=Route((0, 1), 1)),
         ):
-            context = bind(Work((group,), Checkpoint.NONE), transport, node_size=1, pieces={0: PIECES}, carry=Carry())
+            context = bind(
+                StageMicroBatch((group,), Checkpoint.NONE), transport, node_size=1, pieces={0: PIECES}, carry=KVCache()
+            )
             with pytest.raises(SeqloomError, match=r"(method gather|a route) for document 0.*needs method ring"):
                 forward(context)
 
@@ -215,7 +222,7 @@ def test_what_pieces_cannot_be_combined_with():
 
 
 def test_pieces_out_of_turn():
-    carry = Carry()
+    carry = KVCache()
     first, second, third = (bound(at=n, carry=carry) for n in range(3))
     with pytest.raises(SeqloomError, match=r"layer 0: piece 1 of document 0.*piece 0 has not been forward"):
         forward(second)
@@ -235,7 +242,7 @@ def test_pieces_out_of_turn():
 
 
 def test_a_carry_of_evaluation_has_no_backward():
-    carry = Carry(backward=False)
+    carry = KVCache(backward=False)
     outs = [forward(bound(at=n, carry=carry)) for n in range(3)]
     with pytest.raises(SeqloomError, match=r"no keys of document 0 for the backward of piece 2.*backward=False"):
         outs[2].sum().backward()
@@ -250,6 +257,6 @@ def test_a_carry_of_evaluation_has_no_backward():
     ],
 )
 def test_pieces_that_cannot_be_true(pieces, words):
-    work = Work((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
+    work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=words):
-        bind(work, Alone(), pieces={0: pieces}, carry=Carry())
+        bind(work, SingleRankTransport(), pieces={0: pieces}, carry=KVCache())

@@ -4,22 +4,22 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.dist.counting import Counting
+from seqloom.dist.counting import CountingTransport
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 torch.set_num_threads(1)
-WORK = Work((Group((0, 1), 2, 1, (Span(0, 0, 6),)),), Checkpoint.NONE)
+WORK = StageMicroBatch((Group((0, 1), 2, 1, (Span(0, 0, 6),)),), Checkpoint.NONE)
 
 
 def assert_refused(call, *words, work=WORK):
     """Every rank refuses, says all the words, and has sent nothing."""
 
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         with pytest.raises(SeqloomError) as error:
             call(bind(work, counting))
         assert counting.traffic("all_to_all").calls == counting.traffic("exchange").calls == 0
@@ -68,7 +68,9 @@ def test_head_counts():
 
 def test_all_ranks_refuse_what_concerns_one():
     """Rank 0 is not in the group that cannot be served, but it would wait for one that has failed."""
-    work = Work((Group((0, 1), 1, 2, (Span(0, 0, 6),)), Group((1,), 1, 1, (Span(1, 3, 4),))), Checkpoint.NONE)
+    work = StageMicroBatch(
+        (Group((0, 1), 1, 2, (Span(0, 0, 6),)), Group((1,), 1, 1, (Span(1, 3, 4),))), Checkpoint.NONE
+    )
     assert_refused(lambda c: attention(*tensors(tokens=c.tokens), c), "document 1 begins at token 3", work=work)
 
 
@@ -92,7 +94,7 @@ def test_devices():
 
 
 def test_pieces_of_documents():
-    work = Work((Group((0, 1), 1, 2, (Span(4, 2, 8),)),), Checkpoint.NONE)
+    work = StageMicroBatch((Group((0, 1), 1, 2, (Span(4, 2, 8),)),), Checkpoint.NONE)
     assert_refused(
         lambda c: attention(*tensors(), c), "document 4 begins at token 2", "plan whole documents", work=work
     )

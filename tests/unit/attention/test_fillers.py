@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqloom.attention.context_parallel import overlap as fillers
-from seqloom.attention.context_parallel.overlap import Filler, GroupCall, Pieces, Shared
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, GroupCall, OverlapTask, Pieces
 from seqloom.attention.kernels.reference import REFERENCE, Reference
 from seqloom.attention.plan import Call, calls_of
 from seqloom.dist.threads import run_ranks
@@ -50,9 +50,14 @@ def calls(case, rank, node_size=2):
 def test_documents_go_to_the_ring_that_joins_nodes_in_proportion_to_what_arrives():
     ring, inner, local = calls(overlapping(), 0)
     assert isinstance(local.inner, Pieces) and inner.fillers == ({}, {})
-    assert ring.fillers.ahead == {0: (Filler(2, 0),), 1: (Filler(2, 1),), 2: (Filler(2, 2),)}
+    assert ring.fillers.ahead == {0: (OverlapTask(2, 0),), 1: (OverlapTask(2, 1),), 2: (OverlapTask(2, 2),)}
     # Backward: keys, then keys and gradients twice, then gradients twice: 1 : 2 : 2 : 1 : 1 for four documents.
-    assert ring.fillers.back == {0: (Filler(2, 0),), 1: (Filler(2, 1),), 2: (Filler(2, 2),), 4: (Filler(2, 3),)}
+    assert ring.fillers.back == {
+        0: (OverlapTask(2, 0),),
+        1: (OverlapTask(2, 1),),
+        2: (OverlapTask(2, 2),),
+        4: (OverlapTask(2, 3),),
+    }
     rows = [tile.queries for tile in local.inner.ahead]
     assert rows[0].start == 0 and rows[-1].stop == 48 and all(a.stop == b.start for a, b in pairwise(rows))
 
@@ -61,10 +66,10 @@ def test_without_nodes_all_rings_are_filled_and_without_a_ring_local_work_is_one
     ring, inner, _ = calls(overlapping(), 0, node_size=None)
     assert ring.fillers.ahead and inner.fillers.ahead
     ring, heads, local = calls(overlapping(), 3)
-    assert not isinstance(heads.inner, Shared) and len(local.inner.ahead) == 2
+    assert not isinstance(heads.inner, ContextParallelAttention) and len(local.inner.ahead) == 2
     case = overlapping()
     (alone,) = calls(replace(case, groups=case.groups[3:]), 0)
-    assert not isinstance(alone.inner, Pieces | Shared) and alone.fillers == ({}, {})
+    assert not isinstance(alone.inner, Pieces | ContextParallelAttention) and alone.fillers == ({}, {})
 
 
 def test_a_gpu_is_not_given_less_than_fills_it():

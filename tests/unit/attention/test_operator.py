@@ -8,11 +8,11 @@ import torch
 
 from seqloom.attention import attention, operator
 from seqloom.attention.kernels.dispatch import default
-from seqloom.attention.operator import holder, ticket
-from seqloom.dist import bind, bind_alone, run_ranks
+from seqloom.attention.operator import handle_object, opaque_handle
+from seqloom.dist import bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
-from seqloom.plan import Checkpoint, Group, Method, Work
+from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 
 LENGTHS = (7, 1, 12)
 TOKENS = sum(LENGTHS)
@@ -33,13 +33,13 @@ def test_a_ticket_and_its_views_keep_the_object_and_nothing_else_does():
     gc.disable()
     try:
         thing = Thing()
-        watched, first, other = weakref.ref(thing), ticket(thing), ticket(None)
-        assert holder(first) is thing and holder(other) is None
+        watched, first, other = weakref.ref(thing), opaque_handle(thing), opaque_handle(None)
+        assert handle_object(first) is thing and handle_object(other) is None
         view = first.detach().view(1)
         del thing, first
-        assert holder(view) is watched()
+        assert handle_object(view) is watched()
         del view
-        assert watched() is None and holder(other) is None
+        assert watched() is None and handle_object(other) is None
     finally:
         gc.enable()
 
@@ -47,15 +47,15 @@ def test_a_ticket_and_its_views_keep_the_object_and_nothing_else_does():
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_operator_is_one_that_torch_can_trust(window):
     """Torch's own check: no input is changed or returned, and shapes are what they are said to be."""
-    arguments = (*tensors(), ticket(bind_alone(LENGTHS)), True, window, 0.5, 0.0, None)
+    arguments = (*tensors(), opaque_handle(bind_single_rank(LENGTHS)), True, window, 0.5, 0.0, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator._forward, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_operator_and_function_give_the_same_bits(window):
-    context, found = bind_alone(LENGTHS), []
-    for given in (context, ticket(context)):
+    context, found = bind_single_rank(LENGTHS), []
+    for given in (context, opaque_handle(context)):
         inputs = tensors()
         out = attention(*inputs, given, window=window)
         (out.cos().sum() + out[3].sum()).backward()
@@ -73,8 +73,8 @@ def test_operator_and_function_give_the_same_bits_in_several_groups(method, held
     )
 
     def body(transport):
-        context, found = bind(Work(groups, Checkpoint.NONE), transport, node_size=2), []
-        for given in (context, ticket(context)):
+        context, found = bind(StageMicroBatch(groups, Checkpoint.NONE), transport, node_size=2), []
+        for given in (context, opaque_handle(context)):
             inputs = tensors(rows=context.tokens)
             out = attention(*inputs, given)
             out.cos().sum().backward()
@@ -88,9 +88,9 @@ def test_operator_and_function_give_the_same_bits_in_several_groups(method, held
 def test_memory_is_that_of_the_graph_and_goes_with_it(held_tickets):
     """The ticket of what is kept has none of q, k, v and out: the graph may use their memory again."""
     inputs = tensors()
-    out, kept = torch.ops.seqloom.attention(*inputs, ticket(bind_alone(LENGTHS)), *OPTIONS)
+    out, kept = torch.ops.seqloom.attention(*inputs, opaque_handle(bind_single_rank(LENGTHS)), *OPTIONS)
     pointers = {each.untyped_storage().data_ptr() for each in (*inputs, out)}
-    of_groups = holder(kept).of_groups
+    of_groups = handle_object(kept).of_groups
     assert [each.shape for each in of_groups] == [(4, TOKENS)]
     assert not pointers & {each.untyped_storage().data_ptr() for each in of_groups}
     del out, kept, of_groups
@@ -99,14 +99,14 @@ def test_memory_is_that_of_the_graph_and_goes_with_it(held_tickets):
 
 def test_a_row_of_nobody_on_a_rank_without_tokens():
     inputs = tensors(rows=1)
-    out = attention(*inputs, ticket(bind_alone(())))
+    out = attention(*inputs, opaque_handle(bind_single_rank(())))
     out.sum().backward()
     assert out.shape == (1, 4, 4) and not out.any()
     assert all(each.grad.shape == each.shape and not each.grad.any() for each in inputs)
 
 
 def test_what_attention_refuses_the_operator_refuses():
-    handed = ticket(bind_alone(LENGTHS))
+    handed = opaque_handle(bind_single_rank(LENGTHS))
     with pytest.raises(SeqloomError, match="19 rows of q, k, v"):
         attention(*tensors(rows=19), handed)
     with pytest.raises(SeqloomError, match=r"dropout 0\.1"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqloom.attention import packed_attention
-from seqloom.dist import Alone, Parcel, bind_alone
+from seqloom.dist import P2PTensor, SingleRankTransport, bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.testing.oracle import difference
 from support.attention_cases import Case
@@ -51,15 +51,15 @@ def test_lengths_on_a_gpu_are_refused():
 
 def test_a_negative_length_is_refused():
     with pytest.raises(SeqloomError, match="a document of -2 tokens"):
-        bind_alone([3, -2])
+        bind_single_rank([3, -2])
 
 
 def test_alone_everything_sent_comes_back():
-    alone, sent = Alone(), torch.arange(4.0)
+    alone, sent = SingleRankTransport(), torch.arange(4.0)
     gathered, swapped, received = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     alone.all_gather(gathered, sent, [0])
     alone.all_to_all(swapped, sent, [4], [4], [0])
-    alone.exchange([Parcel(0, sent)], [Parcel(0, received)]).wait()
+    alone.exchange([P2PTensor(0, sent)], [P2PTensor(0, received)]).wait()
     alone.all_reduce(sent, [0])
     assert all(torch.equal(one, torch.arange(4.0)) for one in (gathered, swapped, received, sent))
     with pytest.raises(SeqloomError, match="rank 1 in a world of one rank"):

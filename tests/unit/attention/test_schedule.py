@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from seqloom.attention.tiles import Chunks, gather_schedule, ring_tiles
-from seqloom.cost import Shape
+from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
 from seqloom.testing.oracle import visible
@@ -146,4 +146,4 @@ def test_a_document_takes_as_many_kernel_calls_as_the_cost_model_counts(ring):
     rings = [[t for keys in chunks for t in ring_tiles(own, keys, causal=True, window=None)] for own in chunks]
     for method, tiles in ((Method.GATHER, gathers), (Method.RING, rings)):
         calls = [sum(len(list(tile.segments.rows())) for tile in own) for own in tiles]
-        assert max(calls) == len(group.spans) * Shape(1, ring, method).kernels
+        assert max(calls) == len(group.spans) * GroupShape(1, ring, method).kernels

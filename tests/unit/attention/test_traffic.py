@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.cost import Shape
+from seqloom.cost import GroupShape
 from seqloom.cost.communication import Communication
 from seqloom.cost.profile import Profile
-from seqloom.cost.traffic import Reach
+from seqloom.cost.traffic import GroupTraffic
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.dist.counting import Counting
+from seqloom.dist.counting import CountingTransport
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Route, Span
@@ -43,7 +43,7 @@ def priced(heads, kv_heads, dim):
 
 def priced_calls(links, shape):
     """(Ulysses exchanges, ring exchanges, gather exchanges) of a layer, from what the model adds up as latencies."""
-    near, none = Reach(), Checkpoint.NONE
+    near, none = GroupTraffic(), Checkpoint.NONE
     one = links.latency
     return (
         round(links.ulysses_latency(shape, near, none) / one("all_to_all", False, (shape.ulysses - 1).bit_length())),
@@ -56,7 +56,7 @@ def counted(case):
     """[(traffic of forward, traffic of backward)] by rank, each {verb: Traffic}."""
 
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         context = bind(case.work, counting)
         verbs = ("all_to_all", "exchange", "all_gather", "all_reduce")
         q, k, v = (
@@ -82,7 +82,7 @@ def sums(pair, verb):
 @pytest.mark.parametrize("ulysses, ring", SHAPES)
 def test_ulysses_and_ring(ulysses, ring, heads, kv_heads):
     case = Case.one_group((TOKENS,), heads, kv_heads, 8, ulysses, ring)
-    links, shape = priced(heads, kv_heads, 8), Shape(ulysses, ring)
+    links, shape = priced(heads, kv_heads, 8), GroupShape(ulysses, ring)
     exchanges, hops, _ = priced_calls(links, shape)
     assert exchanges == (4 if ulysses > 1 else 0)  # in and out, forward and backward
     for pair in counted(case):
@@ -101,7 +101,7 @@ def test_gather(ulysses, ring, causal):
     case = Case.one_group((TOKENS,), 8, 4, 8, ulysses, ring, method="gather", causal=causal)
     kv = 2 * max(4, ulysses) * 8 / ulysses * TOKENS  # elements of keys and values in the ring of one Ulysses index
     bytes_of_all = kv * (2 * 2 + 4) * (ring - 1) / ring  # two passes in bfloat16, gradients in float32
-    _, _, calls = priced_calls(priced(8, 4, 8), Shape(ulysses, ring))
+    _, _, calls = priced_calls(priced(8, 4, 8), GroupShape(ulysses, ring))
     for pair in counted(case):
         assert pair[0]["exchange"].calls == 1 and sums(pair, "exchange")[0] == calls
         assert sums(pair, "exchange")[1] == bytes_of_all * (0.75 if causal else 1)
@@ -122,7 +122,7 @@ def test_a_window_gathers_neighbours_only():
 @pytest.mark.parametrize("heads, kv_heads, ulysses", [(7, 7, 4), (7, 1, 4), (5, 5, 3), (6, 3, 4), (8, 2, 3), (9, 3, 4)])
 def test_uneven_heads_send_no_more_than_priced(heads, kv_heads, ulysses):
     case = Case.one_group((TOKENS,), heads, kv_heads, 8, ulysses)
-    limit = priced(heads, kv_heads, 8).ulysses_bytes(Shape(ulysses, 1), Checkpoint.NONE) * TOKENS
+    limit = priced(heads, kv_heads, 8).ulysses_bytes(GroupShape(ulysses, 1), Checkpoint.NONE) * TOKENS
     for pair in counted(case):
         calls, sent = sums(pair, "all_to_all")
         assert calls == 4 and sent <= limit * (ulysses - 1) / ulysses
@@ -156,7 +156,7 @@ def crossing(case):
     """Bytes that every rank sends to other nodes, forward and backward."""
 
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         context = bind(case.work, counting, node_size=case.node_size)
         sizes = (case.heads, case.kv_heads, case.kv_heads)
         q, k, v = (torch.ones(context.tokens, n, case.dim, dtype=torch.bfloat16, requires_grad=True) for n in sizes)

@@ -5,12 +5,12 @@ import torch
 
 from seqloom.attention import attention, attention_with_lse, prepare_attention
 from seqloom.attention.kernels.reference import REFERENCE, Reference
-from seqloom.dist.counting import Counting
-from seqloom.dist.single_rank import bind_alone
+from seqloom.dist.counting import CountingTransport
+from seqloom.dist.single_rank import bind_single_rank
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, Work
+from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.attention_cases import Case, assemble, attend, worst
 
 torch.set_num_threads(1)
@@ -44,8 +44,8 @@ def random_tensors(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
 
 def one_rank(body, lengths=(5, 3), counting=False):
     """Run `body(context)` on a single rank that holds whole documents."""
-    work = Work((Group((0,), 1, 1, tuple(Span(k, 0, n) for k, n in enumerate(lengths))),), Checkpoint.NONE)
-    return run_ranks(1, lambda transport: body(bind(work, Counting(transport) if counting else transport)))[0]
+    work = StageMicroBatch((Group((0,), 1, 1, tuple(Span(k, 0, n) for k, n in enumerate(lengths))),), Checkpoint.NONE)
+    return run_ranks(1, lambda transport: body(bind(work, CountingTransport(transport) if counting else transport)))[0]
 
 
 def test_a_rank_alone_copies_and_sends_nothing():
@@ -62,7 +62,7 @@ def test_a_rank_alone_copies_and_sends_nothing():
 def test_index_work_is_done_once_for_all_layers():
     def body(transport):
         kernel = Watching()
-        work = Work((Group((0, 1, 2, 3), 2, 2, (Span(0, 0, 21), Span(1, 0, 6))),), Checkpoint.NONE)
+        work = StageMicroBatch((Group((0, 1, 2, 3), 2, 2, (Span(0, 0, 21), Span(1, 0, 6))),), Checkpoint.NONE)
         context = bind(work, transport)
         q, k, v = random_tensors(context.tokens)
         for _ in range(3):
@@ -78,7 +78,7 @@ def test_index_work_is_done_once_for_all_layers():
 def test_only_local_heads_reach_the_kernel():
     def body(transport):
         kernel = Watching()
-        context = bind(Work((Group((0, 1, 2), 3, 1, (Span(0, 0, 7),)),), Checkpoint.NONE), transport)
+        context = bind(StageMicroBatch((Group((0, 1, 2), 3, 1, (Span(0, 0, 7),)),), Checkpoint.NONE), transport)
         attention(*random_tensors(context.tokens, heads=8, kv_heads=2), context, kernels=kernel)
         (_, shape), (q, k, _) = kernel.prepared[0], kernel.seen[0]
         return shape.heads, shape.kv_heads, tuple(q.shape), tuple(k.shape)
@@ -175,7 +175,7 @@ def test_training_state_is_not_held_twice():
     groups = (Group((0,), 1, 1, (Span(0, 0, 6),)), Group((0,), 1, 1, (Span(1, 0, 4),)))
 
     def body(transport):
-        context = bind(Work(groups, Checkpoint.NONE), transport)
+        context = bind(StageMicroBatch(groups, Checkpoint.NONE), transport)
         q, k, v = random_tensors(10)
         out = attention(q, k, v, context)
         held = {x.untyped_storage().data_ptr() for x in out.grad_fn.saved_tensors}
@@ -194,7 +194,7 @@ def test_index_work_can_be_done_beforehand():
             return super().prepare(segments, shape)
 
     kernels = Noting()
-    context = bind_alone([3, 4])
+    context = bind_single_rank([3, 4])
     prepare_attention(context, 4, 2, 8, torch.float64, window=2, kernels=kernels)
     assert len(prepared) == 1
     q, k = torch.randn(7, 4, 8, dtype=torch.float64), torch.randn(7, 2, 8, dtype=torch.float64)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.interface import Ability, Shape, rows_of
+from seqloom.attention.kernels.interface import Ability, AttentionShape, rows_of
 from seqloom.attention.masks import Segments
 from support.segment_cases import Case, segment_cases, visible_pairs
 
@@ -34,7 +34,7 @@ SHAPE = {"heads": 4, "kv_heads": 4, "dim": 64, "dtype": torch.bfloat16, "device"
     ],
 )
 def test_a_shape_is_refused_with_the_rule(change, message):
-    assert SQUARES.refusal(Segments.packed([4]), Shape(**SHAPE | change)) == message
+    assert SQUARES.refusal(Segments.packed([4]), AttentionShape(**SHAPE | change)) == message
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_shape_is_refused_with_the_rule(change, message):
     ],
 )
 def test_segments_are_refused_with_the_rule(segments, message):
-    refusal = SQUARES.refusal(segments, Shape(**SHAPE))
+    refusal = SQUARES.refusal(segments, AttentionShape(**SHAPE))
     assert refusal is not None and refusal.startswith(message)
 
 
@@ -62,16 +62,16 @@ def test_segments_are_refused_with_the_rule(segments, message):
     ],
 )
 def test_squares_and_segments_without_mask_are_taken(segments):
-    assert SQUARES.refusal(segments, Shape(**SHAPE)) is None
+    assert SQUARES.refusal(segments, AttentionShape(**SHAPE)) is None
 
 
 def test_prefixes_are_an_ability_of_their_own():
     piece = Segments.of([(0, 2, 0, 6, 4)])
-    assert SQUARES.refusal(piece, Shape(**SHAPE)) is not None
-    assert PREFIXES.refusal(piece, Shape(**SHAPE)) is None
-    other = PREFIXES.refusal(Segments.of([(0, 2, 0, 6, 3)]), Shape(**SHAPE))
+    assert SQUARES.refusal(piece, AttentionShape(**SHAPE)) is not None
+    assert PREFIXES.refusal(piece, AttentionShape(**SHAPE)) is None
+    other = PREFIXES.refusal(Segments.of([(0, 2, 0, 6, 3)]), AttentionShape(**SHAPE))
     assert other is not None and other.endswith("segments with offset = keys - queries")
-    assert PREFIXES.refusal(Segments.of([(0, 6, 0, 2, -4)]), Shape(**SHAPE)) is not None
+    assert PREFIXES.refusal(Segments.of([(0, 6, 0, 2, -4)]), AttentionShape(**SHAPE)) is not None
 
 
 @given(case=segment_cases())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels import cpu_flash
 from seqloom.attention.kernels.cpu_flash import CpuFlash
-from seqloom.attention.kernels.interface import Saved, Shape
+from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.masks import Segments
 from seqloom.testing.oracle import attention_truth, difference
@@ -21,8 +21,8 @@ HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 3)])
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
-def shape_of(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, dim: int = 8) -> Shape:
-    return Shape(heads, kv_heads, dim, dtype, CPU, SCALE)
+def shape_of(heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, dim: int = 8) -> AttentionShape:
+    return AttentionShape(heads, kv_heads, dim, dtype, CPU, SCALE)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels.dispatch import Dispatcher, PreparedParts
-from seqloom.attention.kernels.interface import Ability, Shape, rows_of
+from seqloom.attention.kernels.interface import Ability, AttentionShape, rows_of
 from seqloom.attention.kernels.reference import REFERENCE, PreparedReference, Reference
 from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, device_name
 from seqloom.attention.masks import Segments
@@ -21,7 +21,7 @@ from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-SHAPE = Shape(4, 2, 8, torch.float64, CPU, SCALE)
+SHAPE = AttentionShape(4, 2, 8, torch.float64, CPU, SCALE)
 ANY = replace(REFERENCE, name="any")
 SQUARES = replace(REFERENCE, name="squares", offsets=False, windows=False)
 PREFIXES = replace(REFERENCE, name="prefixes", offsets=False, prefixes=True)
@@ -78,7 +78,7 @@ def times(kernel: str, call_ns: int, *points: tuple[int, int]) -> Times:
     return Times(kernel, call_ns, 0, curve, curve)
 
 
-def table(*of: Times, shape: Shape = SHAPE) -> KernelTable:
+def table(*of: Times, shape: AttentionShape = SHAPE) -> KernelTable:
     sizes = (shape.heads, shape.kv_heads, shape.dim)
     return KernelTable((Measurement(device_name(CPU), torch.__version__, *sizes, "float64", of),))
 

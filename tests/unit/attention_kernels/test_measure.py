@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from seqloom.attention.kernels.cpu_flash import CPU_FLASH, CpuFlash
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import device_name
 from seqloom.errors import SeqloomError
 from seqloom.profiling.kernels import SMALLEST, Effort, measure
 
 torch.set_num_threads(1)
 
-SHAPE = Shape(2, 1, 8, torch.float32, torch.device("cpu"), 1.0)
+SHAPE = AttentionShape(2, 1, 8, torch.float32, torch.device("cpu"), 1.0)
 
 
 class Recording:

@@ -21,7 +21,7 @@ from seqloom.attention.kernels.flash import (
     Varlen,
     packed_calls,
 )
-from seqloom.attention.kernels.interface import Saved, Shape, Writer
+from seqloom.attention.kernels.interface import AttentionShape, Saved, Writer
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.masks import Segments
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
@@ -43,7 +43,7 @@ def packed(q, k, cu_q, cu_k, causal, left, right, scale):
     assert (left, right) in ((-1, -1), (-1, 0)) or (left >= 0 and right == 0 and not causal)
     masked = causal or right == 0
     window = left + 1 if left >= 0 else None
-    shape = Shape(q.shape[1], k.shape[1], q.shape[2], q.dtype, CPU, scale)
+    shape = AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, CPU, scale)
     return Reference().prepare(Segments.of(rows, causal=masked, window=window), shape)
 
 
@@ -143,7 +143,7 @@ def kernels():
 @given(case=segment_cases(offsets=False), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]))
 @settings(max_examples=25)
 def test_squares(kernels, name, case, heads):
-    shape = Shape(*heads, 8, torch.float64, CPU, SCALE)
+    shape = AttentionShape(*heads, 8, torch.float64, CPU, SCALE)
     assert max(kernel_errors(kernels[name], case, shape).values()) < 1e-12
 
 
@@ -153,14 +153,14 @@ def test_squares(kernels, name, case, heads):
 def test_whatever_the_ability_takes(kernels, name, case):
     segments = case.segments.select(ABILITIES[name].takes(case.segments))
     assume(len(segments))
-    shape = Shape(2, 1, 8, torch.float64, CPU, SCALE)
+    shape = AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
     assert max(kernel_errors(kernels[name], case._replace(segments=segments), shape).values()) < 1e-12
 
 
 @pytest.mark.parametrize("name", ABILITIES)
 def test_prefixes_and_tiles_without_mask_share_a_causal_rule(kernels, name):
     rows = [(0, 3, 0, 9, 6), (3, 5, 9, 12, 7), (6, 10, 13, 17, 0), (10, 11, 17, 20, 2)]
-    shape = Shape(2, 1, 8, torch.float64, CPU, SCALE)
+    shape = AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
     for window in (None, 4, 20):
         segments = Segments.of(rows, window=window)
         taken = segments.select(ABILITIES[name].takes(segments))
@@ -169,7 +169,7 @@ def test_prefixes_and_tiles_without_mask_share_a_causal_rule(kernels, name):
 
 
 def test_a_pack_is_one_call_in_place():
-    shape = Shape(2, 1, 8, torch.bfloat16, CPU, SCALE)
+    shape = AttentionShape(2, 1, 8, torch.bfloat16, CPU, SCALE)
     prepared = Varlen().prepare(Segments.packed([4, 1, 7]), shape)
     assert isinstance(prepared, Writer)
     [call] = prepared.calls
@@ -181,7 +181,7 @@ def test_a_pack_is_one_call_in_place():
 
 
 def test_segments_with_gaps_are_gathered():
-    shape = Shape(1, 1, 8, torch.bfloat16, CPU, 1.0)
+    shape = AttentionShape(1, 1, 8, torch.bfloat16, CPU, 1.0)
     prepared = Varlen().prepare(Segments.of([(5, 8, 0, 3, 0), (0, 2, 4, 6, 0)]), shape)
     [call] = prepared.calls
     assert call.queries.tolist() == [0, 1, 5, 6, 7]

@@ -8,7 +8,7 @@ import torch
 import seqloom
 from seqloom.attention.kernels import dispatch as registry
 from seqloom.attention.kernels import support
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, device_name
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
@@ -42,7 +42,7 @@ def test_on_a_cpu_flash_runs_and_the_reference_stands_behind():
     dispatcher = registry.default("cpu")
     assert [kernel.ability.name for kernel in dispatcher.kernels] == ["cpu_flash", "reference"]
     assert registry.missing(CPU) == {}
-    shape = Shape(4, 2, 8, torch.bfloat16, CPU, 1.0)
+    shape = AttentionShape(4, 2, 8, torch.bfloat16, CPU, 1.0)
     for row in dispatcher.explain(Segments.packed([5, 3]), shape):
         assert (row["kernel"], row["why"]) == ("cpu_flash", "first that takes it; not measured here")
 
@@ -55,7 +55,7 @@ def test_a_measured_table_is_used_from_its_place_or_from_a_path(tmp_path):
     curve = (Point(1, 1, 1),)
     times = (Times("reference", 0, 0, curve, curve), Times("cpu_flash", 10, 0, curve, curve))
     table = KernelTable((Measurement(device_name(CPU), torch.__version__, 4, 2, 8, "bfloat16", times),))
-    shape = Shape(4, 2, 8, torch.bfloat16, CPU, 1.0)
+    shape = AttentionShape(4, 2, 8, torch.bfloat16, CPU, 1.0)
     table.save(tmp_path / "other.json")
     dispatcher = registry.default("cpu", tmp_path / "other.json")
     assert dispatcher.explain(Segments.packed([5]), shape)[0]["kernel"] == "reference"

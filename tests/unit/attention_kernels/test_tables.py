@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.attention.kernels import tables
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, built_in, default_path, device_name
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
@@ -29,8 +29,8 @@ def both(segments: Segments) -> np.ndarray:
 MEASUREMENT = Measurement(device_name(CPU), torch.__version__, 8, 2, 64, "bfloat16", (TIMES,))
 
 
-def shape(heads: int = 8, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> Shape:
-    return Shape(heads, kv_heads, dim, dtype, CPU, 1.0)
+def shape(heads: int = 8, kv_heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
+    return AttentionShape(heads, kv_heads, dim, dtype, CPU, 1.0)
 
 
 def predicted(lengths: list[int], **mask) -> list[int]:

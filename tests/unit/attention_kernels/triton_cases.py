@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from seqloom.attention.kernels.interface import Saved, Shape
+from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.kernels.triton_merge import accumulate, add_shares, merge_parts
 from seqloom.attention.lse import Part, Share
@@ -77,7 +77,7 @@ def errors(segments, rows, columns, heads=2, kv_heads=1, dim=16, dtype=torch.flo
     q, k, v, dout = (torch.randn(*size, dim, generator=draw).to(dtype) for size in sizes)
     if views:  # views of wider buffers, as an exchange leaves them
         q, k, v, dout = (torch.cat([part] * 3, dim=1)[:, part.shape[1] : -part.shape[1]] for part in (q, k, v, dout))
-    shape = Shape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3)
+    shape = AttentionShape(heads, kv_heads, dim, dtype, torch.device("cpu"), 0.3)
     prepared = (kernel or TritonSegments(pick=pick)).prepare(segments, shape)
     out, lse = prepared.forward(q, k, v)
     found = [out, lse, *prepared.backward(dout, Saved(q, k, v, out, lse))]
@@ -134,7 +134,7 @@ def test_random_segments():
 
 def test_results_in_float32_of_half_precision_inputs():
     segments = Segments.packed([20, 9])
-    shape = Shape(1, 1, 16, torch.float16, torch.device("cpu"), 0.25)
+    shape = AttentionShape(1, 1, 16, torch.float16, torch.device("cpu"), 0.25)
     prepared = TritonSegments(pick=pick, result_dtype=torch.float32).prepare(segments, shape)
     q = torch.randn(29, 1, 16).half()
     out, lse = prepared.forward(q, q, q)
@@ -146,7 +146,7 @@ def test_keys_in_two_parts_are_merged():
     """A ring: two halves of the keys, merged; gradients of each half from the merged out and lse."""
     draw = torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(24, 2, 16, generator=draw) for _ in range(4))
-    shape = Shape(2, 2, 16, torch.float32, torch.device("cpu"), 0.25)
+    shape = AttentionShape(2, 2, 16, torch.float32, torch.device("cpu"), 0.25)
     halves = [slice(0, 10), slice(10, 24)]
     parts = [Segments.of([(0, 24, 0, 10, 0)]), Segments.of([(0, 24, 0, 14, -10)])]
     prepared = [TritonSegments(pick=pick).prepare(part, shape) for part in parts]
@@ -194,7 +194,9 @@ def test_parts_of_some_rows_only():
 
 def test_a_scale_that_is_not_positive_is_refused():
     with pytest.raises(SeqloomError, match="positive"):
-        TritonSegments().prepare(Segments.packed([3]), Shape(1, 1, 16, torch.float32, torch.device("cpu"), -1.0))
+        TritonSegments().prepare(
+            Segments.packed([3]), AttentionShape(1, 1, 16, torch.float32, torch.device("cpu"), -1.0)
+        )
 
 
 def test_five_results_are_too_many_for_one_pass():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from seqloom.cli.main import app
 from seqloom.data import StoreWriter
 from seqloom.errors import SeqloomError
-from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_to_json
+from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
 from seqloom.profiling import verify as module
 from support.tiny_models import tiny_model
 from support.tiny_specs import TINY
@@ -52,8 +52,11 @@ def test_plans_do_not_change_the_result(settings, dtype):
 
 def test_every_strategy_of_a_run_is_compared_where_it_holds_the_batch(settings, tmp_path):
     """Weights split over ranks beside a pipeline, stages of several ranks; the third holds no document of 90 tokens."""
-    teams, stages = Pipe(Scheme(1, 2), (0, 1), 90), Pipe(Scheme(2, 1), (2, 3), 90)
-    wide, short = Pipe(Scheme(2, 1, 1, 2), (0, 1, 2, 3), 90), Pipe(Scheme(1, 1, 4), (0, 1, 2, 3), 89)
+    teams, stages = PipelineConfig(ParallelConfig(1, 2), (0, 1), 90), PipelineConfig(ParallelConfig(2, 1), (2, 3), 90)
+    wide, short = (
+        PipelineConfig(ParallelConfig(2, 1, 1, 2), (0, 1, 2, 3), 90),
+        PipelineConfig(ParallelConfig(1, 1, 4), (0, 1, 2, 3), 89),
+    )
     listed = [Strategy(each) for each in ((teams, stages), (wide,), (short,))]
     (tmp_path / "list.json").write_text(strategies_to_json(listed))
     free = ("plan.planner=strategies", "plan.sharding=free", f"plan.strategies={tmp_path / 'list.json'}")

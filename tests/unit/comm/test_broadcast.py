@@ -19,10 +19,10 @@ def test_everybody_gets_the_bytes_of_the_root(world, payload):
 
 
 def test_no_rank_is_asked_more_than_once_per_hop():
-    from seqloom.dist import Counting
+    from seqloom.dist import CountingTransport
 
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         broadcast_bytes(counting, b"plan" if transport.rank == 0 else None)
         return counting.traffic("exchange").calls
 

@@ -5,11 +5,11 @@ from dataclasses import is_dataclass, replace
 import pytest
 import torch
 
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
 
@@ -22,7 +22,7 @@ class Place:
 
 
 def work_of(*groups, **layouts):
-    return Work(groups, Checkpoint.NONE, **layouts)
+    return StageMicroBatch(groups, Checkpoint.NONE, **layouts)
 
 
 def test_rows_positions_and_documents():
@@ -117,6 +117,6 @@ def test_an_attention_layout_other_than_the_derived_one():
 
 def test_a_context_is_opaque_to_who_looks_for_tensors_in_arguments():
     """FSDP walks through dataclasses, tuples, lists and dicts among a layer's arguments, at every call."""
-    context = bind_alone([3, 5])
+    context = bind_single_rank([3, 5])
     assert not is_dataclass(context) and not isinstance(context, tuple | list | dict)
     assert not hasattr(context, "__dict__")  # and a misspelt attribute is an error

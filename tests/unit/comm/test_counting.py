@@ -1,17 +1,17 @@
 import torch
 
-from seqloom.dist import Counting, Parcel, Traffic, run_ranks
+from seqloom.dist import CountingTransport, P2PTensor, Traffic, run_ranks
 
 
 def test_calls_and_bytes_are_exact():
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         rank = counting.rank
         assert counting.ranks == 4
         sizes = [1 + rank + other for other in range(4)]  # the same both ways
         counting.all_to_all(torch.zeros(sum(sizes)), torch.zeros(sum(sizes)), sizes, sizes, range(4))
-        sends = [Parcel(rank, torch.zeros(5)), Parcel((rank + 1) % 4, torch.zeros(3, dtype=torch.bfloat16))]
-        receives = [Parcel(rank, torch.zeros(5)), Parcel((rank - 1) % 4, torch.zeros(3, dtype=torch.bfloat16))]
+        sends = [P2PTensor(rank, torch.zeros(5)), P2PTensor((rank + 1) % 4, torch.zeros(3, dtype=torch.bfloat16))]
+        receives = [P2PTensor(rank, torch.zeros(5)), P2PTensor((rank - 1) % 4, torch.zeros(3, dtype=torch.bfloat16))]
         counting.exchange(sends, receives).wait()
         counting.exchange(sends[1:], receives[1:]).wait()
         counting.exchange([], []).wait()
@@ -33,7 +33,7 @@ def test_calls_and_bytes_are_exact():
 
 def test_a_call_that_fails_is_not_counted():
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         try:
             counting.all_gather(torch.zeros(3), torch.zeros(2), (0,))
         except ValueError:

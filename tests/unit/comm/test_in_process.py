@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from seqloom.dist import Parcel, Ranks, run_ranks
+from seqloom.dist import P2PTensor, Ranks, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 from support.programs import DTYPES, every_verb, expected_of, run_program
@@ -24,7 +24,7 @@ def test_every_verb_moves_what_it_says(dtype, strict):
 def test_a_parcel_keeps_its_size_not_its_shape():
     def body(transport):
         received = torch.zeros(6)
-        transport.exchange([Parcel(0, torch.arange(6.0).view(2, 3))], [Parcel(0, received)]).wait()
+        transport.exchange([P2PTensor(0, torch.arange(6.0).view(2, 3))], [P2PTensor(0, received)]).wait()
         return received.tolist()
 
     assert run_ranks(1, body) == [[0, 1, 2, 3, 4, 5]]
@@ -35,7 +35,7 @@ def test_what_was_sent_may_change_after_wait_and_what_needs_grad_may_travel():
         peer = 1 - transport.rank
         sent = torch.full((3,), float(transport.rank), requires_grad=True)
         received = torch.zeros(3)
-        handle = transport.exchange([Parcel(peer, sent)], [Parcel(peer, received)])
+        handle = transport.exchange([P2PTensor(peer, sent)], [P2PTensor(peer, received)])
         handle.wait()
         handle.wait()  # twice is fine
         with torch.no_grad():
@@ -64,7 +64,7 @@ def test_exchanges_need_not_be_waited_for_in_order():
         peer = 1 - transport.rank
         buffers = [torch.zeros(1) for _ in range(3)]
         handles = [
-            transport.exchange([Parcel(peer, torch.full((1,), float(k)))], [Parcel(peer, buffer)])
+            transport.exchange([P2PTensor(peer, torch.full((1,), float(k)))], [P2PTensor(peer, buffer)])
             for k, buffer in enumerate(buffers)
         ]
         for handle in reversed(handles):
@@ -79,8 +79,8 @@ def test_sends_may_cross_in_separate_exchanges_here():
     def body(transport):
         peer = 1 - transport.rank
         received = torch.zeros(1)
-        sending = transport.exchange([Parcel(peer, torch.ones(1))], [])
-        transport.exchange([], [Parcel(peer, received)]).wait()
+        sending = transport.exchange([P2PTensor(peer, torch.ones(1))], [])
+        transport.exchange([], [P2PTensor(peer, received)]).wait()
         sending.wait()
         return received.item()
 
@@ -118,7 +118,7 @@ def test_a_rank_cannot_catch_that_another_failed():
 def test_a_message_that_nobody_sends_is_an_error_at_once(strict):
     def body(transport):
         if transport.rank == 0:
-            transport.exchange([], [Parcel(1, torch.zeros(4))]).wait()
+            transport.exchange([], [P2PTensor(1, torch.zeros(4))]).wait()
         if transport.rank == 2:
             transport.all_gather(torch.zeros(6), torch.zeros(2), (0, 1, 2))
 
@@ -162,7 +162,7 @@ def test_both_sides_of_a_mismatch_are_named():
     def sizes(transport):
         peer = 1 - transport.rank
         count = 3 + transport.rank
-        transport.exchange([Parcel(peer, torch.ones(count))], [Parcel(peer, torch.ones(count))]).wait()
+        transport.exchange([P2PTensor(peer, torch.ones(count))], [P2PTensor(peer, torch.ones(count))]).wait()
 
     with pytest.raises(SeqloomError, match=r"exchange #0 sends [34] float32 to rank \d, but rank \d exchange #0 rec"):
         run_ranks(2, sizes)
@@ -218,9 +218,9 @@ def test_backward_stays_in_the_thread_of_the_rank():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: t.exchange([Parcel(2, torch.ones(1))], []), r"for rank 2; ranks are 0 \.\. 1"),
-        (lambda t: t.exchange([Parcel(1, torch.ones(3, 2).t())], []), "not contiguous"),
-        (lambda t: t.exchange([], [Parcel(1, torch.ones(4)[::2])]), "not contiguous"),
+        (lambda t: t.exchange([P2PTensor(2, torch.ones(1))], []), r"for rank 2; ranks are 0 \.\. 1"),
+        (lambda t: t.exchange([P2PTensor(1, torch.ones(3, 2).t())], []), "not contiguous"),
+        (lambda t: t.exchange([], [P2PTensor(1, torch.ones(4)[::2])]), "not contiguous"),
         (lambda t: t.all_reduce(torch.ones(3, 2).t(), (0, 1)), "not contiguous"),
         (lambda t: t.all_to_all(torch.ones(4), torch.ones(4), [2, 2], [2, 1], (0, 1)), r"input of 4 .* \[2, 1\]"),
         (lambda t: t.all_to_all(torch.ones(4), torch.ones(4), [4], [2, 2], (0, 1)), "for 2 ranks"),

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from seqloom.dist import Alone, Counting, Lane, Way, run_ranks
+from seqloom.dist import CountingTransport, P2PChannel, P2PDirection, SingleRankTransport, run_ranks
 from seqloom.errors import SeqloomError
 
 BOTH = pytest.mark.parametrize("strict", [False, True])
-F, B = Lane.FORWARD, Lane.BACKWARD
+F, B = P2PDirection.FORWARD, P2PDirection.BACKWARD
 
 
 @BOTH
 def test_messages_of_a_way_arrive_in_order_and_ways_do_not_wait_for_each_other(strict):
     def body(transport):
         me, peer = transport.rank, 1 - transport.rank
-        transport.connect([Way(lane, *pair) for lane in Lane for pair in ((0, 1), (1, 0))])
+        transport.connect([P2PChannel(lane, *pair) for lane in P2PDirection for pair in ((0, 1), (1, 0))])
         rooms = [(lane, torch.empty(k + 1)) for k in range(3) for lane in (B, F)]
         waiting = [transport.receive(room, peer, lane) for lane, room in rooms]  # long before anything is sent
         total = torch.ones(2)
@@ -98,13 +98,13 @@ def test_messages_need_another_rank():
     with pytest.raises(SeqloomError, match="rank 0 has a message on lane forward with rank 0"):
         run_ranks(1, body)
     with pytest.raises(SeqloomError, match="messages join two of the ranks"):
-        Alone().receive(torch.zeros(1), 1, B)
-    Alone().connect([])
+        SingleRankTransport().receive(torch.zeros(1), 1, B)
+    SingleRankTransport().connect([])
 
 
 def test_messages_are_counted():
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         if transport.rank == 0:
             counting.send(torch.zeros(6), 1, F).wait()
         else:

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from seqloom.dist import Alone, Relay, run_ranks
+from seqloom.dist import Resharder, SingleRankTransport, run_ranks
 from seqloom.dist.reshard_index import boxes_of, index_bundles
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
@@ -27,7 +27,7 @@ def random_like(relay, boxes, seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_sums_are_added_in_rank_order_in_float32_or_wider(dtype):
     def body(transport):
-        relay = Relay(WEIGHTS, optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 2, 3), transport, device="cpu")
+        relay = Resharder(WEIGHTS, optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 2, 3), transport, device="cpu")
         given = {weight: each.to(dtype) for weight, each in random_like(relay, relay.target, transport.rank).items()}
         return given[0], relay.start_sum(1, given, dtype).wait()[0]
 
@@ -46,7 +46,7 @@ def test_a_node_adds_up_before_its_sum_crosses(dtype):
 
     def body(transport):
         layouts = optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 2, 3)
-        relay = Relay(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
+        relay = Resharder(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
         given = {weight: each.to(dtype) for weight, each in random_like(relay, relay.target, transport.rank).items()}
         before = given[0].clone()
         return before, relay.start_sum(1, given, dtype).wait()[0]
@@ -62,7 +62,7 @@ def test_second_hops_begin_in_the_order_of_the_first():
 
     def body(transport):
         layouts = optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 3)
-        relay = Relay(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
+        relay = Resharder(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
         values = [torch.arange(each.rows * each.columns).view(each.rows, -1).float() for each in WEIGHTS]
         held = {weight: values[weight][box.start : box.stop] for weight, box in relay.source.items()}
         started = [relay.start(bundle, held, torch.float32) for bundle in range(4)]
@@ -79,7 +79,7 @@ def test_where_several_ranks_hold_a_box_their_parts_add_up_to_the_sum():
     """Ranks 0 and 1 both have all; 2 and 3 got theirs from one of them, and give it back there."""
 
     def body(transport):
-        relay = Relay(WEIGHTS, whole_on(0, 1), whole_on(1, 2, 3), transport, device="cpu")
+        relay = Resharder(WEIGHTS, whole_on(0, 1), whole_on(1, 2, 3), transport, device="cpu")
         given = {
             weight: torch.full((box.rows, box.columns), 10.0**transport.rank) for weight, box in relay.target.items()
         }
@@ -94,7 +94,7 @@ def test_where_several_ranks_hold_a_box_their_parts_add_up_to_the_sum():
 
 def test_two_bundles_are_under_way_and_waited_for_in_any_order():
     def body(transport):
-        relay = Relay(WEIGHTS, optimiser_layout(WEIGHTS, 3), whole_on(2), transport, device="cpu")
+        relay = Resharder(WEIGHTS, optimiser_layout(WEIGHTS, 3), whole_on(2), transport, device="cpu")
         values = [torch.arange(each.rows * each.columns).view(each.rows, -1).float() for each in WEIGHTS]
         held = {weight: values[weight][box.start : box.stop] for weight, box in relay.source.items()}
         first, second = relay.start(1, held, torch.float32), relay.start(2, held, torch.float32)
@@ -118,7 +118,7 @@ def test_rows_may_lie_on_ranks_in_any_order():
     ]
 
     def body(transport, source):
-        relay = Relay(weights, source, whole_on(4, weights=weights), transport, device="cpu")
+        relay = Resharder(weights, source, whole_on(4, weights=weights), transport, device="cpu")
         held = {k: values[box.start : box.stop, box.start2 : box.stop2].contiguous() for k, box in relay.source.items()}
         found = relay.start(1, held, torch.float32).wait()
         assert transport.rank < 4 or torch.equal(found[0], values)
@@ -131,7 +131,9 @@ def test_rows_may_lie_on_ranks_in_any_order():
 
 def test_given_tensors_are_filled_and_may_have_any_shape():
     weights = [Weight("n", 4, 6, (0,))]
-    relay = Relay(weights, whole_on(0, weights=weights), whole_on(0, weights=weights), Alone(), device="cpu")
+    relay = Resharder(
+        weights, whole_on(0, weights=weights), whole_on(0, weights=weights), SingleRankTransport(), device="cpu"
+    )
     values, room = torch.randn(4, 2, 3), torch.zeros(4, 3, 2, dtype=torch.bfloat16)
     found = relay.start(1, {0: values}, torch.bfloat16, into={0: room}).wait()[0]
     assert found.data_ptr() == room.data_ptr()
@@ -141,7 +143,7 @@ def test_given_tensors_are_filled_and_may_have_any_shape():
 
 
 def test_gradients_may_change_once_their_sum_is_started():
-    relay = Relay(WEIGHTS, whole_on(0), whole_on(0), Alone(), device="cpu")
+    relay = Resharder(WEIGHTS, whole_on(0), whole_on(0), SingleRankTransport(), device="cpu")
     given = {0: torch.ones(8, 3)}
     pending = relay.start_sum(1, given, torch.float32)
     given[0].zero_()
@@ -166,7 +168,7 @@ def test_pieces_of_many_ranks_are_a_few_strips():
 
 
 def test_what_does_not_fit_is_refused():
-    relay = Relay(WEIGHTS, whole_on(0), whole_on(0), Alone(), device="cpu")
+    relay = Resharder(WEIGHTS, whole_on(0), whole_on(0), SingleRankTransport(), device="cpu")
     with pytest.raises(SeqloomError, match="a: no tensor from a rank that holds 8 rows x 3 columns"):
         relay.start(1, {}, torch.float32)
     with pytest.raises(SeqloomError, match=r"a: a tensor of shape \(8, 2\)"):
@@ -176,4 +178,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(SeqloomError, match=r"a: a tensor of torch.float32 to be filled with torch.bfloat16"):
         relay.start(1, {0: torch.zeros(8, 3)}, torch.bfloat16, into={0: torch.zeros(8, 3)})
     with pytest.raises(SeqloomError, match="several boxes of one weight"):
-        Relay(WEIGHTS, Layout.of([(0, 0, 0, 2, 0, 3), (0, 0, 4, 6, 0, 3)]), Layout.empty(2), Alone(), device="cpu")
+        Resharder(
+            WEIGHTS,
+            Layout.of([(0, 0, 0, 2, 0, 3), (0, 0, 4, 6, 0, 3)]),
+            Layout.empty(2),
+            SingleRankTransport(),
+            device="cpu",
+        )

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention import attention, attention_with_lse
-from seqloom.dist import Counting, bind, run_ranks
-from seqloom.dist.redistribute import cross, remapped
+from seqloom.dist import CountingTransport, bind, run_ranks
+from seqloom.dist.redistribute import redistribute_tokens, remapped
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import move_between
-from seqloom.plan import Checkpoint, Group, GroupFamily, Remap, Work
+from seqloom.plan import Checkpoint, Group, GroupFamily, Remap, StageMicroBatch
 from support.attention_cases import Case
 
 torch.set_num_threads(1)
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
 GROUPS = (Group((0, 1, 2, 3), 2, 2, (LONG,)), Group((1,), 1, 1, (SHORT,)))
 LINEAR = Layout.of([(0, 0, 0, 5), (0, 1, 0, 1), (1, 0, 5, 10), (2, 0, 10, 16), (3, 1, 1, 5)])
-WORK = Work(GROUPS, Checkpoint.NONE, linear=LINEAR)
+WORK = StageMicroBatch(GROUPS, Checkpoint.NONE, linear=LINEAR)
 WORLD = GroupFamily(4, 4)
 SAME = WORK.attention_layout()
 SWAPPED = Layout(np.where(SAME.rank < 2, 1 - SAME.rank, SAME.rank), SAME.item, SAME.start, SAME.stop)
@@ -56,26 +56,26 @@ def test_whose_tokens_the_model_sees(remap):
 
 @st.composite
 def moves(draw):
-    """A work of four ranks in two nodes with any linear layout that stays inside islands, and these."""
-    islands = draw(st.sampled_from([((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 2), (1, 3))]))
+    """A work of four ranks in two nodes with any linear layout that stays inside shard groups, and these."""
+    shard_groups = draw(st.sampled_from([((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 2), (1, 3))]))
     boxes = []
     for rank, document, start, stop in zip(*(c.tolist() for c in WORK.attention_layout().columns()), strict=True):
-        island = next(each for each in islands if rank in each)
-        boxes += [(draw(st.sampled_from(island)), document, p, p + 1) for p in range(start, stop)]
-    return replace(WORK, linear=Layout.of(boxes), remap=draw(st.sampled_from(Remap))), islands
+        shard_group = next(each for each in shard_groups if rank in each)
+        boxes += [(draw(st.sampled_from(shard_group)), document, p, p + 1) for p in range(start, stop)]
+    return replace(WORK, linear=Layout.of(boxes), remap=draw(st.sampled_from(Remap))), shard_groups
 
 
 @settings(max_examples=40)
 @given(moves(), st.booleans())
 def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
-    """Also where an island is no block of the family, or there is none: then ranks send and receive."""
-    work, islands = case
+    """Also where a shard group is no block of the family, or there is none: then ranks send and receive."""
+    work, shard_groups = case
     family = GroupFamily(4, 2) if blocks else None
     move, row = move_between(work.linear, work.attention_layout()), 3 * 8  # bytes of two tensors' rows
 
     def body(transport):
-        counting = Counting(transport)
-        context = bind(work, counting, islands=islands, family=family)
+        counting = CountingTransport(transport)
+        context = bind(work, counting, shard_groups=shard_groups, family=family)
         crossing = context.around_attention or context.around_mlp
         travels = int(move.sizes[move.remote & (move.sender == transport.rank)].sum())
         if crossing is None:
@@ -84,7 +84,7 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
         crossing = crossing if work.remap == Remap.ATTENTION else crossing.reversed()
         linear, wanted = (tokens(each, transport.rank) for each in (work.linear, work.attention_layout()))
         x = named(linear).requires_grad_()
-        moved, first = cross(crossing, x, x[:, :1, None].detach())
+        moved, first = redistribute_tokens(crossing, x, x[:, :1, None].detach())
         assert moved.tolist() == named(wanted).tolist() and first.tolist() == [[[d]] for d, _ in wanted]
         verbs = [counting.traffic(verb) for verb in ("all_to_all", "exchange")]
         assert sum(each.bytes for each in verbs) == travels * row
@@ -96,7 +96,7 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
 
 
 @pytest.mark.parametrize(
-    "island, family, known",
+    "shard group, family, known",
     [
         ((0, 1, 2, 3), WORLD, True),
         ((1, 0), WORLD, True),
@@ -105,12 +105,12 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
         ((0, 1), None, False),
     ],
 )
-def test_an_island_is_one_collective_where_it_has_a_communicator(island, family, known):
-    context = bind(replace(WORK, linear=SWAPPED), Place(0), islands=[island, (2,)], family=family)
+def test_an_island_is_one_collective_where_it_has_a_communicator(shard_group, family, known):
+    context = bind(replace(WORK, linear=SWAPPED), Place(0), shard_groups=[shard_group, (2,)], family=family)
     assert context.around_attention.there.collective == context.around_attention.back.collective == known
-    assert context.around_attention.there.ranks == tuple(sorted(island))
-    others = bind(replace(WORK, linear=SWAPPED), Place(2), islands=[island, (2,)], family=family)
-    assert (others.around_attention is None) == (2 not in island), "nothing of it moves"
+    assert context.around_attention.there.ranks == tuple(sorted(shard_group))
+    others = bind(replace(WORK, linear=SWAPPED), Place(2), shard_groups=[shard_group, (2,)], family=family)
+    assert (others.around_attention is None) == (2 not in shard_group), "nothing of it moves"
 
 
 @pytest.mark.parametrize("remap", Remap)
@@ -152,7 +152,7 @@ def test_an_mlp_sees_the_tokens_of_the_linear_layout():
 
 
 @pytest.mark.parametrize(
-    "linear, islands, words",
+    "linear, shard groups, words",
     [
         (Layout.of([(0, 0, 0, 16), (0, 1, 0, 4)]), None, ["20 tokens on ranks 0 to 3", "21 in attention"]),
         (Layout.of([(0, 0, 0, 16), (0, 1, 0, 4), (1, 0, 0, 1)]), None, ["21 tokens", "every token once"]),
@@ -161,8 +161,8 @@ def test_an_mlp_sees_the_tokens_of_the_linear_layout():
         (SAME.with_axis(0, 2), None, ["2 axes", "use one axis"]),
     ],
 )
-def test_layouts_that_no_remap_leads_to(linear, islands, words):
+def test_layouts_that_no_remap_leads_to(linear, shard_groups, words):
     for rank in range(4):
         with pytest.raises(SeqloomError) as error:
-            bind(replace(WORK, linear=linear), Place(rank), islands=islands)
+            bind(replace(WORK, linear=linear), Place(rank), shard_groups=shard_groups)
         assert all(word in str(error.value) for word in words), error.value

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.dist.counting import Counting
+from seqloom.dist.counting import CountingTransport
 from seqloom.dist.routed import Passage, Store, start_routed
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Move, Route
@@ -30,7 +30,7 @@ def deliver(move, route, *, strict=True, ranks=RANKS):
     length = int(move.stop.max())
 
     def body(transport):
-        rank, counting = transport.rank, Counting(transport)
+        rank, counting = transport.rank, CountingTransport(transport)
         passage = Passage.of(move, route, NODE, rank)
         sent = {item: message(item, length) for item in np.unique(move.item[move.sender == rank]).tolist()}
         wanted, expected = {}, {}

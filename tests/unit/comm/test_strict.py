@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.dist import Parcel, run_ranks
+from seqloom.dist import P2PTensor, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
@@ -21,9 +21,9 @@ def refused(ranks, body, **options):
 def test_sends_that_cross_in_separate_exchanges_deadlock():
     def body(transport):
         peer = 1 - transport.rank
-        transport.exchange([Parcel(peer, torch.ones(2))], [Parcel(peer, torch.ones(2))]).wait()
-        sending = transport.exchange([Parcel(peer, torch.ones(12))], [])
-        receiving = transport.exchange([], [Parcel(peer, torch.ones(12))])
+        transport.exchange([P2PTensor(peer, torch.ones(2))], [P2PTensor(peer, torch.ones(2))]).wait()
+        sending = transport.exchange([P2PTensor(peer, torch.ones(12))], [])
+        receiving = transport.exchange([], [P2PTensor(peer, torch.ones(12))])
         receiving.wait()
         sending.wait()
 
@@ -36,8 +36,8 @@ def test_sends_that_cross_in_separate_exchanges_deadlock():
 def test_a_crossing_over_three_ranks_deadlocks():
     def body(transport):
         after, before = (transport.rank + 1) % 3, (transport.rank - 1) % 3
-        transport.exchange([Parcel(after, torch.ones(1))], []).wait()
-        transport.exchange([], [Parcel(before, torch.ones(1))]).wait()
+        transport.exchange([P2PTensor(after, torch.ones(1))], []).wait()
+        transport.exchange([], [P2PTensor(before, torch.ones(1))]).wait()
 
     message = refused(3, body)
     for rank in range(3):
@@ -49,9 +49,9 @@ def test_what_travels_aside_does_not_wait_for_exchanges():
 
     def body(transport):
         peer, received = 1 - transport.rank, [torch.zeros(1), torch.zeros(1)]
-        early = [transport.aside.exchange([], [Parcel(peer, received[0])])] if transport.rank == 0 else []
-        transport.exchange([Parcel(peer, torch.ones(1))], [Parcel(peer, received[1])]).wait()
-        late = [transport.aside.exchange([Parcel(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
+        early = [transport.aside.exchange([], [P2PTensor(peer, received[0])])] if transport.rank == 0 else []
+        transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received[1])]).wait()
+        late = [transport.aside.exchange([P2PTensor(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
         for handle in early + late:
             handle.wait()
         return [each.item() for each in received]
@@ -62,12 +62,12 @@ def test_what_travels_aside_does_not_wait_for_exchanges():
 def test_one_exchange_or_one_order_does_not_deadlock():
     def together(transport):
         peer, received = 1 - transport.rank, torch.zeros(1)
-        transport.exchange([Parcel(peer, torch.ones(1))], [Parcel(peer, received)]).wait()
+        transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received)]).wait()
         return received.item()
 
     def in_turn(transport):
         peer, received = 1 - transport.rank, torch.zeros(1)
-        parts = [([Parcel(peer, torch.ones(1))], []), ([], [Parcel(peer, received)])]
+        parts = [([P2PTensor(peer, torch.ones(1))], []), ([], [P2PTensor(peer, received)])]
         for sends, receives in parts if transport.rank else reversed(parts):
             transport.exchange(sends, receives).wait()
         return received.item()
@@ -80,9 +80,9 @@ def test_exchanges_of_other_pairs_do_not_wait_for_each_other():
         received = torch.zeros(1)
         if transport.rank == 0:
             for peer in (1, 2):
-                transport.exchange([Parcel(peer, torch.ones(1))], []).wait()
+                transport.exchange([P2PTensor(peer, torch.ones(1))], []).wait()
         else:
-            transport.exchange([], [Parcel(0, received)]).wait()
+            transport.exchange([], [P2PTensor(0, received)]).wait()
         return received.item()
 
     assert strictly(3, body) == [0.0, 1.0, 1.0]
@@ -100,9 +100,13 @@ def test_an_exchange_without_parcels_takes_part_in_nothing():
 def test_blocks_and_exchange_are_separate_communicators():
     def body(transport):
         peer, received = 1 - transport.rank, torch.zeros(1)
-        handle = transport.exchange([Parcel(peer, torch.ones(1))], [Parcel(peer, received)]) if transport.rank else None
+        handle = (
+            transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received)])
+            if transport.rank
+            else None
+        )
         transport.all_reduce(torch.ones(1), (0, 1))
-        handle = handle or transport.exchange([Parcel(peer, torch.ones(1))], [Parcel(peer, received)])
+        handle = handle or transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received)])
         handle.wait()
         return received.item()
 
@@ -116,7 +120,7 @@ def test_what_is_received_is_spoilt_until_wait(dtype):
     def body(transport):
         peer = 1 - transport.rank
         received = torch.zeros(2, dtype=dtype)
-        handle = transport.exchange([Parcel(peer, torch.zeros(2, dtype=dtype))], [Parcel(peer, received)])
+        handle = transport.exchange([P2PTensor(peer, torch.zeros(2, dtype=dtype))], [P2PTensor(peer, received)])
         transport.all_reduce(torch.ones(1), (0, 1))  # the parcels have met by now
         early = received.clone()
         handle.wait()
@@ -131,7 +135,7 @@ def test_what_is_sent_must_not_be_written_before_wait():
     def body(transport):
         peer = 1 - transport.rank
         sent = torch.ones(2)
-        handle = transport.exchange([Parcel(peer, sent)], [Parcel(peer, torch.zeros(2))])
+        handle = transport.exchange([P2PTensor(peer, sent)], [P2PTensor(peer, torch.zeros(2))])
         sent += 1
         handle.wait()
 
@@ -143,7 +147,7 @@ def test_one_buffer_cannot_be_sent_and_received_into():
     def body(transport):
         peer = 1 - transport.rank
         buffer = torch.ones(2)
-        transport.exchange([Parcel(peer, buffer)], [Parcel(peer, buffer)]).wait()
+        transport.exchange([P2PTensor(peer, buffer)], [P2PTensor(peer, buffer)]).wait()
 
     assert "written before wait()" in refused(2, body)
 
@@ -151,7 +155,7 @@ def test_one_buffer_cannot_be_sent_and_received_into():
 def test_nan_may_be_sent():
     def body(transport):
         received = torch.zeros(1)
-        transport.exchange([Parcel(0, torch.tensor([float("nan")]))], [Parcel(0, received)]).wait()
+        transport.exchange([P2PTensor(0, torch.tensor([float("nan")]))], [P2PTensor(0, received)]).wait()
         return bool(received.isnan())
 
     assert strictly(1, body) == [True]
@@ -160,7 +164,7 @@ def test_nan_may_be_sent():
 def test_every_handle_is_waited_for():
     def body(transport):
         peer = 1 - transport.rank
-        transport.exchange([Parcel(peer, torch.ones(1))], [Parcel(peer, torch.ones(1))])
+        transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, torch.ones(1))])
         transport.all_reduce(torch.ones(1), (0, 1))
 
     message = refused(2, body)
@@ -170,7 +174,7 @@ def test_every_handle_is_waited_for():
 def test_what_never_meets_is_reported():
     def body(transport):
         if transport.rank == 0:
-            transport.exchange([Parcel(1, torch.ones(3))], [])
+            transport.exchange([P2PTensor(1, torch.ones(3))], [])
 
     message = refused(2, body)
     assert "rank 0 ended without wait() for exchange #0" in message
@@ -179,7 +183,7 @@ def test_what_never_meets_is_reported():
 
 def test_sizes_dtypes_and_verbs_must_match():
     def sizes(transport):
-        parcels = [Parcel(1 - transport.rank, torch.ones(12 - 4 * transport.rank))]
+        parcels = [P2PTensor(1 - transport.rank, torch.ones(12 - 4 * transport.rank))]
         transport.exchange(*((parcels, []) if transport.rank == 0 else ([], parcels))).wait()
 
     message = refused(2, sizes)
@@ -189,7 +193,7 @@ def test_sizes_dtypes_and_verbs_must_match():
     )
 
     def dtypes(transport):
-        parcels = [Parcel(1 - transport.rank, torch.ones(2, dtype=(torch.float32, torch.bfloat16)[transport.rank]))]
+        parcels = [P2PTensor(1 - transport.rank, torch.ones(2, dtype=(torch.float32, torch.bfloat16)[transport.rank]))]
         transport.exchange(*((parcels, []) if transport.rank == 0 else ([], parcels))).wait()
 
     assert "sends 2 float32 to rank 1, but rank 1 exchange #0 receives 2 bfloat16 from rank 0" in refused(2, dtypes)
@@ -212,7 +216,7 @@ def test_sizes_dtypes_and_verbs_must_match():
 
 
 def test_tensors_must_be_contiguous():
-    assert "not contiguous" in refused(1, lambda t: t.exchange([Parcel(0, torch.ones(2, 3).t())], []))
+    assert "not contiguous" in refused(1, lambda t: t.exchange([P2PTensor(0, torch.ones(2, 3).t())], []))
 
 
 def test_blocks_outside_the_family_are_refused():

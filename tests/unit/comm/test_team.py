@@ -7,10 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.dist import Counting, attention_context, bind, bind_alone, gathered, run_ranks, summed
+from seqloom.dist import (
+    CountingTransport,
+    all_gather_rows,
+    attention_context,
+    bind,
+    bind_single_rank,
+    reduce_scatter_rows,
+    run_ranks,
+)
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
-from seqloom.plan import Checkpoint, Group, GroupFamily, Method, Work
+from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
 from support.strategies_attention import cases, cases_of_many_groups
 
 torch.set_num_threads(1)
@@ -26,7 +34,7 @@ class Place:
 
 
 def work_of(*groups, **options):
-    return Work(groups, Checkpoint.NONE, **options)
+    return StageMicroBatch(groups, Checkpoint.NONE, **options)
 
 
 def tokens(context):
@@ -63,13 +71,23 @@ def test_a_column_shares_pieces_and_carry():
 def test_a_rank_without_a_group_is_a_team_of_its_own():
     context = bind(work_of(Group((0, 1), 2, 1, (LONG,))), Place(6), tensor=2)
     assert (context.team.ranks, context.team.counts, context.team.column.tokens) == ((6,), (0,), 0)
-    assert gathered(torch.ones(0, 3), context).shape == summed(torch.ones(0, 3), context).shape == (0, 3)
+    assert (
+        all_gather_rows(torch.ones(0, 3), context).shape
+        == reduce_scatter_rows(torch.ones(0, 3), context).shape
+        == (0, 3)
+    )
 
 
 def test_without_a_team_nothing_happens():
-    context, x, ticket = bind_alone([3]), torch.ones(3, 2), torch.ones(1, dtype=torch.int64)
+    context, x, ticket = bind_single_rank([3]), torch.ones(3, 2), torch.ones(1, dtype=torch.int64)
     assert context.team is None
-    assert gathered(x, context) is summed(x, context) is gathered(x, ticket) is summed(x, ticket) is x
+    assert (
+        all_gather_rows(x, context)
+        is reduce_scatter_rows(x, context)
+        is all_gather_rows(x, ticket)
+        is reduce_scatter_rows(x, ticket)
+        is x
+    )
     assert attention_context(context) is context and attention_context(ticket) is ticket
 
 
@@ -94,9 +112,9 @@ def test_gathering_and_summing_are_plain_torch(case, tensor, strict, blocks):
         own = torch.tensor([first[d] + p for d, p in tokens(context)], dtype=torch.int64)
         every = torch.tensor([first[d] + p for d, p in tokens(column)], dtype=torch.int64)
         x = whole[own].requires_grad_()
-        together = gathered(x, context)
+        together = all_gather_rows(x, context)
         assert torch.equal(together, whole[every])
-        total = summed(together * weights[team.index][every], context)
+        total = reduce_scatter_rows(together * weights[team.index][every], context)
         wanted = whole[own] * weights.sum(0)[own]
         assert torch.allclose(total, wanted, rtol=1e-12, atol=1e-12)
         (gradient,) = torch.autograd.grad(total, x, whole[own])
@@ -113,12 +131,12 @@ def test_a_team_meets_on_its_communicator_where_it_has_one(family, verb):
     work = work_of(Group((2, 3), 2, 1, (SHORT,)), Group((2, 3), 2, 1, (LONG,)))
 
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         context = bind(work, counting, tensor=2, family=family)
         x = torch.ones(context.tokens, 7)
-        one = gathered(x, context)
+        one = all_gather_rows(x, context)
         sent = counting.traffic(verb)
-        summed(one, context)
+        reduce_scatter_rows(one, context)
         both = counting.traffic(verb)
         others = sum(context.team.counts) - context.tokens
         assert (sent.bytes, both.bytes) == (28 * len(x) * (others > 0), 28 * (len(x) + others))
@@ -133,7 +151,7 @@ def test_partial_sums_are_rounded_once():
     def body(transport):
         context = bind(work_of(Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 4),))), transport, tensor=4)
         part = torch.full((4, 1), 1.0 if transport.rank == 0 else 2**-9, dtype=torch.bfloat16)
-        return summed(part, context)
+        return reduce_scatter_rows(part, context)
 
     exact = torch.tensor(1 + 3 * 2**-9).to(torch.bfloat16)
     assert exact > 1 and all(found.item() == exact.item() for found in run_ranks(4, body))

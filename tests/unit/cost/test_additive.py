@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -65,8 +65,8 @@ def test_many_and_few_ranks():
     large = flexsp(cluster="128x8xA100-40G")
     assert [shape.degree for shape in large.shapes] == [1, 2, 4, 8, 16, 32, 64]
     small = flexsp(cluster="4xA100-40G")
-    assert small.shapes == (Shape(1, 1), Shape(2, 1), Shape(4, 1))
-    assert (large.island_size, small.island_size) == (1024, 4)
+    assert small.shapes == (GroupShape(1, 1), GroupShape(2, 1), GroupShape(4, 1))
+    assert (large.shard_group_size, small.shard_group_size) == (1024, 4)
 
 
 @pytest.mark.parametrize(

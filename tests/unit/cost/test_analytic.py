@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.communication import Communication
 from seqloom.cost.compute import LengthCurve, causal_area
 from seqloom.cost.profile import Curve, Profile
-from seqloom.cost.traffic import Reach, Traffic, aligned_reach, reach_of
+from seqloom.cost.traffic import GroupTraffic, MessageCounts, aligned_group_traffic, group_traffic
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -60,49 +60,57 @@ def test_ulysses_traffic_by_hand():
     links = Communication(Profile.load("h200"), cluster, model)
     # 32 layers, both directions, 128 wide, bf16: 2 * 32 query and 2 * kv' heads, over the degree
     for u, kv in ((2, 8), (8, 8), (16, 16)):
-        assert links.ulysses_bytes(Shape(u, 1), Checkpoint.NONE) == 32 * 2 * 128 * 2 * (2 * 32 + 2 * kv) / u
-    inside, network, link = links.ulysses(Shape(8, 1), aligned_reach(Shape(8, 1), EIGHT), Checkpoint.NONE)
-    assert inside == pytest.approx(links.ulysses_bytes(Shape(8, 1), Checkpoint.NONE) * 7 / 8 / (450 * 0.73))
+        assert links.ulysses_bytes(GroupShape(u, 1), Checkpoint.NONE) == 32 * 2 * 128 * 2 * (2 * 32 + 2 * kv) / u
+    inside, network, link = links.ulysses(
+        GroupShape(8, 1), aligned_group_traffic(GroupShape(8, 1), EIGHT), Checkpoint.NONE
+    )
+    assert inside == pytest.approx(links.ulysses_bytes(GroupShape(8, 1), Checkpoint.NONE) * 7 / 8 / (450 * 0.73))
     assert network == 0 and link == inside
-    shape = Shape(16, 1)
-    across, network, _ = links.ulysses(shape, aligned_reach(shape, EIGHT), Checkpoint.NONE)
+    shape = GroupShape(16, 1)
+    across, network, _ = links.ulysses(shape, aligned_group_traffic(shape, EIGHT), Checkpoint.NONE)
     assert across == network == pytest.approx(links.ulysses_bytes(shape, Checkpoint.NONE) / 2 / (50 * 0.76))
-    assert links.ulysses(Shape(1, 8), Reach(), Checkpoint.NONE) == (0, 0, 0)
+    assert links.ulysses(GroupShape(1, 8), GroupTraffic(), Checkpoint.NONE) == (0, 0, 0)
 
 
 def test_ring_traffic_by_hand():
     links = Communication(Profile.load("h200"), Cluster.parse("8x8xH200"), ModelSpec.load("llama3-8b"))
     keys = 2 * 8 * 128  # K and V, 8 heads
-    assert links.ring_bytes(Shape(1, 4), Checkpoint.NONE) == 32 * keys * (2 * 3 / 4 * 2 + 4)
-    assert links.ring_bytes(Shape(1, 4), Checkpoint.FULL) == 32 * keys * (3 * 3 / 4 * 2 + 4)
-    assert links.ring_bytes(Shape(8, 4), Checkpoint.NONE) == links.ring_bytes(Shape(1, 4), Checkpoint.NONE) / 8
-    assert links.kv_gather(Shape(8, 1), Reach(), Checkpoint.NONE) == (0, 0, 0)
+    assert links.ring_bytes(GroupShape(1, 4), Checkpoint.NONE) == 32 * keys * (2 * 3 / 4 * 2 + 4)
+    assert links.ring_bytes(GroupShape(1, 4), Checkpoint.FULL) == 32 * keys * (3 * 3 / 4 * 2 + 4)
+    assert (
+        links.ring_bytes(GroupShape(8, 4), Checkpoint.NONE) == links.ring_bytes(GroupShape(1, 4), Checkpoint.NONE) / 8
+    )
+    assert links.kv_gather(GroupShape(8, 1), GroupTraffic(), Checkpoint.NONE) == (0, 0, 0)
 
 
 def test_shared_nics():
     model, profile = ModelSpec.load("llama3-8b"), Profile.load("a100")
     two = Communication(profile, Cluster.parse("8x8xA100-40G"), model)  # 2 NICs for 8 GPUs
     eight = Communication(profile, Cluster.parse("8x8xA100-80G"), model)  # 8
-    wide, ring = Shape(16, 1), Shape(1, 16)
-    slow, fast = (c.ulysses(wide, aligned_reach(wide, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight))
+    wide, ring = GroupShape(16, 1), GroupShape(1, 16)
+    slow, fast = (
+        c.ulysses(wide, aligned_group_traffic(wide, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight)
+    )
     assert slow == pytest.approx(4 * fast)
-    slow, fast = (c.ring(ring, aligned_reach(ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight))
+    slow, fast = (
+        c.ring(ring, aligned_group_traffic(ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight)
+    )
     assert slow == fast  # one GPU of the node has a NIC to itself
 
 
 def test_reach():
     paired = (0, 0, 1, 1, 2, 2, 3, 3)  # two GPUs per card
-    assert aligned_reach(Shape(8, 1), EIGHT).ulysses == Traffic(near=7)
-    assert aligned_reach(Shape(16, 1), EIGHT).ulysses == Traffic(near=7, sent=8, left=64, card=8)
-    assert aligned_reach(Shape(16, 1), paired).ulysses == Traffic(near=7, sent=8, left=64, card=16)
-    assert aligned_reach(Shape(8, 2), EIGHT).ring == Traffic(near=0, sent=1, left=8, card=1)
-    assert aligned_reach(Shape(2, 8), EIGHT).ring == Traffic(near=1, sent=1, left=2, card=1)
-    assert aligned_reach(Shape(2, 8), paired).ring == Traffic(near=1, sent=1, left=2, card=2)
-    assert aligned_reach(Shape(2, 8), EIGHT).gather == Traffic(near=3, sent=4, left=32, card=4)
-    assert aligned_reach(Shape(2, 8), EIGHT).once == Traffic(near=3, sent=1, left=8, card=1)
-    assert reach_of((6, 7, 8, 9), Shape(4, 1), EIGHT).ulysses == Traffic(near=1, sent=2, left=4, card=2)
-    assert reach_of((6, 7, 8, 9), Shape(2, 2), paired).ring == Traffic(near=0, sent=1, left=2, card=2)
-    assert reach_of((3,), Shape(1, 1), EIGHT) == Reach()
+    assert aligned_group_traffic(GroupShape(8, 1), EIGHT).ulysses == MessageCounts(near=7)
+    assert aligned_group_traffic(GroupShape(16, 1), EIGHT).ulysses == MessageCounts(near=7, sent=8, left=64, card=8)
+    assert aligned_group_traffic(GroupShape(16, 1), paired).ulysses == MessageCounts(near=7, sent=8, left=64, card=16)
+    assert aligned_group_traffic(GroupShape(8, 2), EIGHT).ring == MessageCounts(near=0, sent=1, left=8, card=1)
+    assert aligned_group_traffic(GroupShape(2, 8), EIGHT).ring == MessageCounts(near=1, sent=1, left=2, card=1)
+    assert aligned_group_traffic(GroupShape(2, 8), paired).ring == MessageCounts(near=1, sent=1, left=2, card=2)
+    assert aligned_group_traffic(GroupShape(2, 8), EIGHT).gather == MessageCounts(near=3, sent=4, left=32, card=4)
+    assert aligned_group_traffic(GroupShape(2, 8), EIGHT).once == MessageCounts(near=3, sent=1, left=8, card=1)
+    assert group_traffic((6, 7, 8, 9), GroupShape(4, 1), EIGHT).ulysses == MessageCounts(near=1, sent=2, left=4, card=2)
+    assert group_traffic((6, 7, 8, 9), GroupShape(2, 2), paired).ring == MessageCounts(near=0, sent=1, left=2, card=2)
+    assert group_traffic((3,), GroupShape(1, 1), EIGHT) == GroupTraffic()
 
 
 def test_lanes_agree_with_parts(llama):
@@ -145,7 +153,7 @@ def test_astride_two_nodes_costs_more(llama):
 def test_all_gather_instead_of_a_ring(llama):
     for length, cheaper in ((4096, Method.GATHER), (200000, Method.RING)):
         ring, gather = (
-            llama.group_parts(llama.group(Shape(1, 8, method), range(8), [Span(0, 0, length)]), NONE)
+            llama.group_parts(llama.group(GroupShape(1, 8, method), range(8), [Span(0, 0, length)]), NONE)
             for method in (Method.RING, Method.GATHER)
         )
         assert (max(gather.lanes[:2]) < max(ring.lanes[:2])) == (cheaper == Method.GATHER)
@@ -236,7 +244,7 @@ def test_what_a_document_and_a_step_cost_however_short():
     before = CostModel(cluster, model, plain, "none", budget_gib=100)
     after = CostModel(cluster, model, replace(plain, document_us=30.0, step_us=700.0), "none", budget_gib=100)
     assert after.step_overhead_ns(variant) - before.step_overhead_ns(variant) == 700_000
-    for shape in (Shape(1, 1), Shape(2, 1), Shape(1, 4), Shape(2, 2)):
+    for shape in (GroupShape(1, 1), GroupShape(2, 1), GroupShape(1, 4), GroupShape(2, 2)):
         group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, (Span(0, 0, 100), Span(1, 0, 900)))
         added = after.group_parts(group, variant).attention - before.group_parts(group, variant).attention
         assert added == 2 * model.layers * shape.ring * 30_000

@@ -1,4 +1,4 @@
-"""Step time of whole plans: lock step inside an island, no barrier between islands."""
+"""Step time of whole plans: lock step inside a shard group, no barrier between shard groups."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 
 VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
 
@@ -23,7 +23,7 @@ def plan_of(cost, documents, rounds):
             Group(tuple(range(first, first + degree)), degree, 1, tuple(Span(k, 0, documents[k]) for k in held))
             for first, degree, held in entries
         ]
-        built.append(Round((Work(tuple(groups), VARIANT.checkpoint),)))
+        built.append(Round((StageMicroBatch(tuple(groups), VARIANT.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, VARIANT.reduce)
     limits = cost.limits(VARIANT.reduce)
     return Plan(limits, cost.sharding, VARIANT.reduce, tuple(documents), (pipeline,), "test")
@@ -65,7 +65,7 @@ def test_replicated_ranks_run_alone():
     cost = CostModel(Cluster.parse("2x4xH200"), ModelSpec.load("qwen3-1.7b"), sharding="none")
     variant = Variant(Checkpoint.SELECTIVE, Reduce.STEP)
     groups = [Group((rank,), 1, 1, (Span(rank, 0, 1000 * (rank + 1)),)) for rank in range(2)]
-    rounds = [Round((Work((group,), variant.checkpoint),)) for group in groups]
+    rounds = [Round((StageMicroBatch((group,), variant.checkpoint),)) for group in groups]
     pipeline = Pipeline.single(range(8), 28, rounds, variant.reduce)
     plan = Plan(cost.limits(), cost.sharding, variant.reduce, (1000, 2000), (pipeline,), "test")
     slower = cost.group_parts(groups[1], variant).total_ns

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.resharding import holdings, pass_times, relay_ns
+from seqloom.cost.resharding import exposed_reshard_ns, pass_times, resident_parameters
 from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import move_between
-from seqloom.plan import Action, Checkpoint, Part, Reduce, Stage, Weight, compute_layout, step_layout
+from seqloom.plan import Action, Checkpoint, LayerRange, Reduce, Stage, Weight, compute_layout, step_layout
 from seqloom.plan.pipeline import PassMove, pass_moves, stages_per_pass
 from seqloom.planners.bounds import plan_bound
 from seqloom.simulate import EventKind, predicted_ns, simulate
@@ -82,7 +82,7 @@ def test_a_pass_takes_what_its_moves_take(cluster, tensor):
     stage = Stage(tuple(range(8)), (0, LAYERS), tensor)
     pipeline = replace(plan.pipelines[0], stages=(stage,))
     layouts = step_layout(WEIGHTS, [pipeline], [(0, 0)]), compute_layout(WEIGHTS, [pipeline])
-    times = pass_times(cost, stage, Part(0, LAYERS, LAYERS))
+    times = pass_times(cost, stage, LayerRange(0, LAYERS, LAYERS))
     hops = (8 // tensor - 1).bit_length()
     for size, found in ((2, times.gather), (4, times.sum)):
         columns = [moved_ns(cost, layouts, range(first, 8, tensor), size) for first in range(tensor)]
@@ -94,7 +94,7 @@ def test_a_pass_takes_what_its_moves_take(cluster, tensor):
 
 
 def test_nobody_to_share_with_moves_nothing():
-    assert pass_times(cost_of(), Stage((0, 1), (0, 2), 2), Part(0, 2, LAYERS)) == (0, 0)
+    assert pass_times(cost_of(), Stage((0, 1), (0, 2), 2), LayerRange(0, 2, LAYERS)) == (0, 0)
 
 
 def test_what_every_action_moves():
@@ -125,11 +125,11 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
             for r in pipeline.rounds
         ]
         ends = [int(each.joined_ns(range(4))) for each in (step[0], step[-1])]
-        return relay_ns(cost, [pipeline], [tuple(ends)])
+        return exposed_reshard_ns(cost, [pipeline], [tuple(ends)])
 
     more = rounds * (2 * times.gather + times.sum) + relayed(line) - relayed(whole.pipelines[0])
     assert predicted_ns(plan, cost) == predicted_ns(whole, cost) + more
-    assert relay_ns(cost, [line], [(10**9, 10**9)]) == relay_ns(cost, [line], [(0, 0)])
+    assert exposed_reshard_ns(cost, [line], [(10**9, 10**9)]) == exposed_reshard_ns(cost, [line], [(0, 0)])
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -192,7 +192,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
 def test_shares_are_what_a_step_brings():
     whole, plan = plans("teams")
     shared = [stages_per_pass(line) for line in plan.pipelines]
-    held, _ = holdings(cost_of("2x4xH100"), [line.stages for line in plan.pipelines], shared)
+    held, _ = resident_parameters(cost_of("2x4xH100"), [line.stages for line in plan.pipelines], shared)
     layout = step_layout(WEIGHTS, plan.pipelines, [(0, 0), (1, 0)])
     assert held.rank.tolist() == np.bincount(layout.rank, layout.sizes, 8).tolist()
     assert not held.others.any() and held.node.tolist() == held.rank.reshape(2, 4).sum(axis=1).tolist()

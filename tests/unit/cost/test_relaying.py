@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.resharding import holdings, relay_ns, relay_times
+from seqloom.cost.resharding import exposed_reshard_ns, reshard_times, resident_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import hops_of_rank
@@ -22,7 +22,7 @@ from seqloom.plan import (
     Round,
     Sharding,
     Stage,
-    Work,
+    StageMicroBatch,
 )
 from seqloom.simulate import predicted_ns, simulate
 
@@ -109,7 +109,7 @@ def test_elements_are_those_of_the_moves(cluster, lines):
     """Ranks that have whole weights get just what the formulas say, teams together."""
     cost = cost_of(cluster)
     size = cost.node_size
-    held, _ = holdings(cost, lines)
+    held, _ = resident_parameters(cost, lines)
     for found, wanted in zip(held, counted(lines, size), strict=True):
         assert found == pytest.approx(wanted)
     moves = [hops_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
@@ -144,17 +144,17 @@ def test_a_way_takes_as_long_as_its_busiest_card_and_link():
     for size, way in ((2, "before"), (4, "after")):
         near, far = (size / (link.gb_s * rate.efficiency) for link, rate in zip(links, (intra, network), strict=True))
         whole = parameters * 7 / 8 * near
-        assert getattr(relay_times(one, empty(WHOLE)), way) == pytest.approx(whole + bundles * latency[0])
+        assert getattr(reshard_times(one, empty(WHOLE)), way) == pytest.approx(whole + bundles * latency[0])
         # A card for every GPU: one quarter of the other node's half, then the other quarters from this node.
         hops = parameters / 8 * far + parameters * 3 / 8 * near
-        assert getattr(relay_times(two, empty(WHOLE)), way) == pytest.approx(hops + bundles * sum(latency[1:]))
+        assert getattr(reshard_times(two, empty(WHOLE)), way) == pytest.approx(hops + bundles * sum(latency[1:]))
         apart = [[Stage((rank,), (k, k + 1)) for k, rank in enumerate((0, 1, 4, 5))]]
         table = 512 * 64
         most = (table + SPEC.layer_parameters(0) + 64) * 4 / 8 * far  # nobody shares: one hop, the last stage's
-        assert getattr(relay_times(two, empty(apart)), way) == pytest.approx(most + bundles * latency[1])
+        assert getattr(reshard_times(two, empty(apart)), way) == pytest.approx(most + bundles * latency[1])
     first = 512 * 64 + SPEC.layer_parameters(0)
     lead = first * 7 / 8 * 2 / (links[0].gb_s * intra.efficiency) + 2 * latency[0]
-    assert relay_times(one, empty(WHOLE)).first == pytest.approx(lead)
+    assert reshard_times(one, empty(WHOLE)).first == pytest.approx(lead)
 
 
 def test_a_tied_table_is_there_once_and_moves_with_the_embedding():
@@ -162,8 +162,8 @@ def test_a_tied_table_is_there_once_and_moves_with_the_embedding():
     ends = [[Stage((0, 1), (0, 1)), Stage((2, 3), (1, 3)), Stage((0, 1), (3, 4))]]
     apart = [[Stage((0, 1), (0, 2)), Stage((2, 3), (2, 4))]]
     layer, table = SPEC.layer_parameters(0), 512 * 64
-    assert holdings(tied, ends)[0].rank.tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
-    held, early = (each.rank for each in holdings(tied, apart))
+    assert resident_parameters(tied, ends)[0].rank.tolist() == [2 * layer + table + 64] * 2 + [2 * layer] * 2
+    held, early = (each.rank for each in resident_parameters(tied, apart))
     assert held.tolist() == [2 * layer + table] * 2 + [2 * layer + table + 64] * 2
     assert early.tolist() == [layer + table] * 2 + [table] * 2
 
@@ -173,29 +173,31 @@ def test_what_hides():
     cost = cost_of("8xH100")
     row = (Action(0, ActionKind.F, 0), Action(0, ActionKind.B, 0))
     line = [replace(empty(WHOLE)[0], actions=(row,))]
-    relay = relay_times(cost, line)
-    assert relay_ns(cost, line, [(0, 0)]) == round(relay.before + relay.after)
-    assert relay_ns(cost, line, [(1000, 0)]) == round(relay.before - 150 + relay.after)
-    assert relay_ns(cost, line, [(0, 1000)]) == round(relay.before + relay.after - 375)
-    assert relay_ns(cost, line, [(10**9, 10**9)]) == round(relay.first + relay.last)
+    relay = reshard_times(cost, line)
+    assert exposed_reshard_ns(cost, line, [(0, 0)]) == round(relay.before + relay.after)
+    assert exposed_reshard_ns(cost, line, [(1000, 0)]) == round(relay.before - 150 + relay.after)
+    assert exposed_reshard_ns(cost, line, [(0, 1000)]) == round(relay.before + relay.after - 375)
+    assert exposed_reshard_ns(cost, line, [(10**9, 10**9)]) == round(relay.first + relay.last)
     halves = [replace(line[0], actions=((Action(0, ActionKind.I, 0), Action(0, ActionKind.W, 0)),))]
-    assert relay_ns(cost, halves, [(10**9, 10**9)]) == round(relay.first + relay.after)
+    assert exposed_reshard_ns(cost, halves, [(10**9, 10**9)]) == round(relay.first + relay.after)
     slow = cost_of("8xH100", overlap=0.5)
     bare = relay.first + relay.last
-    assert relay_ns(slow, line, [(10**9, 10**9)]) == round(bare + (relay.before + relay.after - bare) / 2)
+    assert exposed_reshard_ns(slow, line, [(10**9, 10**9)]) == round(bare + (relay.before + relay.after - bare) / 2)
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
 def test_nothing_moves_under_other_shardings_or_on_one_rank(sharding):
     other = CostModel(Cluster.parse("8xH100"), SPEC, sharding=sharding)
-    assert relay_times(other, empty(WHOLE)) == (0, 0, 0, 0)
-    assert relay_times(cost_of("1xH100"), empty([[Stage((0,), (0, 4))]])) == (0, 0, 0, 0)
+    assert reshard_times(other, empty(WHOLE)) == (0, 0, 0, 0)
+    assert reshard_times(cost_of("1xH100"), empty([[Stage((0,), (0, 4))]])) == (0, 0, 0, 0)
 
 
 def test_a_step_has_what_it_does_not_hide():
     """Closed form, prediction and simulation say the same, and name it as communication at the step's end."""
     cost = cost_of("8xH100")
-    works = [Work((Group((k, k + 1), 2, 1, (Span(d, 0, 5000),)),), Checkpoint.NONE) for d, k in enumerate((0, 2))]
+    works = [
+        StageMicroBatch((Group((k, k + 1), 2, 1, (Span(d, 0, 5000),)),), Checkpoint.NONE) for d, k in enumerate((0, 2))
+    ]
     rounds = tuple(Round((work,)) for work in works)
     line = Pipeline.single(range(8), LAYERS, rounds, Reduce.STEP, tensor=2)
     limits = Limits(8, 8, 8, ((Checkpoint.NONE, 10**6),))
@@ -204,7 +206,7 @@ def test_a_step_has_what_it_does_not_hide():
     found, split = simulate(plan, cost), cost.with_tensor(2)
     variant = Variant(Checkpoint.NONE, Reduce.STEP)
     time = split.round_times(works[0], variant).joined_ns([0, 1])
-    moved = relay_ns(cost, plan.pipelines, [(time, time)])
+    moved = exposed_reshard_ns(cost, plan.pipelines, [(time, time)])
     end = cost.step_overhead_ns(variant) + moved
     assert found.step_ns == predicted_ns(plan, cost) == cost.plan_ns(plan) == time + end
     assert found.end_ns == end and (found.comm_ns >= moved).all() and moved > 0

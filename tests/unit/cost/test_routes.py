@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from seqloom.cost import CostModel, Shape
+from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.shapes import with_methods
-from seqloom.cost.traffic import Traffic, best_slices, direct_flow, proxies_of, routed_flow
+from seqloom.cost.traffic import MessageCounts, best_slices, direct_flow, proxies_of, routed_flow
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Route, Span
 from seqloom.plan import Method
@@ -28,29 +28,29 @@ def test_proxies_stand_near_every_card_of_every_node():
 
 def test_what_is_not_routed():
     paired = build("2x8xA800")
-    assert paired.route(Shape(1, 16), range(16)) is None
-    assert paired.route(Shape(1, 8, routed=True), range(8)) is None  # stays in its node
-    assert build("2x2xA800").route(Shape(1, 4, routed=True), range(4)) is None  # one card
-    assert build("2x1xH200").route(Shape(1, 2, routed=True), range(2)) is None  # one GPU
-    route = paired.route(Shape(1, 16, routed=True), range(16))
+    assert paired.route(GroupShape(1, 16), range(16)) is None
+    assert paired.route(GroupShape(1, 8, routed=True), range(8)) is None  # stays in its node
+    assert build("2x2xA800").route(GroupShape(1, 4, routed=True), range(4)) is None  # one card
+    assert build("2x1xH200").route(GroupShape(1, 2, routed=True), range(2)) is None  # one GPU
+    route = paired.route(GroupShape(1, 16, routed=True), range(16))
     assert isinstance(route, Route) and len(route.proxies) == 8 and route.slices >= 1
-    group = paired.group(Shape(2, 8, GATHER, True), range(16), [Span(0, 0, 999)])
+    group = paired.group(GroupShape(2, 8, GATHER, True), range(16), [Span(0, 0, 999)])
     assert (group.ulysses, group.ring, group.method, group.spans) == (2, 8, GATHER, (Span(0, 0, 999),))
-    assert paired.place(group)[0] == Shape(2, 8, GATHER, True)
+    assert paired.place(group)[0] == GroupShape(2, 8, GATHER, True)
 
 
 def test_shapes_have_every_method_that_makes_sense():
-    inside, across, whole = Shape(2, 2), Shape(2, 8), Shape(8, 1)
-    assert with_methods([inside], 8, 4) == (inside, Shape(2, 2, GATHER))
+    inside, across, whole = GroupShape(2, 2), GroupShape(2, 8), GroupShape(8, 1)
+    assert with_methods([inside], 8, 4) == (inside, GroupShape(2, 2, GATHER))
     assert with_methods([whole], 8, 4) == (whole,)
-    ways = (across, Shape(2, 8, GATHER), Shape(2, 8, RING, True), Shape(2, 8, GATHER, True))
+    ways = (across, GroupShape(2, 8, GATHER), GroupShape(2, 8, RING, True), GroupShape(2, 8, GATHER, True))
     assert with_methods([across], 8, 4) == ways
     assert with_methods([across], 8, 1) == ways[:2]
 
 
 def test_a_message_of_one_rank_by_hand():
     """One message, four proxies, NVLink 1 ns and card 8 ns: dispatch and combine 3/4 each, crossing 2."""
-    one = Traffic(near=0, sent=1, left=1, card=1)
+    one = MessageCounts(near=0, sent=1, left=1, card=1)
     assert direct_flow(one, 1.0, 8.0).time == 8.0
     assert routed_flow(one, one, 4, 1, 1.0, 8.0) == (0.75 + 2 + 0.75, 2, 1)
     # 4 slices: dispatch; dispatch and cross; all three twice; cross and combine; combine
@@ -62,7 +62,7 @@ def test_a_message_of_one_rank_by_hand():
 
 
 def test_what_a_node_wants_twice_crosses_once():
-    crossing, wanted = Traffic(sent=1, left=2), Traffic(sent=2, left=4)
+    crossing, wanted = MessageCounts(sent=1, left=2), MessageCounts(sent=2, left=4)
     assert routed_flow(crossing, wanted, 2, 1, 0.0, 1.0).network == 1
     assert routed_flow(wanted, wanted, 2, 1, 0.0, 1.0).network == 2
 
@@ -75,7 +75,7 @@ def test_slices_trade_filling_for_latencies():
 
 def test_slices_and_proxies_of_a_group_are_what_it_costs():
     cost = build("2x8xA800")
-    group = cost.group(Shape(1, 16, routed=True), range(16), [Span(0, 0, 100_000)])
+    group = cost.group(GroupShape(1, 16, routed=True), range(16), [Span(0, 0, 100_000)])
     variant = cost.variants[0]
     price = cost.group_parts(group, variant).ring
     assert price < cost.group_parts(replace(group, route=None), variant).ring

@@ -13,7 +13,7 @@ from seqloom.cost.plan_cost import NAMES, of_part
 from seqloom.cost.stages import StageMemory, stage_end_ns, stage_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Part, Reduce
+from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
 
 LENGTH = 20_000
 
@@ -69,7 +69,7 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
 def test_stages_add_up_to_the_model(first, second):
     table = np.random.default_rng(first).integers(0, 10**9, (5, len(NAMES)))
     cuts = [0, *sorted({first, second}), 9]
-    shares = [Part(a, b, 9) for a, b in pairwise(cuts)]
+    shares = [LayerRange(a, b, 9) for a, b in pairwise(cuts)]
     total = sum(of_part(share, table) for share in shares)
     assert ((table - total >= 0) & (table - total < len(shares))).all()
     assert (total[:, NAMES.index("head")] == table[:, NAMES.index("head")]).all()
@@ -80,12 +80,12 @@ def test_stages_add_up_to_the_model(first, second):
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_the_stages_are_those_of_the_model(tied, learned):
     cost = cost_of(tied, learned)
-    shares = [Part(0, 2, 9), Part(2, 7, 9), Part(7, 9, 9)]
+    shares = [LayerRange(0, 2, 9), LayerRange(2, 7, 9), LayerRange(7, 9, 9)]
     own = [stage_parameters(cost, share) for share in shares]
     twice = cost.model.head_parameters if tied else 0  # the table is on the first and on the last stage
     assert sum(own) == cost.model.parameters(384 * 1024) + twice
     assert own[1] == sum(map(cost.model.layer_parameters, range(2, 7)))
-    assert stage_parameters(cost, Part(0, 9, 9)) == cost.model.parameters(384 * 1024)
+    assert stage_parameters(cost, LayerRange(0, 9, 9)) == cost.model.parameters(384 * 1024)
 
 
 def test_rounds_of_stages_gather_and_reduce_nothing():
@@ -98,9 +98,9 @@ def test_rounds_of_stages_gather_and_reduce_nothing():
 
 def test_the_end_of_a_step_grows_with_a_stages_parameters_and_shrinks_with_its_islands():
     cost = cost_of()
-    small, large = Part(0, 2, 9), Part(0, 6, 9)
+    small, large = LayerRange(0, 2, 9), LayerRange(0, 6, 9)
     assert stage_end_ns(cost, [small], 4, 4)[0] < stage_end_ns(cost, [large], 4, 4)[0]
-    assert stage_end_ns(cost, [small, Part(6, 9, 9)], 4, 4)[0] > stage_end_ns(cost, [small], 4, 4)[0]
+    assert stage_end_ns(cost, [small, LayerRange(6, 9, 9)], 4, 4)[0] > stage_end_ns(cost, [small], 4, 4)[0]
     sharded, apart = stage_end_ns(cost, [small], 4, 4), stage_end_ns(cost, [small], 4, 1)
     assert sharded[0] - sharded[1] < apart[0] - apart[1]  # the optimiser runs on a part
     assert stage_end_ns(cost, [small], 1, 1)[1] == 0  # nobody to talk to
@@ -109,7 +109,7 @@ def test_the_end_of_a_step_grows_with_a_stages_parameters_and_shrinks_with_its_i
 
 
 def test_what_is_kept_falls_from_choice_to_choice():
-    memory = StageMemory(cost_of(), Part(3, 6, 9))
+    memory = StageMemory(cost_of(), LayerRange(3, 6, 9))
     order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
     held = [memory.holding(checkpoint, offload=False).held for checkpoint in order]
     assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
@@ -123,14 +123,14 @@ def test_what_is_kept_falls_from_choice_to_choice():
 
 def test_only_the_last_stage_has_logits():
     cost = cost_of()
-    first, last = (StageMemory(cost, Part(*layers, 9)) for layers in ((0, 3), (6, 9)))
+    first, last = (StageMemory(cost, LayerRange(*layers, 9)) for layers in ((0, 3), (6, 9)))
     assert last.working_bytes() - first.working_bytes() == cost.profile.head_chunk * 32000 * 6
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 4), (2, 1, 2), (4, 2, 1), (8, 1, 1), (1, 4, 4)])
 def test_keys_and_values_of_a_rank(ulysses, ring, heads):
     """4 key/value heads of 128 for 8 query heads, 3 layers."""
-    memory = StageMemory(cost_of(), Part(0, 3, 9))
+    memory = StageMemory(cost_of(), LayerRange(0, 3, 9))
     group = Group(tuple(range(ulysses * ring)), ulysses, ring, ())
     keys, gradients = memory.carried_bytes(group, 1000)
     assert keys == 2 * 2 * heads * 128 * (1000 // ring) * 3 and gradients == 2 * keys

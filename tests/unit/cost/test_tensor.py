@@ -4,14 +4,14 @@ from functools import cache
 
 import pytest
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.plan_cost import NAMES
 from seqloom.cost.stages import StageMemory, stage_parameters
-from seqloom.cost.traffic import Traffic, reach_of
+from seqloom.cost.traffic import MessageCounts, group_traffic
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Part, Reduce, Sharding
+from seqloom.plan import Checkpoint, Group, LayerRange, Reduce, Sharding
 
 SPEC = ModelSpec("small", 9, 1024, 8, 4, 128, 4096, True, 32000, False)
 NONE, FULL = (Variant(kept, Reduce.STEP) for kept in (Checkpoint.NONE, Checkpoint.FULL))
@@ -65,11 +65,13 @@ def test_heads_are_exchanged_between_teams_only():
 
 def test_messages_of_teams_that_lie_in_two_nodes():
     cards = (0, 1, 2, 3)
-    inside = reach_of(tuple(range(8)), Shape(8, 1), cards, None, 2)
-    assert inside.team == Traffic(near=1) and inside.ulysses == Traffic(near=1, sent=2, left=8, card=2)
-    across = reach_of(tuple(range(8)), Shape(8, 1), cards, None, 8)
-    assert across.team == Traffic(near=3, sent=4, left=16, card=4) and across.ulysses == Traffic()
-    assert reach_of(tuple(range(8)), Shape(4, 2), cards, None, 1) == reach_of(tuple(range(8)), Shape(4, 2), cards)
+    inside = group_traffic(tuple(range(8)), GroupShape(8, 1), cards, None, 2)
+    assert inside.team == MessageCounts(near=1) and inside.ulysses == MessageCounts(near=1, sent=2, left=8, card=2)
+    across = group_traffic(tuple(range(8)), GroupShape(8, 1), cards, None, 8)
+    assert across.team == MessageCounts(near=3, sent=4, left=16, card=4) and across.ulysses == MessageCounts()
+    assert group_traffic(tuple(range(8)), GroupShape(4, 2), cards, None, 1) == group_traffic(
+        tuple(range(8)), GroupShape(4, 2), cards
+    )
     wide = cost_of().with_tensor(1)
     found = parts(
         CostModel(wide.cluster, ModelSpec("w", 9, 1024, 8, 8, 128, 4096, True, 32000, False), tensor=8), range(8), 8
@@ -148,25 +150,29 @@ def test_state_under_free_sharding_by_counting(tensor):
     """2 + 4 bytes of what a rank computes with; 12 + 4 of an eighth of everything."""
     cost = cost_of().with_tensor(tensor)
     layer = (ATTENTION + FEED_FORWARD) // tensor + 2 * 1024
-    assert stage_parameters(cost, Part(2, 5, 9)) == 3 * layer
-    assert stage_parameters(cost, Part(0, 2, 9)) == 2 * layer + TABLE
+    assert stage_parameters(cost, LayerRange(2, 5, 9)) == 3 * layer
+    assert stage_parameters(cost, LayerRange(0, 2, 9)) == 2 * layer + TABLE
     everything = 9 * (ATTENTION + FEED_FORWARD + 2 * 1024) + 2 * TABLE + 1024
     owned = -(-16 * everything // 8)
     assert cost.engine.memory.state_bytes(Reduce.STEP) == 6 * (9 * layer + 2 * TABLE + 1024) + owned
-    memory = StageMemory(cost, Part(2, 5, 9))
+    memory = StageMemory(cost, LayerRange(2, 5, 9))
     assert memory.state_bytes(1) == 6 * 3 * layer
     assert memory.working_bytes() - int(cost.profile.workspace_gib * 1024**3) == owned + 4 * 2 * layer
-    on_four = StageMemory(cost.on_ranks(4, tensor), Part(2, 5, 9))
+    on_four = StageMemory(cost.on_ranks(4, tensor), LayerRange(2, 5, 9))
     assert on_four.working_bytes() == memory.working_bytes()  # masters lie on all ranks, not on the part's
 
 
 def test_what_tensor_ranks_keep_of_a_token():
     """Both norms of the whole team, 2 bytes a value; and while a layer runs, partial sums to and from the team."""
-    one, two = (StageMemory(cost_of().with_tensor(t), Part(2, 5, 9)).holding(Checkpoint.NONE, False) for t in (1, 2))
+    one, two = (
+        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).holding(Checkpoint.NONE, False) for t in (1, 2)
+    )
     assert two.held - one.held == 3 * 2 * 2 * 1024
     assert two.forward - one.forward == 2 * 2 * 2 * 1024
     assert two.deferred - one.deferred == 3 * 2 * 4 * 1024  # and gradients of both halves' outputs
-    few = [StageMemory(cost_of().with_tensor(t), Part(2, 5, 9)).holding(Checkpoint.FULL, False).held for t in (1, 4)]
+    few = [
+        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).holding(Checkpoint.FULL, False).held for t in (1, 4)
+    ]
     assert few[0] == few[1] == 3 * 2 * 1024
     tokens = [cost_of().with_tensor(t).token_bytes(NONE) for t in (1, 2)]
     assert tokens[1] - tokens[0] == 9 * 2 * 2 * 1024 + 2 * 2 * 2 * 1024
@@ -174,7 +180,7 @@ def test_what_tensor_ranks_keep_of_a_token():
 
 def test_keys_of_a_document_in_pieces_are_those_of_a_ranks_heads():
     group = Group(tuple(range(4)), 4, 1, ())
-    kept = {StageMemory(cost_of().with_tensor(t), Part(2, 5, 9)).carried_bytes(group, 1000) for t in (1, 2, 4)}
+    kept = {StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).carried_bytes(group, 1000) for t in (1, 2, 4)}
     assert kept == {(2 * 2 * 1 * 128 * 1000 * 3, 4 * 2 * 1 * 128 * 1000 * 3)}
 
 
@@ -185,14 +191,14 @@ def test_other_shardings_split_what_they_shard(sharding):
     held = 9 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) + 2 * TABLE + 1024
     teams = {"full": 4, "hybrid": 2, "none": 1}[sharding]
     assert split.engine.memory.state_bytes(Reduce.ROUND) == 18 * held // teams
-    assert split.island_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
-    stage = StageMemory(split, Part(2, 5, 9)).state_bytes(1 if sharding == "none" else 4)
+    assert split.shard_group_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
+    stage = StageMemory(split, LayerRange(2, 5, 9)).state_bytes(1 if sharding == "none" else 4)
     assert stage == 3 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) * (18 if sharding == "none" else 6 + 16 // 2)
 
 
 def test_free_sharding_runs_the_optimiser_on_an_even_part():
     free, full = cost_of(), cost_of(sharding="full")
-    assert free.island_size == 1 and {v.reduce for v in free.variants} == {Reduce.STEP}
+    assert free.shard_group_size == 1 and {v.reduce for v in free.variants} == {Reduce.STEP}
     apart = full.step_overhead_ns(NONE) - full.step_communication_ns(NONE)
     assert free.step_overhead_ns(NONE) == pytest.approx(apart, abs=1) and free.step_communication_ns(NONE) == 0
     assert free.sharding == Sharding.FREE

@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from seqloom.data import IGNORED, Batch, rank_rows
-from seqloom.dist import bind, bind_alone
+from seqloom.dist import bind, bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 
 class Place:
@@ -23,7 +23,7 @@ def batch_of(source, *documents):
 
 def context_of(rank, ranks, *spans, ulysses=1):
     group = Group(tuple(range(ranks)), ulysses, ranks // ulysses, tuple(Span(*span) for span in spans))
-    return bind(Work((group,), Checkpoint.NONE), Place(rank, ranks))
+    return bind(StageMicroBatch((group,), Checkpoint.NONE), Place(rank, ranks))
 
 
 def test_labels_at_the_edges_of_shards(store):
@@ -38,14 +38,14 @@ def test_labels_at_the_edges_of_shards(store):
 
 def test_a_rank_without_tokens_gets_none(store):
     source = store([1, 2, 3])
-    context = bind(Work((Group((0,), 1, 1, (Span(0, 0, 3),)),), Checkpoint.NONE), Place(1, 2))
+    context = bind(StageMicroBatch((Group((0,), 1, 1, (Span(0, 0, 3),)),), Checkpoint.NONE), Place(1, 2))
     ids, labels = rank_rows(source, context, batch_of(source, 0))
     assert ids.shape == labels.shape == (0,)
 
 
 def test_one_device(store):
     source = store([1, 2, 3], ([4, 5], [1, 0]))
-    ids, labels = rank_rows(source, bind_alone([2, 3]), batch_of(source, 1, 0))
+    ids, labels = rank_rows(source, bind_single_rank([2, 3]), batch_of(source, 1, 0))
     assert ids.tolist() == [4, 5, 1, 2, 3]
     assert labels.tolist() == [IGNORED, IGNORED, 2, 3, IGNORED]
 

@@ -5,14 +5,14 @@ import torch
 import transformers as hf
 from torch._dynamo.utils import counters
 
-from seqloom.dist import Alone, bind
+from seqloom.dist import SingleRankTransport, bind
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, network
 from seqloom.layout import Span
 from seqloom.models.adapter import LossOf
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
@@ -35,7 +35,7 @@ def compiled(model):
 
 def round_of(lengths, checkpoint=Checkpoint.NONE):
     spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(lengths))
-    return bind(Work((Group((0,), 1, 1, spans),), checkpoint), Alone())
+    return bind(StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint), SingleRankTransport())
 
 
 @pytest.mark.parametrize(("name", "graphs"), [pytest.param("llama", 1, marks=pytest.mark.slow), ("qwen2-windows", 2)])

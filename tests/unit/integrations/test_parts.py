@@ -5,18 +5,18 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, network
 from seqloom.integrations.transformers.parts import Whole, parts_of
 from seqloom.models.adapter import LossOf
 from seqloom.params.placement import held_by
-from seqloom.plan import Part
+from seqloom.plan import LayerRange
 from support.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
 
 torch.set_num_threads(1)
 LAYERS = 3
-CUTS = [Part(0, 1, LAYERS), Part(1, 1, LAYERS), Part(1, 3, LAYERS)]  # the second one has no layer
+CUTS = [LayerRange(0, 1, LAYERS), LayerRange(1, 1, LAYERS), LayerRange(1, 3, LAYERS)]  # the second one has no layer
 
 
 def gemma3():
@@ -35,7 +35,7 @@ def model_of(name):
 @pytest.mark.parametrize("tokens", [9, 0])
 @pytest.mark.parametrize("name", [*(name for name in MODELS if name != "granite"), "gemma3"])
 def test_parts_in_turn_are_the_whole(name, tokens):
-    context = bind_alone((5, 3, 1) if tokens else ())
+    context = bind_single_rank((5, 3, 1) if tokens else ())
     ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
     models = [model_of(name) for _ in range(2)]
     networks = [network(attach(model)) for model in models]
@@ -62,10 +62,10 @@ def test_parameters_are_told_apart():
 def test_granite_is_refused_where_it_is_cut():
     """It multiplies embeddings in its own forward."""
     found = network(attach(tiny_model("granite")))
-    context = bind_alone((2,))
+    context = bind_single_rank((2,))
     with pytest.raises(SeqloomError, match=r"layer 0 is not given what its embedding returned.*pipeline\.stages = 1"):
-        found.run(Part(0, 1, 2), torch.zeros(2, dtype=torch.int64), context)
-    assert found.run(Part(0, 2, 2), torch.zeros(2, dtype=torch.int64), context).shape == (2, SIZES["hidden_size"])
+        found.run(LayerRange(0, 1, 2), torch.zeros(2, dtype=torch.int64), context)
+    assert found.run(LayerRange(0, 2, 2), torch.zeros(2, dtype=torch.int64), context).shape == (2, SIZES["hidden_size"])
 
 
 def test_parts_are_found_without_values():
@@ -113,7 +113,7 @@ class Layer(nn.Linear):
 def test_a_decoder_of_any_make():
     decoder = Decoder()
     parts = parts_of(decoder, decoder.embed, tuple(decoder.layers))
-    context, ids = bind_alone((3, 2)), torch.arange(5)
+    context, ids = bind_single_rank((3, 2)), torch.arange(5)
     wanted = decoder(ids[None], context.positions[None], False, context).last_hidden_state[0]
     found = parts.body(parts.body(parts.embed(ids, context), context, 0, 2), context, 2, 3)
     assert torch.equal(parts.norm(found), wanted)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from seqloom.attention.context_parallel import Carry
-from seqloom.dist import Alone, bind
+from seqloom.attention.context_parallel import KVCache
+from seqloom.dist import SingleRankTransport, bind
 from seqloom.integrations.transformers import attach, network
 from seqloom.layout import Span
 from seqloom.models.adapter import LossOf
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
@@ -22,7 +22,7 @@ PIECES = (Span(0, 0, 8), Span(0, 8, 11), Span(0, 11, 20))
 @pytest.mark.parametrize(("name", "checkpoint"), [("llama", "none"), ("qwen2-windows", "selective")])
 def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
     plain, model = tiny_model(name), tiny_model(name)
-    own, carry, losses = network(attach(model)), Carry(), []
+    own, carry, losses = network(attach(model)), KVCache(), []
     if compiled:
         torch._dynamo.reset()
         compile_layers(own.layers, backend="aot_eager")
@@ -30,8 +30,8 @@ def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
     (ids,) = documents([20])
     one_by_one(plain, [ids])
     for piece in PIECES:
-        work = Work((Group((0,), 1, 1, (piece,)),), Checkpoint(checkpoint))
-        context = bind(work, Alone(), pieces={0: PIECES}, carry=carry)
+        work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint(checkpoint))
+        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, carry=carry)
         rows = slice(piece.start, piece.stop)
         losses.append(LossOf(own)(ids[rows], targets(ids)[rows], context))
     for loss in reversed(losses):

@@ -13,14 +13,14 @@ from seqloom.integrations.transformers import attach, network
 from seqloom.integrations.transformers.attach import remap_layers
 from seqloom.layout import Layout, Span
 from seqloom.models.adapter import LossOf
-from seqloom.plan import Checkpoint, Group, Remap, Work
+from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
 from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
 
 torch.set_num_threads(1)
 LENGTHS = (9, 4)
 GROUPS = (Group((0, 1), 1, 2, (Span(0, 0, 9),)), Group((1,), 1, 1, (Span(1, 0, 4),)))
 LINEAR = Layout.of([(0, 0, 0, 9), (0, 1, 0, 1), (1, 1, 1, 4)])
-WORK = Work(GROUPS, Checkpoint.NONE, linear=LINEAR, remap=Remap.MLP)
+WORK = StageMicroBatch(GROUPS, Checkpoint.NONE, linear=LINEAR, remap=Remap.MLP)
 
 
 def hooks(model):
@@ -114,7 +114,7 @@ def test_a_layer_whose_mlp_has_no_name_of_ours():
         context = bind(WORK, transport)
         with pytest.raises(SeqloomError, match=r"OPTDecoderLayer .* none of its parts is called mlp, .* 'attention'"):
             own.hidden(torch.zeros(context.tokens, dtype=torch.int64), context)
-        plain = bind(Work(GROUPS, Checkpoint.NONE, linear=LINEAR), transport)
+        plain = bind(StageMicroBatch(GROUPS, Checkpoint.NONE, linear=LINEAR), transport)
         assert own.hidden(torch.zeros(plain.tokens, dtype=torch.int64), plain).shape == (plain.tokens, 16)
 
     run_ranks(2, body)

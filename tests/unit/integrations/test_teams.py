@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from seqloom.attention.context_parallel import Carry
+from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, network
@@ -18,7 +18,7 @@ from seqloom.layout import Span
 from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import split_weights
-from seqloom.plan import Checkpoint, Group, Part, Work
+from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
 from support.teams import slice_parameters, whole_gradients
 from support.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
 
@@ -47,16 +47,16 @@ def assert_same(
             own = replace(own, weights=split_weights(own.layers))
         recompute_layers(own.layers)
         slice_parameters(own, tensor, transport.rank % tensor)
-        before, carry, losses = hooks(own.module), Carry(), []
+        before, carry, losses = hooks(own.module), KVCache(), []
         for groups in rounds:
             options = {"pieces": pieces, "carry": carry, "tensor": tensor}
-            context = bind(Work(tuple(groups), checkpoint), transport, **options)
+            context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             own.prepare(context, torch.float64)
             none = [torch.empty(0, dtype=torch.int64)]
             given, wanted = (torch.cat([each[d][a:b] for d, a, b in context.spans] or none) for each in (ids, labels))
             if stages:
-                given = LossOf(own)(given, None, context, Part(0, 1, 2))
-            losses.append(LossOf(own)(given, wanted, context, Part(1, 2, 2) if stages else None))
+                given = LossOf(own)(given, None, context, LayerRange(0, 1, 2))
+            losses.append(LossOf(own)(given, wanted, context, LayerRange(1, 2, 2) if stages else None))
         with own.weights.deferred(0):
             sum(losses).backward()
         assert not split or own.layers[0].mlp.down_proj.weight.grad is None
@@ -191,7 +191,7 @@ def test_layers_that_cannot_run_in_a_team(call, rows, words):
         layer = Odd(*call)
         team_layers([layer], [(Region("mlp", ("mlp.up",), ("mlp.down",)),)])
         layer.mlp.up.weight.data = layer.mlp.up.weight.data[:rows]
-        context = bind(Work((Group((0, 1), 2, 1, SPANS),), Checkpoint.NONE), transport, tensor=2)
+        context = bind(StageMicroBatch((Group((0, 1), 2, 1, SPANS),), Checkpoint.NONE), transport, tensor=2)
         with pytest.raises(SeqloomError, match=words):
             layer(torch.zeros(1, context.tokens, 16), context)
         assert not hooks(layer)

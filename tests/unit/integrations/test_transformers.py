@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers as hf
 
-from seqloom.dist import bind, bind_alone, run_ranks
+from seqloom.dist import bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, head, hidden_states, inputs, network
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import MODELS, SIZES, documents, one_by_one, tiny_model
 
 torch.set_num_threads(1)
@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture
 def context():
-    return bind_alone(LENGTHS)
+    return bind_single_rank(LENGTHS)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_hidden_states_and_head_give_the_logits(name, ids, context):
 
 
 def test_a_rank_without_tokens_takes_part_and_gets_zero_gradients():
-    work = Work((Group((0, 1), 1, 2, (Span(0, 0, 1),)),), Checkpoint.NONE)
+    work = StageMicroBatch((Group((0, 1), 1, 2, (Span(0, 0, 1),)),), Checkpoint.NONE)
     models = [attach(tiny_model("llama")) for _ in range(2)]
 
     def body(transport):
@@ -82,7 +82,7 @@ def test_a_rank_without_tokens_takes_part_and_gets_zero_gradients():
 
 
 def test_saved_models_load_anywhere_and_give_the_same_logits(tmp_path, capfd):
-    model, context = attach(tiny_model("qwen3", dtype=torch.float32)), bind_alone(LENGTHS)
+    model, context = attach(tiny_model("qwen3", dtype=torch.float32)), bind_single_rank(LENGTHS)
     ids = torch.cat(documents(LENGTHS))
     wanted = model(**inputs(ids, context.positions, context)).logits
     model.save_pretrained(tmp_path)

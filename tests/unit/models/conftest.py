@@ -12,7 +12,7 @@ from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
 from seqloom.models import Details, Transformer
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 torch.set_num_threads(1)
 
@@ -48,9 +48,11 @@ def cotangents(lengths: Sequence[int], vocabulary: int = 31) -> list[torch.Tenso
     return [torch.randn(length, vocabulary, generator=generator, dtype=torch.float64) for length in lengths]
 
 
-def one_group(lengths: Sequence[int], ulysses: int = 1, ring: int = 1, order: Sequence[int] | None = None) -> Work:
+def one_group(
+    lengths: Sequence[int], ulysses: int = 1, ring: int = 1, order: Sequence[int] | None = None
+) -> StageMicroBatch:
     spans = tuple(Span(k, 0, lengths[k]) for k in order or range(len(lengths)))
-    return Work((Group(tuple(range(ulysses * ring)), ulysses, ring, spans),), Checkpoint.NONE)
+    return StageMicroBatch((Group(tuple(range(ulysses * ring)), ulysses, ring, spans),), Checkpoint.NONE)
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Result:
     shares: list[Tensors]
 
 
-def run(model: Transformer, docs: list[torch.Tensor], work: Work, *, world: int | None = None) -> Result:
+def run(model: Transformer, docs: list[torch.Tensor], work: StageMicroBatch, *, world: int | None = None) -> Result:
     """Run `model` forward and backward on all ranks of `work`; the loss is the sum of logits x cotangents."""
     weights = cotangents([len(doc) for doc in docs])
     layout = work.attention_layout()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqloom.describe import ModelSpec
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.models import Details, Rope, Stretch, Transformer
 from seqloom.models.files import config_of, details_of, parameters_in, write_model
@@ -32,7 +32,7 @@ def written(folder, model: Transformer) -> None:
 
 @torch.no_grad()
 def logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
-    context = bind_alone(LENGTHS)
+    context = bind_single_rank(LENGTHS)
     return model(ids, context.positions, context)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 LENGTHS = [9, 1, 40, 3, 17]
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
@@ -33,7 +33,7 @@ def test_groups_of_different_shapes_side_by_side(kit):
         Group((6,), 1, 1, (Span(0, 0, 9), Span(3, 0, 3))),
     )
     model, docs = kit.lively(kit.tiny()), kit.documents(LENGTHS)
-    found = kit.errors(kit.run(model, docs, Work(groups, Checkpoint.NONE)), kit.plain(model, docs))
+    found = kit.errors(kit.run(model, docs, StageMicroBatch(groups, Checkpoint.NONE)), kit.plain(model, docs))
     assert max(found.values()) < 1e-10, found
 
 

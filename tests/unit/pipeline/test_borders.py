@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.dist import Lane, Way
+from seqloom.dist import P2PChannel, P2PDirection
 from seqloom.engine.stage_p2p import alike, border, same_groups, states_layout, ways_of, whole
 from seqloom.layout import Layout, Span
-from seqloom.plan import Checkpoint, Group, Remap, Work
+from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
 
 
 @st.composite
@@ -52,13 +52,16 @@ def test_what_is_sent_is_what_the_next_stage_needs(data):
 
 def test_stages_that_deal_alike_exchange_whole_buffers():
     group = Group((0, 1), 2, 1, (Span(0, 0, 9), Span(1, 0, 4)))
-    work, other = (Work((replace(group, ranks=ranks),), Checkpoint.NONE) for ranks in ((0, 1), (2, 3)))
+    work, other = (StageMicroBatch((replace(group, ranks=ranks),), Checkpoint.NONE) for ranks in ((0, 1), (2, 3)))
     assert same_groups(work, other, (0, 1), (2, 3)) and not same_groups(work, other, (0, 1), (3, 2))
-    turned, moved = Work((replace(group, ulysses=1, ring=2),), Checkpoint.NONE), replace(work, linear=Layout.empty())
+    turned, moved = (
+        StageMicroBatch((replace(group, ulysses=1, ring=2),), Checkpoint.NONE),
+        replace(work, linear=Layout.empty()),
+    )
     assert not any(same_groups(each, other, (0, 1), (2, 3)) for each in (turned, moved, replace(work, groups=())))
-    source = states_layout(Work((group,), Checkpoint.NONE))
-    target = states_layout(Work((Group((2, 3), 2, 1, group.spans),), Checkpoint.NONE))
-    ring = states_layout(Work((Group((2, 3), 1, 2, group.spans),), Checkpoint.NONE))
+    source = states_layout(StageMicroBatch((group,), Checkpoint.NONE))
+    target = states_layout(StageMicroBatch((Group((2, 3), 2, 1, group.spans),), Checkpoint.NONE))
+    ring = states_layout(StageMicroBatch((Group((2, 3), 1, 2, group.spans),), Checkpoint.NONE))
     assert alike(source, target, (0, 1), (2, 3)) and not alike(source, target, (0, 1), (3, 2))
     assert not alike(source, ring, (0, 1), (2, 3)) and not alike(source, target, (0, 1), (2, 3, 4))
     assert [share[:2] for share in border(source, target, 1, sends=True)] == [(3, slice(0, 6))]
@@ -68,15 +71,15 @@ def test_stages_that_deal_alike_exchange_whole_buffers():
 @pytest.mark.parametrize("remap", Remap)
 def test_hidden_states_lie_where_layers_leave_them(remap):
     linear = Layout(*np.array([(1, 0, 0, 9)], dtype=np.int64).T)
-    work = Work((Group((0,), 1, 1, (Span(0, 0, 9),)),), Checkpoint.NONE, linear=linear, remap=remap)
+    work = StageMicroBatch((Group((0,), 1, 1, (Span(0, 0, 9),)),), Checkpoint.NONE, linear=linear, remap=remap)
     assert states_layout(work).rank.tolist() == [1 if remap == Remap.ATTENTION else 0]
 
 
 def test_ways_of_both_borders():
     ahead, behind = whole(4, 3), (*whole(2, 0), *whole(2, 2))
     assert set(ways_of(2, ahead, behind)) == {
-        Way(Lane.FORWARD, 2, 3),
-        Way(Lane.BACKWARD, 3, 2),
-        Way(Lane.BACKWARD, 2, 0),
-        Way(Lane.FORWARD, 0, 2),
+        P2PChannel(P2PDirection.FORWARD, 2, 3),
+        P2PChannel(P2PDirection.BACKWARD, 3, 2),
+        P2PChannel(P2PDirection.BACKWARD, 2, 0),
+        P2PChannel(P2PDirection.FORWARD, 0, 2),
     }, "what stays on the rank itself needs none"

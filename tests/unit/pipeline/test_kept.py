@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from seqloom.engine import microbatch as module
-from seqloom.engine.microbatch import Kept, Offload
+from seqloom.engine.microbatch import MicrobatchState, Offload
 
 torch.manual_seed(0)
 LAYER = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
@@ -37,7 +37,7 @@ def wanted():
 @pytest.mark.parametrize("offloads", [False, True])
 def test_gradients_are_those_of_the_plain_stage(again, offloads):
     offload = Offload(LAYER.parameters()) if offloads else None
-    kept = Kept(LAYER, GIVEN.clone(), again=again, offload=offload)
+    kept = MicrobatchState(LAYER, GIVEN.clone(), again=again, offload=offload)
     output = kept.forward()
     assert torch.equal(output, LAYER(GIVEN)) and not output.requires_grad
     for found, each in zip(gradients(kept), wanted(), strict=True):
@@ -55,7 +55,7 @@ def test_the_output_is_not_kept_and_a_recomputed_stage_keeps_only_its_input(agai
             alive[name] = weakref.ref(tensor.untyped_storage())
         return output
 
-    kept = Kept(run, GIVEN.clone(), again=again, offload=None)
+    kept = MicrobatchState(run, GIVEN.clone(), again=again, offload=None)
     kept.forward()
     gc.collect()
     assert [name for name, each in alive.items() if each() is not None] == left
@@ -66,7 +66,7 @@ def test_what_is_saved_goes_and_comes_back_once_and_parameters_stay(monkeypatch)
     moved = []
     monkeypatch.setattr(Offload, "_to_host", lambda self, given: [moved.append(each) or each.clone() for each in given])
     offload = Offload(LAYER.parameters())
-    kept = Kept(LAYER, GIVEN.clone(), again=False, offload=offload)
+    kept = MicrobatchState(LAYER, GIVEN.clone(), again=False, offload=offload)
     kept.forward()
     weights = {parameter.data_ptr() for parameter in LAYER.parameters()}
     assert len(moved) == 2, "the input and the output of tanh, which two layers save"
@@ -84,14 +84,14 @@ def test_small_tensors_are_not_worth_it(monkeypatch):
 
 
 def test_nothing_to_learn_has_no_edge():
-    kept = Kept(lambda ids: ids.double(), torch.arange(3), again=False, offload=None)
+    kept = MicrobatchState(lambda ids: ids.double(), torch.arange(3), again=False, offload=None)
     kept.forward()
     assert kept.edge() is None
 
 
 def test_an_input_without_a_gradient_gets_zeros():
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
-    kept = Kept(lambda x: weight * torch.ones(2), GIVEN.clone(), again=False, offload=None)
+    kept = MicrobatchState(lambda x: weight * torch.ones(2), GIVEN.clone(), again=False, offload=None)
     kept.forward()
     torch.autograd.backward(kept.edge(), torch.ones(2, dtype=torch.float64))
     assert torch.equal(kept.gradient(), torch.zeros_like(GIVEN))

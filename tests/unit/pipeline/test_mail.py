@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from seqloom.dist import Lane, run_ranks
-from seqloom.engine.stage_p2p import Arrival, Mail, Progress, Share, other_end
+from seqloom.dist import P2PDirection, run_ranks
+from seqloom.engine.stage_p2p import Arrival, Progress, RowSlice, StageP2P, other_end
 from seqloom.plan import Action, Pipeline, Stage
 
 LINE = Pipeline((Stage((0,), (0, 1)), Stage((1,), (1, 2))), (), ((), ()))
@@ -50,11 +50,11 @@ class _Note:
 
 
 def mail_of(transport, arrivals, **options):
-    return Mail(transport, room, arrivals, Progress(LINE, transport.rank), **options)
+    return StageP2P(transport, room, arrivals, Progress(LINE, transport.rank), **options)
 
 
 def arrival(text, tokens, peer=1):
-    return Arrival(act(text), tokens, (Share(peer, slice(0, tokens), tokens),))
+    return Arrival(act(text), tokens, (RowSlice(peer, slice(0, tokens), tokens),))
 
 
 def test_receives_are_started_in_the_order_of_the_row_as_far_as_there_is_room():
@@ -67,7 +67,7 @@ def test_receives_are_started_in_the_order_of_the_row_as_far_as_there_is_room():
     mail.take(act("0RECV_B0"))
     mail.look_after()
     assert [size for _, size, _, _ in transport.started] == [4, 3, 3]
-    assert {lane for _, _, _, lane in transport.started} == {Lane.BACKWARD}
+    assert {lane for _, _, _, lane in transport.started} == {P2PDirection.BACKWARD}
 
 
 def test_a_receive_that_is_due_needs_no_room():
@@ -87,7 +87,7 @@ def test_a_sent_tensor_is_freed_when_it_is_known_to_have_arrived():
         tensor = room(4)
         seen.append(weakref.ref(tensor.untyped_storage()))
         mail.put(act(f"0SEND_F{number}"), tensor)
-        mail.send(act(f"0SEND_F{number}"), (Share(1, slice(0, 4), 4),))
+        mail.send(act(f"0SEND_F{number}"), (RowSlice(1, slice(0, 4), 4),))
         del tensor
     mail.look_after()
     assert all(each() is not None for each in seen)
@@ -116,7 +116,7 @@ def test_rows_that_are_scattered_and_rows_that_stay(strict):
 
     def body(transport):
         me = transport.rank
-        shares = (Share(me, even, 2), Share(1 - me, odd, 2))
+        shares = (RowSlice(me, even, 2), RowSlice(1 - me, odd, 2))
         receive = Arrival(act("1RECV_F0"), 4, shares)
         mail = mail_of(transport, [receive])
         mail.look_after()

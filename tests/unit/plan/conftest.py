@@ -3,7 +3,19 @@ from __future__ import annotations
 import pytest
 
 from seqloom.layout import Span
-from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import (
+    Action,
+    Checkpoint,
+    Group,
+    Limits,
+    Pipeline,
+    Plan,
+    Reduce,
+    Round,
+    Sharding,
+    Stage,
+    StageMicroBatch,
+)
 
 LENGTHS = (100, 60, 40, 8)
 
@@ -21,13 +33,13 @@ def limits(**changes: object) -> Limits:
 @pytest.fixture
 def plain() -> Plan:
     """Two nodes of four ranks, one stage, two rounds; ranks 4-5 share two groups in round 1."""
-    first = Work((Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 100),)),), Checkpoint.SELECTIVE)
+    first = StageMicroBatch((Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 100),)),), Checkpoint.SELECTIVE)
     groups = (
         Group((4, 5, 6, 7), 2, 2, (Span(1, 0, 60),)),
         Group((4, 5), 2, 1, (Span(2, 0, 40),)),
         Group((0,), 1, 1, (Span(3, 0, 8),)),
     )
-    rounds = (Round((first,)), Round((Work(groups, Checkpoint.FULL),)))
+    rounds = (Round((first,)), Round((StageMicroBatch(groups, Checkpoint.FULL),)))
     pipeline = Pipeline.single(range(8), 4, rounds, Reduce.STEP)
     return Plan(limits(), Sharding.FULL, Reduce.STEP, LENGTHS, (pipeline,), "hand")
 
@@ -37,7 +49,9 @@ def staged() -> Plan:
     """One pipeline of two stages, a node each; document 0 is in two pieces."""
     rounds = []
     for spans in ((Span(0, 0, 70),), (Span(0, 70, 100), Span(1, 0, 60), Span(2, 0, 40), Span(3, 0, 8))):
-        work = [Work((Group(ranks, 2, 2, spans),), Checkpoint.FULL) for ranks in ((0, 1, 2, 3), (4, 5, 6, 7))]
+        work = [
+            StageMicroBatch((Group(ranks, 2, 2, spans),), Checkpoint.FULL) for ranks in ((0, 1, 2, 3), (4, 5, 6, 7))
+        ]
         rounds.append(Round(tuple(work)))
     stages = (Stage((0, 1, 2, 3), (0, 2)), Stage((4, 5, 6, 7), (2, 4), tensor=2))
     rows = tuple(

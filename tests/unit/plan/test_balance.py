@@ -50,18 +50,18 @@ def test_targets_level_what_is_left_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "islands", "words"),
+    ("targets", "shard groups", "words"),
     [
-        ([5, 6], None, "island 0 sum up to 11, its ranks hold 10 tokens"),
+        ([5, 6], None, "shard group 0 sum up to 11, its ranks hold 10 tokens"),
         ([-1, 11], None, "rank 0 shall have -1 tokens"),
         ([10], None, "targets for 1 ranks, but rank 1 holds"),
-        ([5, 5], [[0], [1]], "island 0 sum up to 5, its ranks hold 6"),
-        ([5, 5], [[0]], "rank 1 shall have 5 of its 4 tokens but is in no island.*use 4"),
+        ([5, 5], [[0], [1]], "shard group 0 sum up to 5, its ranks hold 6"),
+        ([5, 5], [[0]], "rank 1 shall have 5 of its 4 tokens but is in no shard group.*use 4"),
     ],
 )
-def test_targets_that_cannot_be_met_are_refused(targets: list[int], islands: list[list[int]], words: str) -> None:
+def test_targets_that_cannot_be_met_are_refused(targets: list[int], shard_groups: list[list[int]], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        rebalanced(Layout.of([(0, 0, 0, 6), (1, 1, 0, 4)]), targets, 2, islands)
+        rebalanced(Layout.of([(0, 0, 0, 6), (1, 1, 0, 4)]), targets, 2, shard_groups)
 
 
 def test_other_bad_values_are_refused() -> None:

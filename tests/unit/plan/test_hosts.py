@@ -8,7 +8,19 @@ import pytest
 
 from seqloom.errors import PlanError
 from seqloom.layout import Span
-from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import (
+    Action,
+    Checkpoint,
+    Group,
+    Limits,
+    Pipeline,
+    Plan,
+    Reduce,
+    Round,
+    Sharding,
+    Stage,
+    StageMicroBatch,
+)
 from support.tables import completed, rows_with_messages
 
 LOOP, VEE = ((0, 1), (2, 3), (0, 1), (2, 3)), ((0, 1), (2, 3), (2, 3), (0, 1))
@@ -28,7 +40,8 @@ def plan_of(hosts: tuple[tuple[int, ...], ...], rows: tuple[str, ...], *, pieces
     count = 1 + max(Action.parse(word).round or 0 for word in rows[0].split())
     spans = [Span(0, 6 * r, 6 * r + 6) if pieces else Span(r, 0, 6) for r in range(count)]
     rounds = tuple(
-        Round(tuple(Work((Group(stage.ranks, 2, 1, (span,)),), Checkpoint.FULL) for stage in stages)) for span in spans
+        Round(tuple(StageMicroBatch((Group(stage.ranks, 2, 1, (span,)),), Checkpoint.FULL) for stage in stages))
+        for span in spans
     )
     table = completed(stages, rows_with_messages(stages, rows), Reduce.STEP)
     limits = Limits(4, 2, 4, ((Checkpoint.FULL, 3),))

@@ -4,11 +4,11 @@ import pytest
 
 from seqloom.errors import PlanError
 from seqloom.layout import Span
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Pipeline, Reduce, Round, Work
+from seqloom.plan import Action, ActionKind, Checkpoint, Group, Pipeline, Reduce, Round, StageMicroBatch
 
 
 def rounds(*contents: tuple[Span, ...]) -> list[Round]:
-    return [Round((Work((Group((0,), 1, 1, spans),), Checkpoint.FULL),)) for spans in contents]
+    return [Round((StageMicroBatch((Group((0,), 1, 1, spans),), Checkpoint.FULL),)) for spans in contents]
 
 
 def table(pipeline: Pipeline) -> str:

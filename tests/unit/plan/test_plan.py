@@ -16,7 +16,7 @@ import pytest
 
 from seqloom.errors import PlanError
 from seqloom.layout import Layout, Span
-from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 
 
 def test_repr_and_hash_are_short_and_stable(plain: Plan) -> None:
@@ -35,18 +35,18 @@ def test_numpy_numbers_give_the_same_hash(plain: Plan) -> None:
 
 
 def test_islands(plain: Plan) -> None:
-    assert plain.islands == (tuple(range(8)),)
-    assert replace(plain, sharding=Sharding.HYBRID).islands == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert replace(plain, sharding=Sharding.NONE).islands == tuple((rank,) for rank in range(8))
+    assert plain.shard_groups == (tuple(range(8)),)
+    assert replace(plain, sharding=Sharding.HYBRID).shard_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert replace(plain, sharding=Sharding.NONE).shard_groups == tuple((rank,) for rank in range(8))
 
 
 def test_islands_lie_inside_a_host(plain: Plan) -> None:
     """Stages on ranks 0-1, 2-5 and 0-1 again: two hosts, of which the second lies in two nodes."""
     stages = (Stage((0, 1), (0, 1)), Stage((2, 3, 4, 5), (1, 2)), Stage((0, 1), (2, 4)))
     plan = replace(plain, pipelines=(replace(plain.pipelines[0], stages=stages),))
-    assert plan.islands == ((0, 1), (2, 3, 4, 5))
-    assert replace(plan, sharding=Sharding.HYBRID).islands == ((0, 1), (2, 3), (4, 5))
-    assert len(replace(plan, sharding=Sharding.NONE).islands) == 6
+    assert plan.shard_groups == ((0, 1), (2, 3, 4, 5))
+    assert replace(plan, sharding=Sharding.HYBRID).shard_groups == ((0, 1), (2, 3), (4, 5))
+    assert len(replace(plan, sharding=Sharding.NONE).shard_groups) == 6
 
 
 @pytest.mark.parametrize("suffix", ["json", "txt"])
@@ -218,7 +218,7 @@ def large(documents: int, ranks: int, rounds: int) -> Plan:
             Group(block, len(block), 1, tuple(Span(k, 0, lengths[k]) for k in mine[b :: len(blocks)]))
             for b, block in enumerate(blocks)
         ]
-        table.append(Round((Work(tuple(group for group in groups if group.spans), Checkpoint.FULL),)))
+        table.append(Round((StageMicroBatch(tuple(group for group in groups if group.spans), Checkpoint.FULL),)))
     limits = Limits(ranks, 8, 32, ((Checkpoint.FULL, 10**6),), 128)
     line = Pipeline.single(range(ranks), 32, table, Reduce.ROUND)
     return Plan(limits, Sharding.FULL, Reduce.ROUND, lengths, (line,), "large")

@@ -11,7 +11,20 @@ import pytest
 
 from seqloom.errors import PlanError
 from seqloom.layout import Layout, Route, Span
-from seqloom.plan import RULES, Action, Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, Sharding, Stage, Work
+from seqloom.plan import (
+    RULES,
+    Action,
+    Checkpoint,
+    Group,
+    Method,
+    Pipeline,
+    Plan,
+    Reduce,
+    Round,
+    Sharding,
+    Stage,
+    StageMicroBatch,
+)
 
 
 def pipelines(plan: Plan, **changes: object) -> Plan:
@@ -252,7 +265,9 @@ def test_deadlock_is_seen_across_stages(staged: Plan) -> None:
     """Stage 0 wants a gradient back before it sends round 1, stage 1 wants round 1 before it sends one."""
     whole = [Span(k, 0, n) for k, n in enumerate(staged.documents)]
     shares = [
-        Round(tuple(Work((Group(s.ranks, 2, 2, spans),), Checkpoint.FULL) for s in staged.pipelines[0].stages))
+        Round(
+            tuple(StageMicroBatch((Group(s.ranks, 2, 2, spans),), Checkpoint.FULL) for s in staged.pipelines[0].stages)
+        )
         for spans in ((whole[0],), tuple(whole[1:]))
     ]
     plan = pipelines(staged, rounds=tuple(shares))
@@ -266,7 +281,7 @@ def test_deadlock_is_seen_across_stages(staged: Plan) -> None:
 def test_pieces_stay_on_one_pipeline(staged: Plan) -> None:
     halves = []
     for ranks, span in (((0, 1, 2, 3), Span(0, 0, 5)), ((4, 5, 6, 7), Span(0, 5, 9))):
-        current = Round((Work((Group(ranks, 4, 1, (span,)),), Checkpoint.FULL),))
+        current = Round((StageMicroBatch((Group(ranks, 4, 1, (span,)),), Checkpoint.FULL),))
         halves.append(Pipeline.single(ranks, 4, (current,), Reduce.STEP))
     refused(replace(staged, documents=(9,), pipelines=tuple(halves)), "pieces", "began in pipeline 0")
 
@@ -274,7 +289,7 @@ def test_pieces_stay_on_one_pipeline(staged: Plan) -> None:
 def test_pipelines_of_different_depth_are_refused(staged: Plan) -> None:
     lines = []
     for ranks, document, layers in (((0, 1, 2, 3), 0, 4), ((4, 5, 6, 7), 1, 5)):
-        current = Round((Work((Group(ranks, 4, 1, (Span(document, 0, 9),)),), Checkpoint.FULL),))
+        current = Round((StageMicroBatch((Group(ranks, 4, 1, (Span(document, 0, 9),)),), Checkpoint.FULL),))
         lines.append(Pipeline.single(ranks, layers, (current,), Reduce.STEP))
     refused(replace(staged, documents=(9, 9), pipelines=tuple(lines)), "layers", "use 5 layers in each")
 

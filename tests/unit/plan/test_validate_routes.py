@@ -19,7 +19,7 @@ from seqloom.plan import (
     Reduce,
     Round,
     Sharding,
-    Work,
+    StageMicroBatch,
     in_order,
 )
 
@@ -31,7 +31,7 @@ ALONE = Group((2,), 1, 1, (Span(2, 0, 40),))
 def plan(*groups: Group, sharding: Sharding = Sharding.NONE, documents: tuple[int, ...] = (100, 60, 40)) -> Plan:
     """Three nodes of four ranks; group 0 over two nodes, group 1 inside one, group 2 alone; one round."""
     limits = Limits(12, 4, 8, ((Checkpoint.FULL, 400),))
-    rounds = (Round((Work(groups or (LONG, SHORT, ALONE), Checkpoint.FULL),)),)
+    rounds = (Round((StageMicroBatch(groups or (LONG, SHORT, ALONE), Checkpoint.FULL),)),)
     return Plan(limits, sharding, Reduce.STEP, documents, (Pipeline.single(range(12), 2, rounds, Reduce.STEP),))
 
 
@@ -80,7 +80,7 @@ def test_gathering_needs_a_ring() -> None:
         ((0, 5), 1, r"places \[0\] of node 0, \[1\] of node 1.*use \[4\]"),
         ((0, 1, 4), 1, r"use \[4, 5\]"),
         ((0, 4, 8), 1, r"proxy 8 in node 2.*use ranks of nodes \[0, 1\]"),
-        ((2, 6), 1, r"proxy 6, whose island has no tokens.*use ranks among \[0, 1, 2, 4, 5\]"),
+        ((2, 6), 1, r"proxy 6, whose shard group has no tokens.*use ranks among \[0, 1, 2, 4, 5\]"),
     ],
 )
 def test_routes_that_cannot_be_taken_are_refused(proxies: tuple[int, ...], slices: int, text: str) -> None:

@@ -1,11 +1,11 @@
-"""Decoding a target time into a seating, and settling it on real islands."""
+"""Decoding a target time into a seating, and settling it on real shard groups."""
 
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from seqloom.planners.flex.decode import LADDER_STEPS, NEAR, decode, limit_ladder
-from seqloom.planners.flex.planner import virtual_islands, work_bound
+from seqloom.planners.flex.planner import virtual_shard_groups, work_bound
 from seqloom.planners.flex.search import LADDER_GROWTH, Search
 from seqloom.planners.problem import Problem
 from support.strategies import batches, cost_models
@@ -13,13 +13,13 @@ from support.strategies import batches, cost_models
 
 @st.composite
 def decodings(draw):
-    """A search over drawn islands, drawn keys, and a target between the work bound and far beyond it."""
+    """A search over drawn shard groups, drawn keys, and a target between the work bound and far beyond it."""
     cost = draw(cost_models(max_ranks=24))
     variant, lengths = draw(st.sampled_from(cost.variants)), draw(batches())
     problem = Problem(lengths, cost, variant, cost.tables(lengths, variant))
     assume(problem.fits)
     tables = problem.search
-    search = Search.over(tables, draw(st.sampled_from(virtual_islands(tables))))
+    search = Search.over(tables, draw(st.sampled_from(virtual_shard_groups(tables))))
     target = work_bound(tables) * draw(st.integers(80, 600)) // 100
     random = np.random.default_rng(draw(st.integers(0, 2**16)))
     keys = search.keys
@@ -48,17 +48,19 @@ def test_a_decoding_places_each_document_at_most_once_and_ends_in_time(drawn):
     for index in range(rounds):
         members = np.flatnonzero(draft.group_round[:groups] == index)
         width = int(draft.round_width[index])
-        taken, time = np.zeros(width * tables.island, np.int64), 0
+        taken, time = np.zeros(width * tables.shard_group, np.int64), 0
         for group in members:
             shape, start = int(draft.group_shape[group]), int(draft.group_start[group])
             degree, documents = int(tables.shape_degree[shape]), np.flatnonzero(draft.group_of == group)
             assert tables.tokens[documents].sum() <= degree * tables.capacity
-            assert problem.cost.family.contains(int(draft.round_island[index]) * tables.island + start, degree)
+            assert problem.cost.family.contains(
+                int(draft.round_shard_group[index]) * tables.shard_group + start, degree
+            )
             taken[start : start + degree] += 1
             time = max(time, problem.tables.group_ns(shape, documents))
         assert len(members) and taken.max() == 1
-        islands = slice(int(draft.round_island[index]), int(draft.round_island[index]) + width)
-        busy[islands] = busy[islands].max() + time
+        shard_groups = slice(int(draft.round_shard_group[index]), int(draft.round_shard_group[index]) + width)
+        busy[shard_groups] = busy[shard_groups].max() + time
     assert (busy <= draft.load).all()
 
 
@@ -79,7 +81,7 @@ def test_a_ladder_rises_from_the_document_to_the_budget(drawn, k):
     tables, ladder = search.tables, np.empty(LADDER_STEPS + 2, np.int64)
     k %= len(tables.tokens)
     count = limit_ladder(tables, k, target, LADDER_GROWTH, ladder)
-    inside = tables.alone[tables.degrees <= tables.island, k]
+    inside = tables.alone[tables.degrees <= tables.shard_group, k]
     if not (inside <= target).any():
         assert count == 0
         return

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cost import Shape
+from seqloom.cost import GroupShape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.plan import Method
@@ -44,10 +44,10 @@ def test_costs_and_reasons_are_those_of_the_tables():
 
 
 def test_the_words_of_a_shape():
-    assert method_name(Shape(1, 1)) == "whole"
-    assert method_name(Shape(8, 1)) == "ulysses 8"
-    assert method_name(Shape(1, 4, Method.GATHER)) == "gather 4"
-    assert method_name(Shape(4, 2, Method.RING, True)) == "ulysses 4 x ring 2, routed"
+    assert method_name(GroupShape(1, 1)) == "whole"
+    assert method_name(GroupShape(8, 1)) == "ulysses 8"
+    assert method_name(GroupShape(1, 4, Method.GATHER)) == "gather 4"
+    assert method_name(GroupShape(4, 2, Method.RING, True)) == "ulysses 4 x ring 2, routed"
 
 
 def test_the_table_has_a_row_per_class():

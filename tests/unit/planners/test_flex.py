@@ -1,4 +1,4 @@
-"""The search of flex: its islands, its counted budget, its determinism."""
+"""The search of flex: its shard groups, its counted budget, its determinism."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,13 @@ import pytest
 from seqloom.describe import sample
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.fill import NEVER
-from seqloom.planners.flex.planner import default_evaluations, plan_flex, start_searches, virtual_islands, work_bound
+from seqloom.planners.flex.planner import (
+    default_evaluations,
+    plan_flex,
+    start_searches,
+    virtual_shard_groups,
+    work_bound,
+)
 from seqloom.planners.flex.search import Search, changes, replaced, shuffled, tiles
 from seqloom.planners.problem import Problem
 from support.strategies import roomy_cost_model
@@ -29,10 +35,10 @@ def test_which_degrees_tile_an_island():
 
 
 def test_virtual_islands_by_size_of_the_cluster():
-    assert virtual_islands(problem_of(published()).search) == [8]
-    assert virtual_islands(problem_of(published("none")).search) == [1, 2, 4, 8]
-    assert virtual_islands(problem_of(published("hybrid", "2x8xA100-40G")).search) == [8, 16]
-    assert virtual_islands(problem_of(published("hybrid", "4x8xA100-40G")).search) == [8, 32]
+    assert virtual_shard_groups(problem_of(published()).search) == [8]
+    assert virtual_shard_groups(problem_of(published("none")).search) == [1, 2, 4, 8]
+    assert virtual_shard_groups(problem_of(published("hybrid", "2x8xA100-40G")).search) == [8, 16]
+    assert virtual_shard_groups(problem_of(published("hybrid", "4x8xA100-40G")).search) == [8, 32]
 
 
 def test_a_quick_plan_is_valid_and_no_faster():

@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 
-from seqloom.cost import Shape
+from seqloom.cost import GroupShape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp, plain_packing, profiled
@@ -132,7 +132,7 @@ def test_levels_are_those_of_the_rule():
         assert levels[-1].tokens >= COST.tokens(LENGTHS).max()
         assert all(level.packs * level.tokens <= BUDGET and level.tokens % COST.granule == 0 for level in levels)
         assert all(a.tokens < b.tokens for a, b in pairwise(levels))
-    assert max(sets, key=len)[0].shape == Shape(1, 1)  # short documents need no communication
+    assert max(sets, key=len)[0].shape == GroupShape(1, 1)  # short documents need no communication
 
 
 def test_the_levels_with_the_least_time_are_taken():
@@ -147,7 +147,7 @@ def test_the_levels_with_the_least_time_are_taken():
 
 def test_short_documents_have_one_level_whose_packs_are_longer_than_they_are():
     (level,) = choose_levels(np.full(500, 128), COST, BUDGET)
-    assert level.tokens > 128 and level.shape == Shape(1, 1)
+    assert level.tokens > 128 and level.shape == GroupShape(1, 1)
 
 
 def test_what_no_level_holds_is_refused():
@@ -165,7 +165,7 @@ def test_what_no_level_holds_is_refused():
     for levels in ([], [short], [short, short]):
         with pytest.raises(SeqloomError, match="the last of at least 3072"):
             hbp([3000], COST, BUDGET, levels=levels)
-    for shape in (Shape(1, 1), Shape(7, 1)):
+    for shape in (GroupShape(1, 1), GroupShape(7, 1)):
         with pytest.raises(SeqloomError, match=f"on groups of shape {shape}, which hold"):
             hbp([3000], COST, BUDGET, levels=[short._replace(tokens=10**6, shape=shape)])
     with pytest.raises(SeqloomError, match="9 packs of 1024 tokens in a step of 8000"):

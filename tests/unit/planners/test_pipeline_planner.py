@@ -25,7 +25,7 @@ from seqloom.planners.pipeline.placement import Level
 from seqloom.planners.pipeline.planner import build
 from seqloom.planners.pipeline.prices import UnitPrices
 from seqloom.planners.pipeline.search import Answer, Search
-from seqloom.planners.pipeline.stage_layout import island_of, line_of
+from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.simulate.windows import Place, price
@@ -116,7 +116,7 @@ def test_layers_level_the_slowest_stage(layers, hosts, vocabulary):
 
 def searched(cost, stages, lengths):
     line = line_of(cost, stages)
-    limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
+    limits = pipeline_limits(cost, line.of_hosts, shard_group_of(cost, line))
     return Search(cost, line, limits, lengths, ("seq1f1b",), None)
 
 

@@ -6,7 +6,7 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 from seqloom.planners.fill import NEVER
-from seqloom.planners.problem import CHECKPOINTS, Problem, Seat, fitting_problems, to_plan
+from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
 from support.strategies import roomy_cost_model
 
 PUBLISHED = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
@@ -68,7 +68,7 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
     roomiest = next(v for v in ANALYTIC.variants if v.checkpoint == Checkpoint.FULL)
     problem = Problem.of(lengths, ANALYTIC, roomiest)
     shape = problem.tables.shapes[0]
-    plan = to_plan(problem, [[Seat(shape, 0, [k])] for k in range(3)], "test")
+    plan = to_plan(problem, [[GroupPlacement(shape, 0, [k])] for k in range(3)], "test")
     plan.validate()
     assert [current.work[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])
 
@@ -78,10 +78,10 @@ def test_groups_stand_slow_links_first():
     problem = Problem.of([100] * 4, cost, cost.variants[0])
     by_degree = {shape.degree: shape for shape in problem.tables.shapes}
     seats = [
-        Seat(by_degree[1], 0, [0]),
-        Seat(by_degree[2], 0, [1]),
-        Seat(by_degree[4], 0, [2]),
-        Seat(by_degree[1], 5, [3]),
+        GroupPlacement(by_degree[1], 0, [0]),
+        GroupPlacement(by_degree[2], 0, [1]),
+        GroupPlacement(by_degree[4], 0, [2]),
+        GroupPlacement(by_degree[1], 5, [3]),
     ]
     plan = to_plan(problem, [seats], "test")
     plan.validate()

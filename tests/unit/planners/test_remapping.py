@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cost import Shape, Variant
+from seqloom.cost import GroupShape, Variant
 from seqloom.layout import Span
-from seqloom.plan import Pipeline, Round, Work
+from seqloom.plan import Pipeline, Round, StageMicroBatch
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.uniform import plan_static
 
@@ -18,9 +18,9 @@ def by_hand(cost, documents):
     """A plan of one round: the documents of list i whole on rank i."""
     numbers = itertools.count()
     spans = [[Span(next(numbers), 0, length) for length in row] for row in documents]
-    groups = tuple(cost.group(Shape(1, 1), (rank,), row) for rank, row in enumerate(spans) if row)
+    groups = tuple(cost.group(GroupShape(1, 1), (rank,), row) for rank, row in enumerate(spans) if row)
     plan = plan_static(np.array([length for row in documents for length in row]), cost)
-    work = Work(groups, plan.limits.capacity[0][0])
+    work = StageMicroBatch(groups, plan.limits.capacity[0][0])
     line = Pipeline.single(range(cost.ranks), cost.model.layers, [Round((work,))], plan.reduce)
     return replace(plan, pipelines=(line,))
 

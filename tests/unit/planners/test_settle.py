@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from seqloom.planners.fill import NEVER
 from seqloom.planners.flex.assign_ranks import settle
 from seqloom.planners.flex.decode import decode
-from seqloom.planners.flex.planner import rounds_of, virtual_islands, work_bound
+from seqloom.planners.flex.planner import rounds_of, virtual_shard_groups, work_bound
 from seqloom.planners.flex.search import Search
 from seqloom.planners.problem import Problem, price_rounds, to_plan
 from support.strategies import batches, cost_models
@@ -15,12 +15,12 @@ from support.strategies import batches, cost_models
 
 @st.composite
 def drafts(draw):
-    """A complete draft over a drawn virtual island."""
+    """A complete draft over a drawn virtual shard group."""
     cost = draw(cost_models(max_ranks=24))
     variant, lengths = draw(st.sampled_from(cost.variants)), draw(batches())
     problem = Problem(lengths, cost, variant, cost.tables(lengths, variant))
     assume(problem.fits)
-    search = Search.over(problem.search, draw(st.sampled_from(virtual_islands(problem.search))))
+    search = Search.over(problem.search, draw(st.sampled_from(virtual_shard_groups(problem.search))))
     target = work_bound(problem.search) * draw(st.integers(100, 300)) // 100
     while decode(search.tables, target, search.keys, search.draft):
         target = target * 3 // 2
@@ -30,9 +30,9 @@ def drafts(draw):
 @given(drafts())
 def test_seated_groups_make_a_valid_plan_of_that_time(drawn):
     problem, search = drawn
-    step = int(settle(search.tables, search.draft, search.island, search.seats))
+    step = int(settle(search.tables, search.draft, search.shard_group, search.seats))
     if step >= NEVER:
-        assert search.tables.island != search.island  # only groups from wider islands may find no place
+        assert search.tables.shard_group != search.shard_group  # only groups from wider shard groups may find no place
         return
     rounds = rounds_of(problem, search.draft, search.seats)
     plan = to_plan(problem, rounds, "test")
@@ -48,10 +48,10 @@ def test_seated_groups_make_a_valid_plan_of_that_time(drawn):
 @given(drafts())
 def test_real_islands_keep_the_drafted_ranks(drawn):
     problem, search = drawn
-    if search.tables.island == search.island:
-        assert settle(search.tables, search.draft, search.island, search.seats) == search.draft.load.max()
+    if search.tables.shard_group == search.shard_group:
+        assert settle(search.tables, search.draft, search.shard_group, search.seats) == search.draft.load.max()
         groups = int(search.draft.count[0])
-        first = search.draft.round_island[search.draft.group_round[:groups]] * search.island
+        first = search.draft.round_shard_group[search.draft.group_round[:groups]] * search.shard_group
         assert (search.seats.start[:groups] == first + search.draft.group_start[:groups]).all()
         assert (np.diff(np.unique(search.seats.round_of[:groups])) == 1).all()
-        assert problem.cost.island_size == search.island
+        assert problem.cost.shard_group_size == search.shard_group

@@ -21,7 +21,7 @@ from seqloom.planners.hydraulis.assign import (
     problem_of,
     rank_strategies,
 )
-from seqloom.planners.hydraulis.config import Pipe, Scheme, SchemeCost, Strategy
+from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, PipelineConfig, Strategy
 from seqloom.planners.published.hydraulis import published_model
 from seqloom.schedules import Times, play, schedule_of
 from support.exhaustive_strategies import best_assignment
@@ -33,17 +33,20 @@ def strategy_of(costs, *schemes):
     """A strategy of these schemes on ranks that follow each other."""
     starts = itertools.accumulate((scheme.ranks for scheme in schemes), initial=0)
     return Strategy(
-        tuple(Pipe(s, tuple(range(at, at + s.ranks)), costs[s].longest) for s, at in zip(schemes, starts, strict=False))
+        tuple(
+            PipelineConfig(s, tuple(range(at, at + s.ranks)), costs[s].longest)
+            for s, at in zip(schemes, starts, strict=False)
+        )
     )
 
 
 def drawn_costs(draw):
     """Three schemes of one, two and one stages, with constants that matter."""
     longest = sorted(draw.integers(900, 3000, 3).tolist())
-    schemes = (Scheme(1, 1), Scheme(2, 1), Scheme(1, 4))
+    schemes = (ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(1, 4))
     speed = draw.uniform(0.6, 1.0, 3)
     return {
-        s: SchemeCost(float(draw.uniform(0, 0.02)), float(10 * v / s.ranks), int(draw.integers(50, 3000)), room)
+        s: ConfigCost(float(draw.uniform(0, 0.02)), float(10 * v / s.ranks), int(draw.integers(50, 3000)), room)
         for s, v, room in zip(schemes, speed, longest, strict=True)
     }
 
@@ -100,13 +103,13 @@ def shuffled_greedy_ns(lengths, strategy, costs, shuffles=50):
 @pytest.mark.parametrize(
     "schemes",
     [
-        [Scheme(1, 16), *[Scheme(1, 4)] * 12],
-        [Scheme(3, 8), *[Scheme(1, 4)] * 10],
-        [Scheme(1, 16), Scheme(3, 8), Scheme(3, 8)],
+        [ParallelConfig(1, 16), *[ParallelConfig(1, 4)] * 12],
+        [ParallelConfig(3, 8), *[ParallelConfig(1, 4)] * 10],
+        [ParallelConfig(1, 16), ParallelConfig(3, 8), ParallelConfig(3, 8)],
     ],
 )
 def test_dispatch_is_no_worse_than_fifty_shuffles(schemes, seed):
-    free = {s: SchemeCost(c.square, c.linear, 0, c.longest) for s, c in PUBLISHED.items()}  # their measure has no c
+    free = {s: ConfigCost(c.square, c.linear, 0, c.longest) for s, c in PUBLISHED.items()}  # their measure has no c
     strategy = strategy_of(free, *schemes)
     draw = np.random.default_rng(seed)
     lengths = np.minimum(np.exp(draw.normal(6, 1.4, 120)).astype(np.int64) + 1, strategy.longest)
@@ -171,17 +174,19 @@ def test_packing_keeps_every_document_and_the_limit(stages, alike):
 
 
 def test_empty_pipelines_and_single_documents_are_fine():
-    strategy = strategy_of(PUBLISHED, Scheme(1, 16), *[Scheme(1, 4)] * 12)
+    strategy = strategy_of(PUBLISHED, ParallelConfig(1, 16), *[ParallelConfig(1, 4)] * 12)
     found = choose(np.array([30_000]), [strategy], PUBLISHED)
     assert found.batches[0] == ((0,),)
-    assert found.batches[1:] == ((),) * 12 and found.ns == PUBLISHED[Scheme(1, 16)].micro_batch_ns(np.array([30_000]))
+    assert found.batches[1:] == ((),) * 12 and found.ns == PUBLISHED[ParallelConfig(1, 16)].micro_batch_ns(
+        np.array([30_000])
+    )
 
 
 def test_order_of_the_pipelines_does_not_matter():
     """Results belong to the pipelines as they are listed, sorted or not."""
     lengths = np.array([30_000, 7_000, 7_000, 500, 400, 300])
-    one = strategy_of(PUBLISHED, Scheme(1, 16), Scheme(1, 4), Scheme(1, 4))
-    other = strategy_of(PUBLISHED, Scheme(1, 4), Scheme(1, 16), Scheme(1, 4))
+    one = strategy_of(PUBLISHED, ParallelConfig(1, 16), ParallelConfig(1, 4), ParallelConfig(1, 4))
+    other = strategy_of(PUBLISHED, ParallelConfig(1, 4), ParallelConfig(1, 16), ParallelConfig(1, 4))
     for strategy in (one, other):
         found = choose(lengths, [strategy], PUBLISHED)
         assert sorted(k for j in range(3) for k in found.documents(j)) == list(range(6))
@@ -193,7 +198,10 @@ def test_order_of_the_pipelines_does_not_matter():
 
 def test_the_fastest_strategy_wins_not_the_one_with_the_fewest_pipelines():
     short = np.full(200, 600)
-    wide, narrow = strategy_of(PUBLISHED, *[Scheme(1, 16)] * 4), strategy_of(PUBLISHED, *[Scheme(1, 4)] * 16)
+    wide, narrow = (
+        strategy_of(PUBLISHED, *[ParallelConfig(1, 16)] * 4),
+        strategy_of(PUBLISHED, *[ParallelConfig(1, 4)] * 16),
+    )
     ranked = rank_strategies(short, [wide, narrow], PUBLISHED)
     assert [found.strategy for found in ranked] == [1, 0] and ranked[0].ns < ranked[1].ns
     assert choose(short, [wide, narrow], PUBLISHED).strategy == 1
@@ -206,8 +214,11 @@ def test_the_fastest_strategy_wins_not_the_one_with_the_fewest_pipelines():
 
 def test_many_short_documents_are_priced_with_their_constants():
     """Two pipelines, one with a large constant: dispatch sees it."""
-    costs = {Scheme(1, 1): SchemeCost(0.0, 1.0, 10_000, 100), Scheme(1, 2): SchemeCost(0.0, 1.0, 10, 100)}
-    strategy = strategy_of(costs, Scheme(1, 1), Scheme(1, 2))
+    costs = {
+        ParallelConfig(1, 1): ConfigCost(0.0, 1.0, 10_000, 100),
+        ParallelConfig(1, 2): ConfigCost(0.0, 1.0, 10, 100),
+    }
+    strategy = strategy_of(costs, ParallelConfig(1, 1), ParallelConfig(1, 2))
     found = choose(np.full(40, 50), [strategy], costs)
     assert len(found.documents(0)) <= 2 < len(found.documents(1))
 
@@ -234,7 +245,10 @@ print(COMPILED, mixed_assignment())
 def mixed_assignment():
     """One assignment with one and several stages, and with micro-batches that count alike."""
     lengths = np.minimum(np.exp(np.random.default_rng(5).normal(6, 1.4, 40)).astype(np.int64) + 1, 20_000)
-    listed = [strategy_of(PUBLISHED, Scheme(1, 8), Scheme(2, 4)), strategy_of(PUBLISHED, Scheme(1, 8), Scheme(2, 8))]
+    listed = [
+        strategy_of(PUBLISHED, ParallelConfig(1, 8), ParallelConfig(2, 4)),
+        strategy_of(PUBLISHED, ParallelConfig(1, 8), ParallelConfig(2, 8)),
+    ]
     return [choose(lengths, listed, PUBLISHED, alike=alike) for alike in (False, True)]
 
 
@@ -255,10 +269,10 @@ def test_plain_and_compiled_agree():
 
 
 def test_a_document_that_nobody_holds_is_refused_with_the_way_out():
-    strategy = strategy_of(PUBLISHED, Scheme(1, 8), Scheme(1, 4))
+    strategy = strategy_of(PUBLISHED, ParallelConfig(1, 8), ParallelConfig(1, 4))
     with pytest.raises(SeqloomError, match=r"sequence 1 has 22000 tokens.*holds more than 21888.*--max-length 21888"):
         choose(np.array([5, 22_000]), [strategy], PUBLISHED)
-    tighter = {s: SchemeCost(c.square, c.linear, c.fixed, 1000) for s, c in PUBLISHED.items()}  # less memory than then
+    tighter = {s: ConfigCost(c.square, c.linear, c.fixed, 1000) for s, c in PUBLISHED.items()}  # less memory than then
     with pytest.raises(SeqloomError, match="holds more than 1000"):
         choose(np.array([1001]), [strategy], tighter)
     found = choose(np.array([900, 800, 700]), [strategy], tighter)

@@ -14,7 +14,14 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.plan.pipeline import stages_per_pass
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, check_strategies, plan_strategies, propose_strategies
+from seqloom.planners.hydraulis import (
+    ParallelConfig,
+    PipelineConfig,
+    Strategy,
+    check_strategies,
+    plan_strategies,
+    propose_strategies,
+)
 from seqloom.planners.hydraulis.costs import fit, may_gather, scheme_costs, switch_ns
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.setup import small_plans
@@ -26,25 +33,28 @@ GIB = 1024**3
 
 
 def alone(scheme, longest):
-    return Strategy((Pipe(scheme, tuple(range(scheme.ranks)), longest),))
+    return Strategy((PipelineConfig(scheme, tuple(range(scheme.ranks)), longest),))
 
 
 def test_a_scheme_says_so_only_where_it_is():
-    gathered = Pipe(Scheme(2, 2, 2, gathered=True), tuple(range(8)), 100)
-    assert str(gathered.scheme) == "2x2u2g" and Pipe.from_dict(json.loads(json.dumps(gathered.as_dict()))) == gathered
-    plain = replace(gathered, scheme=Scheme(2, 2, 2))
-    assert "gathered" not in plain.as_dict() and Pipe.from_dict(plain.as_dict()) == plain
+    gathered = PipelineConfig(ParallelConfig(2, 2, 2, gathered=True), tuple(range(8)), 100)
+    assert (
+        str(gathered.scheme) == "2x2u2g"
+        and PipelineConfig.from_dict(json.loads(json.dumps(gathered.as_dict()))) == gathered
+    )
+    plain = replace(gathered, scheme=ParallelConfig(2, 2, 2))
+    assert "gathered" not in plain.as_dict() and PipelineConfig.from_dict(plain.as_dict()) == plain
     with pytest.raises(SeqloomError, match="nobody to share them with; leave out gathered, or use Ulysses or a ring"):
-        Pipe(Scheme(1, 2, gathered=True), (0, 1), 100)
+        PipelineConfig(ParallelConfig(1, 2, gathered=True), (0, 1), 100)
     with pytest.raises(SeqloomError, match="has 1 for gathered; give true or false"):
-        Pipe.from_dict(gathered.as_dict() | {"gathered": 1})
+        PipelineConfig.from_dict(gathered.as_dict() | {"gathered": 1})
 
 
 def test_it_is_looked_at_where_memory_binds():
     """Not where everything can be kept anyway, not where all ranks have different slices; and it holds more."""
-    scheme = Scheme(1, 2, 1, 4)
+    scheme = ParallelConfig(1, 2, 1, 4)
     assert not may_gather(COST, scheme, 40_000) and may_gather(COST, scheme, 55_000)
-    assert not may_gather(COST, Scheme(1, 8), 200_000)
+    assert not may_gather(COST, ParallelConfig(1, 8), 200_000)
     assert not any(each.gathered for each in scheme_costs(COST, 10_000))
     stays, gathered = fit(COST, scheme), fit(COST, scheme._replace(gathered=True))
     assert gathered.longest > stays.longest and gathered.fixed > stays.fixed
@@ -60,12 +70,21 @@ def test_the_planner_gathers_where_that_beats_recomputing():
     assert found.peak_memory.max() <= COST.budget_bytes
     assert plan_bound(plan, COST) <= found.step_ns == predicted_ns(plan, COST)
     assert Plan.from_json(plan.to_json()) == plan
-    for scheme in (Scheme(1, 2, 1, 4), Scheme(1, 4, 1, 2), Scheme(1, 8), Scheme(2, 2, 2)):
+    for scheme in (
+        ParallelConfig(1, 2, 1, 4),
+        ParallelConfig(1, 4, 1, 2),
+        ParallelConfig(1, 8),
+        ParallelConfig(2, 2, 2),
+    ):
         stays = plan_strategies(lengths, COST, strategies=[alone(scheme, 225_000)])
         assert not stages_per_pass(stays.pipelines[0]) and predicted_ns(stays, COST) > found.step_ns
 
 
-@pytest.mark.parametrize("scheme", [Scheme(1, 1, 8), Scheme(2, 1, 4), Scheme(2, 2, 1, 2), Scheme(4, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [ParallelConfig(1, 1, 8), ParallelConfig(2, 1, 4), ParallelConfig(2, 2, 1, 2), ParallelConfig(4, 1, 2)],
+    ids=str,
+)
 def test_plans_of_any_scheme_fit(scheme):
     """In several micro-batches, and as the small plans that warm a run up."""
     scheme = scheme._replace(gathered=True)
@@ -108,9 +127,9 @@ def test_a_document_that_no_other_pipeline_holds_is_one_process_result(threads):
 
 
 LINES = {
-    "stages": (Scheme(2, 1, 2, gathered=True),),
-    "teams": (Scheme(1, 2, 2, gathered=True),),
-    "beside one that stays": (Scheme(1, 1, 1, 2, gathered=True), Scheme(1, 2)),
+    "stages": (ParallelConfig(2, 1, 2, gathered=True),),
+    "teams": (ParallelConfig(1, 2, 2, gathered=True),),
+    "beside one that stays": (ParallelConfig(1, 1, 1, 2, gathered=True), ParallelConfig(1, 2)),
 }
 
 
@@ -119,7 +138,9 @@ def test_plans_are_one_process_result(threads, schemes):
     step = Step((18, 17, 14, 13, 11, 9, 9, 4), tiny_spec(layers=2))
     cost = CostModel(Cluster.parse("1x4xH100"), step.spec, sharding="free", max_length=64, capacity=10)
     starts = np.cumsum([0, *(scheme.ranks for scheme in schemes)]).tolist()
-    pipes = [Pipe(each, tuple(range(a, a + each.ranks)), 40) for each, a in zip(schemes, starts, strict=False)]
+    pipes = [
+        PipelineConfig(each, tuple(range(a, a + each.ranks)), 40) for each, a in zip(schemes, starts, strict=False)
+    ]
     plan = plan_strategies(np.array(step.lengths), cost, strategies=[Strategy(tuple(pipes))])
     plan.validate()
     passing = [line for line in plan.pipelines if stages_per_pass(line)]

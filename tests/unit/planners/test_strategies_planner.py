@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.api import cost_model
-from seqloom.cost.resharding import relay_times
+from seqloom.cost.resharding import reshard_times
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.hydraulis import (
-    Pipe,
-    Scheme,
+    ParallelConfig,
+    PipelineConfig,
     Strategy,
     check_strategies,
     plan_strategies,
@@ -35,12 +35,12 @@ def strategy_of(*schemes, longest=200_000):
     """Pipelines of these schemes on ranks that follow each other."""
     pipes, start = [], 0
     for scheme in schemes:
-        pipes.append(Pipe(scheme, tuple(range(start, start + scheme.ranks)), longest))
+        pipes.append(PipelineConfig(scheme, tuple(range(start, start + scheme.ranks)), longest))
         start += scheme.ranks
     return Strategy(tuple(pipes))
 
 
-MIXED = strategy_of(Scheme(2, 2), Scheme(1, 2), Scheme(1, 1), Scheme(1, 1))
+MIXED = strategy_of(ParallelConfig(2, 2), ParallelConfig(1, 2), ParallelConfig(1, 1), ParallelConfig(1, 1))
 
 
 def test_a_plan_has_the_strategy_s_stages_and_degrees():
@@ -61,7 +61,7 @@ def test_it_repeats_and_takes_plain_values():
 
 
 def test_the_best_of_several_is_taken():
-    several = [strategy_of(Scheme(8, 1)), MIXED, strategy_of(*[Scheme(1, 1)] * 8)]
+    several = [strategy_of(ParallelConfig(8, 1)), MIXED, strategy_of(*[ParallelConfig(1, 1)] * 8)]
     best = predicted_ns(plan_strategies(LENGTHS, COST, strategies=several), COST)
     assert best <= min(predicted_ns(plan_strategies(LENGTHS, COST, strategies=[one]), COST) for one in several)
 
@@ -71,8 +71,10 @@ def test_strategies_that_are_given_up_early_would_not_have_won(monkeypatch, seed
     """Against every candidate planned to the end and searched in full."""
     several = [
         MIXED,
-        strategy_of(Scheme(2, 1), Scheme(2, 1), Scheme(1, 2), Scheme(1, 1), Scheme(1, 1)),
-        strategy_of(Scheme(4, 1), *[Scheme(1, 1)] * 4),
+        strategy_of(
+            ParallelConfig(2, 1), ParallelConfig(2, 1), ParallelConfig(1, 2), ParallelConfig(1, 1), ParallelConfig(1, 1)
+        ),
+        strategy_of(ParallelConfig(4, 1), *[ParallelConfig(1, 1)] * 4),
     ]
     lengths = sample("commoncrawl", 12, seed=seed, max_length=20_000)
     found = predicted_ns(plan_strategies(lengths, COST, strategies=several), COST)
@@ -121,23 +123,31 @@ def test_any_legal_strategy_gives_a_valid_plan(data):
 
 
 def test_a_switch_costs_more_the_more_every_rank_holds():
-    whole, cut = strategy_of(*[Scheme(1, 1)] * 8), strategy_of(Scheme(1, 8))
+    whole, cut = strategy_of(*[ParallelConfig(1, 1)] * 8), strategy_of(ParallelConfig(1, 8))
     assert 0 < switch_ns(cut, COST) < switch_ns(whole, COST)
     plan = plan_strategies(LENGTHS, COST, strategies=[whole])
-    relay = relay_times(COST, plan.pipelines)
+    relay = reshard_times(COST, plan.pipelines)
     assert switch_ns(whole, COST) == round(relay.first + relay.last)
 
 
 def test_neighbours_of_one_kind_are_planned_together():
-    found = list(blocks(strategy_of(Scheme(1, 2), Scheme(1, 2), Scheme(1, 1, 2), *[Scheme(1, 1)] * 2), 8, 8))
+    found = list(
+        blocks(
+            strategy_of(
+                ParallelConfig(1, 2), ParallelConfig(1, 2), ParallelConfig(1, 1, 2), *[ParallelConfig(1, 1)] * 2
+            ),
+            8,
+            8,
+        )
+    )
     assert [(block.start, block.ranks, block.pipelines) for block in found] == [(0, 4, (0, 1)), (4, 4, (2, 3, 4))]
-    staged = list(blocks(strategy_of(Scheme(2, 1), Scheme(2, 1), Scheme(1, 4)), 8, 8))
+    staged = list(blocks(strategy_of(ParallelConfig(2, 1), ParallelConfig(2, 1), ParallelConfig(1, 4)), 8, 8))
     assert [block.ranks for block in staged] == [2, 2, 4]
 
 
 def test_prices_are_near_the_cost_model():
     """Documents alone on a rank, on heads, on positions and in a team: within a tenth over all lengths."""
-    for scheme in (Scheme(1, 1), Scheme(1, 1, 4), Scheme(1, 2), Scheme(1, 1, 1, 2)):
+    for scheme in (ParallelConfig(1, 1), ParallelConfig(1, 1, 4), ParallelConfig(1, 2), ParallelConfig(1, 1, 1, 2)):
         priced = fit(COST, scheme)
         inside = COST.on_ranks(scheme.ranks, scheme.tensor)
         lengths = np.array([512, 4096, 16_384, 65_536])
@@ -169,10 +179,13 @@ def test_proposals_are_legal_and_survive_a_file():
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        (strategy_of(Scheme(1, 4)), "leaves out rank 4.*4 of 8 ranks"),
-        (strategy_of(*[Scheme(1, 4)] * 3), "names rank 8"),
-        (strategy_of(Scheme(1, 1), Scheme(1, 2), Scheme(1, 4), Scheme(1, 1)), "nearest place is 0 to 1"),
-        (strategy_of(Scheme(1, 3), Scheme(1, 4), Scheme(1, 1)), "3 ranks in nodes of 8"),
+        (strategy_of(ParallelConfig(1, 4)), "leaves out rank 4.*4 of 8 ranks"),
+        (strategy_of(*[ParallelConfig(1, 4)] * 3), "names rank 8"),
+        (
+            strategy_of(ParallelConfig(1, 1), ParallelConfig(1, 2), ParallelConfig(1, 4), ParallelConfig(1, 1)),
+            "nearest place is 0 to 1",
+        ),
+        (strategy_of(ParallelConfig(1, 3), ParallelConfig(1, 4), ParallelConfig(1, 1)), "3 ranks in nodes of 8"),
     ],
 )
 def test_strategies_that_do_not_suit_the_cluster_are_refused(strategy, why):
@@ -183,19 +196,19 @@ def test_strategies_that_do_not_suit_the_cluster_are_refused(strategy, why):
 def test_strategies_that_do_not_suit_the_model_are_refused():
     deep = cost_model("5x8xH100", "qwen3-0.6b", sharding="free")
     with pytest.raises(SeqloomError, match=r"40 stages for the 28 layers.*at most 28"):
-        check_strategies([strategy_of(Scheme(40, 1))], deep)
+        check_strategies([strategy_of(ParallelConfig(40, 1))], deep)
     wide = cost_model("2x8xH100", "qwen3-0.6b", sharding="free")
     with pytest.raises(SeqloomError, match=r"tensor degree 16; it must divide.*use 8"):
-        check_strategies([strategy_of(Scheme(1, 16))], wide)
+        check_strategies([strategy_of(ParallelConfig(1, 16))], wide)
     with pytest.raises(SeqloomError, match="no strategies"):
         check_strategies([], COST)
     with pytest.raises(SeqloomError, match=r"16 heads.*over 32 ranks"):
-        check_strategies([strategy_of(Scheme(1, 1, 32))], cost_model("4x8xH100", "qwen3-0.6b", sharding="free"))
+        check_strategies([strategy_of(ParallelConfig(1, 1, 32))], cost_model("4x8xH100", "qwen3-0.6b", sharding="free"))
 
 
 def test_documents_that_no_candidate_holds_are_refused():
     with pytest.raises(SeqloomError, match=r"has 9000 tokens.*1 candidate.*holds more than 5000.*--max-length 5000"):
-        plan_strategies(np.array([9000]), COST, strategies=[strategy_of(*[Scheme(1, 1)] * 8, longest=5000)])
+        plan_strategies(np.array([9000]), COST, strategies=[strategy_of(*[ParallelConfig(1, 1)] * 8, longest=5000)])
     with pytest.raises(SeqloomError, match="--max-length"):
         propose_strategies(np.array([10**9]), COST)
 
@@ -227,7 +240,7 @@ def test_files_that_are_no_list_of_strategies_are_refused(text, why):
     ],
 )
 def test_pipelines_that_contradict_themselves_are_refused(change, why):
-    plain = strategy_of(Scheme(1, 1), Scheme(1, 1)).as_dict()
+    plain = strategy_of(ParallelConfig(1, 1), ParallelConfig(1, 1)).as_dict()
     plain["pipelines"][0] |= change
     with pytest.raises(SeqloomError, match=why):
         Strategy.from_dict(plain)

@@ -8,12 +8,12 @@ import pytest
 
 from seqloom.errors import SeqloomError
 from seqloom.planners.hydraulis.assign import choose
-from seqloom.planners.hydraulis.config import Scheme, SchemeCost, check_placement, fits_nodes, placed
+from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, check_placement, fits_nodes, placed
 from seqloom.planners.hydraulis.propose import NEVER, Histogram, interval_times, partition, propose
 from seqloom.planners.published.hydraulis import published_model
 from support.exhaustive_strategies import all_mixtures, best_assignment
 
-SMALL = (Scheme(1, 1), Scheme(1, 2), Scheme(2, 1), Scheme(1, 4))
+SMALL = (ParallelConfig(1, 1), ParallelConfig(1, 2), ParallelConfig(2, 1), ParallelConfig(1, 4))
 LONGEST = {
     "32b": {(1, 4): 1920, (2, 2): 3968, (2, 4): 6272, (2, 6): 7040, (4, 1): 7808, (4, 2): 12416, (4, 4): 14592,
             (4, 6): 15360, (8, 1): 21888, (8, 2): 25856, (8, 3): 27264, (8, 4): 27904, (16, 1): 43520},
@@ -27,9 +27,14 @@ LONGEST = {
 def drawn_costs(draw):
     """Schemes of 1, 2, 2 and 4 ranks: wider ones hold more and are a little less efficient."""
     base = int(draw.integers(300, 900))
-    rooms = {Scheme(1, 1): base, Scheme(1, 2): 2 * base + 300, Scheme(2, 1): 2 * base, Scheme(1, 4): 5 * base}
+    rooms = {
+        ParallelConfig(1, 1): base,
+        ParallelConfig(1, 2): 2 * base + 300,
+        ParallelConfig(2, 1): 2 * base,
+        ParallelConfig(1, 4): 5 * base,
+    }
     return {
-        s: SchemeCost(
+        s: ConfigCost(
             float(draw.uniform(0.001, 0.01)) / s.ranks,
             float(10 * draw.uniform(1, 1.25) / s.ranks),
             int(draw.integers(50, 900)),
@@ -121,7 +126,7 @@ def test_a_short_list_for_a_data_set():
 @pytest.mark.parametrize(("ranks", "node"), [(64, 8), (24, 8), (12, 6), (16, 4)])
 def test_pipelines_lie_in_aligned_blocks(ranks, node):
     costs = {
-        Scheme(stages, 1, width): SchemeCost(0.0, 1.0, 1, 100 * width)
+        ParallelConfig(stages, 1, width): ConfigCost(0.0, 1.0, 1, 100 * width)
         for stages in (1, 2, 3)
         for width in (1, 2, 3, 4, 6, 8, 16, 24)
     }

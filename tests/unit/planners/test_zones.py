@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cost import CostModel, Shape
+from seqloom.cost import CostModel, GroupShape
 from seqloom.describe import Cluster, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
@@ -119,10 +119,10 @@ def test_more_fillings_are_not_worse_for_a_round():
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        (Shape(1, 2), (1, 3)),  # a ring may have any ranks of a node
-        (Shape(2, 1), (4, 5)),  # a Ulysses block is aligned: 2-3 has a busy rank, 6-7 no room
-        (Shape(2, 2), (4, 5, 6, 7)),
-        (Shape(4, 2), tuple(range(8))),
+        (GroupShape(1, 2), (1, 3)),  # a ring may have any ranks of a node
+        (GroupShape(2, 1), (4, 5)),  # a Ulysses block is aligned: 2-3 has a busy rank, 6-7 no room
+        (GroupShape(2, 2), (4, 5, 6, 7)),
+        (GroupShape(4, 2), tuple(range(8))),
     ],
 )
 def test_the_least_loaded_ranks_that_a_shape_may_have(shape, expected):

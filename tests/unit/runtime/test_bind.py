@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.dist import Alone, run_ranks
+from seqloom.dist import SingleRankTransport, run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import Transformer
-from seqloom.models.adapter import Network
-from seqloom.plan import Checkpoint, Group, Part, Pipeline, Reduce, Round, Sharding, Stage, Work
+from seqloom.models.adapter import ModelAdapter
+from seqloom.plan import Checkpoint, Group, LayerRange, Pipeline, Reduce, Round, Sharding, Stage, StageMicroBatch
 from seqloom.schedules import schedule_of
 from support.steps import one_stage_plan, tiny_spec
 
@@ -72,7 +72,7 @@ def side_by_side():
     """Ranks 0 to 3: one stage of two teams. Ranks 4 and 5: two stages, two rounds. Ranks 6 and 7: nothing."""
     plan = one_stage_plan([[Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 9),))]], ranks=8, reduce=Reduce.STEP)
     team = replace(plan.pipelines[0], stages=(Stage((0, 1, 2, 3), (0, 2), 2),))
-    works = [[Work((Group((r,), 1, 1, (Span(k, 0, 5),)),), Checkpoint.NONE) for r in (4, 5)] for k in (1, 2)]
+    works = [[StageMicroBatch((Group((r,), 1, 1, (Span(k, 0, 5),)),), Checkpoint.NONE) for r in (4, 5)] for k in (1, 2)]
     schedule = schedule_of("1f1b", 2, 2)
     stages = (Stage((4,), (0, 1)), Stage((5,), (1, 2)))
     line = Pipeline(stages, tuple(Round(tuple(each)) for each in works), schedule.rows_of_plan())
@@ -89,7 +89,7 @@ def test_a_rank_runs_its_own_pipeline_or_nothing():
     assert [each.tokens for each in found] == [3, 2, 2, 2, 10, 10, 0, 0]
     assert [list(each.stages) for each in found[4:]] == [[0], [1], [], []]
     assert found[5].actions == plan.pipelines[1].actions[1] and found[6].actions == ()
-    assert found[5].rounds[1].part == Part(1, 2, 2)
+    assert found[5].rounds[1].part == LayerRange(1, 2, 2)
     assert [each.progress.place() for each in found[3:7:3]] == [
         "rank 3 is at the end of its row of pipeline 0",
         "rank 6 is at the end of its row",
@@ -109,7 +109,7 @@ def test_teams_come_from_the_tensor_degree_of_the_stage():
 
 def test_a_plan_for_other_ranks_is_refused():
     with pytest.raises(SeqloomError, match="a plan for 4 ranks on 1: start 4"):
-        bind_plan(one_stage_plan(ROUNDS, ranks=4), Alone())
+        bind_plan(one_stage_plan(ROUNDS, ranks=4), SingleRankTransport())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -118,7 +118,7 @@ def test_index_work_of_every_kind_of_layer_is_done_before_the_first(dtype):
     plan = one_stage_plan(ROUNDS, ranks=4, layers=3, sharding=Sharding.FULL)
 
     def body(transport):
-        network = Network.of(Transformer(spec, dtype=dtype))
+        network = ModelAdapter.of(Transformer(spec, dtype=dtype))
         found = bind_plan(plan, transport, prepare=lambda context: network.prepare(context, dtype))
         counts = []
         for each in found.rounds:

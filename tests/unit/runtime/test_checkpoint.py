@@ -9,13 +9,13 @@ import torch
 from seqloom.attention import attention
 from seqloom.attention.kernels.dispatch import default
 from seqloom.cost.compute import layer_values
-from seqloom.dist import Counting, run_ranks
+from seqloom.dist import CountingTransport, run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
 from seqloom.models import Transformer
 from seqloom.models import recompute as module
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, Method, Sharding
 from support.steps import Step, one_stage_plan, tiny_spec
@@ -38,8 +38,8 @@ def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE, **options
     plan = one_stage_plan([groups], ranks=4, node_size=node_size, checkpoint=checkpoint, sharding=sharding)
 
     def body(transport):
-        counting = Counting(transport)
-        network = Network.of(STEP.model())
+        counting = CountingTransport(transport)
+        network = ModelAdapter.of(STEP.model())
         recompute_layers(network.layers, **options)
         context = bind_plan(plan, counting).rounds[0].context
         if context is None:
@@ -204,7 +204,7 @@ def test_nothing_is_recomputed_without_gradients():
     plan = one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint.FULL)
 
     def body(transport):
-        network = Network.of(STEP.model())
+        network = ModelAdapter.of(STEP.model())
         recompute_layers(network.layers)
         context = bind_plan(plan, transport).rounds[0].context
         with torch.no_grad():
@@ -217,7 +217,7 @@ def test_backward_twice_through_a_kept_graph_recomputes_twice():
     plan = one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint.SELECTIVE)
 
     def body(transport):
-        network = Network.of(STEP.model())
+        network = ModelAdapter.of(STEP.model())
         recompute_layers(network.layers)
         context = bind_plan(plan, transport).rounds[0].context
         loss = LossOf(network)(*STEP.rows()(context), context)

@@ -8,12 +8,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from seqloom.attention.kernels.dispatch import default
-from seqloom.dist import Alone, bind_alone
+from seqloom.dist import SingleRankTransport, bind_single_rank
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group
@@ -43,7 +43,7 @@ def alone_plan(step, checkpoint):
 
 
 def compiled(step):
-    network = Network.of(step.model())
+    network = ModelAdapter.of(step.model())
     compile_layers(network.layers, backend=TRACED)
     recompute_layers(network.layers)
     return network
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_plain_layers(fresh):
     step = replace(STEP, spec=tiny_spec(windows=(None, 6)), details=Details(qk_norm=True, qkv_bias=True))
     wanted = step.alone()
     for checkpoint in KINDS:
-        found = step.spread(alone_plan(step, checkpoint), Alone(), backend=TRACED)
+        found = step.spread(alone_plan(step, checkpoint), SingleRankTransport(), backend=TRACED)
         assert found.worst(wanted) < 1e-9, checkpoint
     assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
 
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_plain_layers(fresh):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs g++")
 def test_machine_code_gives_the_same_numbers(fresh):
     step = replace(STEP, lengths=(20, 9, 17, 3))
-    found = step.spread(alone_plan(step, KINDS), Alone(), backend="inductor")
+    found = step.spread(alone_plan(step, KINDS), SingleRankTransport(), backend="inductor")
     assert found.worst(step.alone()) < 1e-9
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
@@ -79,7 +79,7 @@ def test_fresh_lengths_compile_nothing(fresh):
     network = compiled(STEP)
     graphs = []
     for lengths in ((16,), (5, 6), (4,), (100, 3), (), (8, 9), (), (1,), (33,), (1,), (2,)):
-        context = bind_alone(lengths)
+        context = bind_single_rank(lengths)
         loss = LossOf(network)(torch.arange(context.tokens) % 23, torch.arange(context.tokens) % 7, context)
         loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
@@ -118,7 +118,7 @@ def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forward
     monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: kernel)
     step = replace(STEP, lengths=(20, 9))
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
-    once(compiled(step), step, bind_plan(plan, Alone()).rounds[0].context)
+    once(compiled(step), step, bind_plan(plan, SingleRankTransport()).rounds[0].context)
     assert (kernel.calls.count("forward"), kernel.calls.count("backward")) == (forwards * LAYERS, LAYERS)
 
 
@@ -126,7 +126,7 @@ def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forward
 def test_nothing_is_left_behind_with_or_without_a_backward(checkpoint, held_tickets):
     step = replace(STEP, lengths=(20, 9))
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
-    network, context = compiled(step), bind_plan(plan, Alone()).rounds[0].context
+    network, context = compiled(step), bind_plan(plan, SingleRankTransport()).rounds[0].context
     once(network, step, context)
     loss = LossOf(network)(*step.rows()(context), context)
     kept = len(held_tickets)

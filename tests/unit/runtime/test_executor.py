@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.dist import Alone, run_ranks
+from seqloom.dist import SingleRankTransport, run_ranks
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models.adapter import Network
-from seqloom.params.interface import Replicated, scale_gradients
+from seqloom.models.adapter import ModelAdapter
+from seqloom.params.interface import ReplicatedParameters, scale_gradients
 from seqloom.plan import Checkpoint, Group, Reduce, Sharding
 from support.steps import Step, one_stage_plan, open_together, tiny_spec
 
@@ -65,7 +65,10 @@ def test_the_result_has_the_numbers_of_the_step():
 
     def body(transport):
         return run_step(
-            bind_plan(plan, transport), Replicated(Network.of(STEP.model()), transport), STEP.rows(), STEP.valid
+            bind_plan(plan, transport),
+            ReplicatedParameters(ModelAdapter.of(STEP.model()), transport),
+            STEP.rows(),
+            STEP.valid,
         )
 
     results = run_ranks(4, body)
@@ -81,8 +84,8 @@ def test_steps_follow_each_other_and_optimisers_step():
 
     def train(plan):
         def body(transport):
-            network = Network.of(STEP.model())
-            parameters = Replicated(network, transport, chunk=7)
+            network = ModelAdapter.of(STEP.model())
+            parameters = ReplicatedParameters(network, transport, chunk=7)
             optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.05)
             losses = []
             for _ in range(3):
@@ -103,7 +106,7 @@ def test_evaluation_is_the_same_loss_without_gradients():
     plan = one_stage_plan(ROUNDS, ranks=4, checkpoint=Checkpoint.FULL)
 
     def body(transport):
-        parameters = Replicated(Network.of(STEP.model()), transport)
+        parameters = ReplicatedParameters(ModelAdapter.of(STEP.model()), transport)
         loss = evaluate(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
         return loss, [parameter.grad for parameter in parameters.masters().values()]
 
@@ -118,7 +121,7 @@ def test_frozen_parameters_are_neither_summed_nor_counted():
         model = STEP.model()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("q_proj" in name)
-        parameters = Replicated(Network.of(model), transport)
+        parameters = ReplicatedParameters(ModelAdapter.of(model), transport)
         run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
         return dict(parameters.gradients())
 
@@ -131,8 +134,8 @@ def test_frozen_parameters_are_neither_summed_nor_counted():
 def run_alone(step=STEP, *, rows=None, valid=None, sharers=None):
     spans = tuple(Span(k, 0, n) for k, n in enumerate(step.lengths))
     plan = one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1)
-    parameters = Replicated(Network.of(step.model()), Alone())
-    bound = bind_plan(plan, Alone())
+    parameters = ReplicatedParameters(ModelAdapter.of(step.model()), SingleRankTransport())
+    bound = bind_plan(plan, SingleRankTransport())
     return run_step(bound, parameters, rows or step.rows(), step.valid if valid is None else valid)
 
 
@@ -146,17 +149,17 @@ def test_bad_input_is_refused():
     with pytest.raises(SeqloomError, match="label 22 with a vocabulary of 22"):
         run_alone(replace(STEP, spec=tiny_spec(vocabulary=22)), rows=lambda c: (c.positions * 0, c.positions * 0 + 22))
     with pytest.raises(SeqloomError, match="Linear is not the reference transformer"):
-        Network.of(torch.nn.Linear(2, 2))
+        ModelAdapter.of(torch.nn.Linear(2, 2))
 
 
 def test_shards_on_ranks_that_skip_rounds_are_refused():
     plan = one_stage_plan(ROUNDS, ranks=4, node_size=2, sharding=Sharding.HYBRID)
 
-    class Sharing(Replicated):
+    class Sharing(ReplicatedParameters):
         sharers = (0, 1, 2, 3)
 
     def body(transport):
-        parameters = Sharing(Network.of(STEP.model()), transport)
+        parameters = Sharing(ModelAdapter.of(STEP.model()), transport)
         return run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
 
     with pytest.raises(SeqloomError, match=r"hybrid sharding, in which rank \d runs the rounds of ranks"):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import Alone, Counting, bind_alone
+from seqloom.dist import CountingTransport, SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models import Network
+from seqloom.models import ModelAdapter
 from seqloom.models.adapter import LossOf
-from seqloom.params import FreeLayout, Replicated
+from seqloom.params import ReplicatedParameters, ReshardingParameters
 from seqloom.params.interface import check_fixed
 from seqloom.params.resharding import Passes
 from seqloom.plan import Group, Reduce, Sharding
@@ -42,7 +42,7 @@ def test_one_model_runs_plans_of_any_shape(threads):
 
     def body(transport):
         network = made_ready(STEP.network())
-        parameters = FreeLayout(network, transport)
+        parameters = ReshardingParameters(network, transport)
         before = [id(each) for each in (*network.module.modules(), *network.module.parameters())]
         found, shares = [], []
         for each in shapes:
@@ -83,7 +83,7 @@ def test_stages_may_be_gathered_for_every_pass(threads, name):
 
     def body(transport):
         network = made_ready(step.network())
-        parameters, found, held = FreeLayout(network, transport), [], []
+        parameters, found, held = ReshardingParameters(network, transport), [], []
         for each in (plan, whole, plan):
             result = run(each, transport, parameters, step)
             gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
@@ -146,8 +146,8 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
     def body(transport):
         found, sent, others = [], [], range(2, 4) if transport.rank < 2 else range(2)
         for plan in plans:
-            counting = Counting(transport)
-            parameters = FreeLayout(made_ready(step.network()), counting)
+            counting = CountingTransport(transport)
+            parameters = ReshardingParameters(made_ready(step.network()), counting)
             result = run(plan, transport, parameters, step)
             sent.append(sum(counting.bytes_to(peer) for peer in others))
             gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
@@ -162,7 +162,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
 
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
     def body(transport):
-        parameters = FreeLayout(made_ready(STEP.network()), transport)
+        parameters = ReshardingParameters(made_ready(STEP.network()), transport)
         losses = [evaluate(bind_plan(planned(*TEAMS), transport), parameters, STEP.rows(), STEP.valid)]
         losses.append(run(planned(Shape(1, 2, 2)), transport, parameters).loss)
         norm = float(parameters.gradient_norm())
@@ -182,7 +182,7 @@ def test_what_does_not_learn_has_no_gradient(threads):
     def body(transport):
         found = []
         for shapes in (TEAMS, (Shape(3),)):
-            parameters = FreeLayout(freeze(made_ready(STEP.network())), transport)
+            parameters = ReshardingParameters(freeze(made_ready(STEP.network())), transport)
             run(planned(*shapes), transport, parameters)
             found.append(dict(parameters.gradients()))
             assert parameters.masters().keys() == found[-1].keys()
@@ -201,7 +201,7 @@ def test_half_precision_adds_up_in_float32(threads):
     step = replace(STEP, dtype=torch.float32)
 
     def body(transport):
-        parameters = FreeLayout(made_ready(step.network()), transport, compute=torch.bfloat16)
+        parameters = ReshardingParameters(made_ready(step.network()), transport, compute=torch.bfloat16)
         result = run(planned(*TEAMS), transport, parameters, step)
         assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
         assert {each.dtype for each in parameters.computing()} == {torch.bfloat16}
@@ -251,7 +251,7 @@ def test_parameters_and_gradients_travel_while_layers_compute(threads):
         log, network = [], step.network()
         for number, layer in enumerate(network.layers):
             layer.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
-        parameters = FreeLayout(network, Recording(transport, log))
+        parameters = ReshardingParameters(network, Recording(transport, log))
         for number, layer in enumerate(network.layers):
             layer.input_layernorm.weight.register_hook(lambda _, number=number: log.append(f"backward {number}"))
         run(plan, transport, parameters, step)
@@ -271,14 +271,14 @@ def test_parameters_and_gradients_travel_while_layers_compute(threads):
 
 def test_a_single_rank_computes_with_the_masters():
     step = replace(STEP, spec=tiny_spec())
-    parameters = FreeLayout(step.network(), Alone())
-    found = run(planned(Shape(), ranks=1, step=step), Alone(), parameters, step)
+    parameters = ReshardingParameters(step.network(), SingleRankTransport())
+    found = run(planned(Shape(), ranks=1, step=step), SingleRankTransport(), parameters, step)
     assert found.loss == pytest.approx(step.alone().loss, rel=1e-12)
     masters, copies = parameters.masters().values(), parameters.computing()
     assert [each.data_ptr() for each in masters] == [each.data_ptr() for each in copies]
 
 
-def message(threads, plan, make=FreeLayout, step=STEP):
+def message(threads, plan, make=ReshardingParameters, step=STEP):
     def body(transport):
         return run(plan, transport, make(made_ready(step.network()), transport), step)
 
@@ -298,7 +298,7 @@ def test_plans_that_do_not_suit_are_refused(threads):
     assert absent in message(threads, gathered_per_pass(some, (0,)))
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
-    assert "tensor degree 2 for parameters that every rank" in message(threads, free, Replicated)
+    assert "tensor degree 2 for parameters that every rank" in message(threads, free, ReplicatedParameters)
     with pytest.raises(SeqloomError, match="for parameters that stay where they were placed; use FreeLayout"):
         check_fixed(free)
     with pytest.raises(SeqloomError, match="tensor degree 2 for parameters that every rank"):
@@ -311,29 +311,29 @@ def test_layers_that_are_not_called_as_modules_are_refused():
         """The same model, whose last layers nobody calls."""
         decoder = network.module.model
         hidden = lambda ids, c: decoder.norm(decoder.body(decoder.embed(ids, c.positions), c.positions, c, 0, 2))  # noqa: E731
-        return Network(network.module, network.layers, hidden, network.head)
+        return ModelAdapter(network.module, network.layers, hidden, network.head)
 
     plan = planned(Shape(), ranks=1)
     with pytest.raises(SeqloomError, match=r"layers 0 to 2 have run before model.layers.2.\S+ was there"):
-        run(plan, Alone(), FreeLayout(around(STEP.network()), Alone()))
+        run(plan, SingleRankTransport(), ReshardingParameters(around(STEP.network()), SingleRankTransport()))
 
 
 def test_gradients_without_a_plan_are_refused():
     with pytest.raises(SeqloomError, match=r"call arrange\(plan\) first"):
-        FreeLayout(STEP.network(), Alone()).finish()
+        ReshardingParameters(STEP.network(), SingleRankTransport()).finish()
 
 
 def test_models_without_a_free_layout_are_refused():
     mixed, scalar = STEP.network(), STEP.network()
     mixed.module.model.norm.to(torch.float32)
     with pytest.raises(SeqloomError, match="added up in one dtype"):
-        FreeLayout(mixed, Alone())
+        ReshardingParameters(mixed, SingleRankTransport())
     mixed.module.to(torch.float32).model.norm.to(torch.bfloat16)
     with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as compute="):
-        FreeLayout(mixed, Alone())
+        ReshardingParameters(mixed, SingleRankTransport())
     scalar.module.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
     with pytest.raises(SeqloomError, match="parameter scale has no axis"):
-        FreeLayout(scalar, Alone())
+        ReshardingParameters(scalar, SingleRankTransport())
 
 
 @pytest.mark.parametrize("shapes", [TEAMS, (Shape(1, 2, 2),)])
@@ -342,14 +342,14 @@ def test_models_of_transformers(threads, shapes):
     from seqloom.integrations.transformers import network as described
 
     made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
-    context = bind_alone(STEP.lengths)
+    context = bind_single_rank(STEP.lengths)
     loss = LossOf(made[4])(*STEP.rows()(context), context) / STEP.valid
     loss.backward()
     gradients = {name: each.grad for name, each in made[4].module.named_parameters()}
     wanted = Found(loss.item(), torch.stack([each.norm() for each in gradients.values()]).norm().item(), gradients)
 
     def body(transport):
-        parameters = FreeLayout(made_ready(made[transport.rank]), transport)
+        parameters = ReshardingParameters(made_ready(made[transport.rank]), transport)
         result = run(planned(*shapes), transport, parameters)
         return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
 

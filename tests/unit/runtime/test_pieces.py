@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from seqloom.attention.context_parallel import Carry
-from seqloom.dist import Alone, bind, bind_alone
+from seqloom.attention.context_parallel import KVCache
+from seqloom.dist import SingleRankTransport, bind, bind_single_rank
 from seqloom.layout import Span
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Step, tiny_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:torch")  # its compiler does what it warns others of
@@ -23,17 +23,17 @@ ROUNDS = ((PIECES[0],), (PIECES[1], Span(1, 0, 4)), (Span(2, 0, 7), PIECES[2]))
 def whole():
     """Gradients of one call over whole documents."""
     network = STEP.network()
-    context = bind_alone(STEP.lengths)
+    context = bind_single_rank(STEP.lengths)
     LossOf(network)(*STEP.rows()(context), context).backward()
     return [parameter.grad for parameter in network.module.parameters()]
 
 
 def in_pieces(network, checkpoint):
     """Gradients of three calls, forward in order and backward in reverse."""
-    carry, losses = Carry(), []
+    carry, losses = KVCache(), []
     for spans in ROUNDS:
-        work = Work((Group((0,), 1, 1, spans),), checkpoint)
-        context = bind(work, Alone(), pieces={0: PIECES}, carry=carry)
+        work = StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint)
+        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, carry=carry)
         losses.append(LossOf(network)(*STEP.rows()(context), context))
     for loss in reversed(losses):
         loss.backward()
@@ -50,7 +50,7 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_layers_keep_their_keys_apart(checkpoint):
-    network = Network.of(STEP.model())
+    network = ModelAdapter.of(STEP.model())
     recompute_layers(network.layers)
     assert_same(in_pieces(network, checkpoint), whole())
 
@@ -58,7 +58,7 @@ def test_layers_keep_their_keys_apart(checkpoint):
 def test_one_compiled_graph_serves_all_layers(held_tickets):
     torch._dynamo.reset()
     counters.clear()
-    network = Network.of(STEP.model())
+    network = ModelAdapter.of(STEP.model())
     compile_layers(network.layers, backend="aot_eager")
     recompute_layers(network.layers)
     for checkpoint in (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL):

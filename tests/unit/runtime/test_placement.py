@@ -5,9 +5,9 @@ import torch
 
 from seqloom.errors import SeqloomError
 from seqloom.models import Transformer
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.params.placement import Placement, held_by, keep_only
-from seqloom.plan import Part, Sharding, Stage
+from seqloom.plan import LayerRange, Sharding, Stage
 from support.steps import Step, tiny_spec
 
 STEP = Step((3,), tiny_spec(layers=4, tied=True))
@@ -22,9 +22,9 @@ def test_a_v_of_two_hosts():
     low, high = (0, 1, 2, 3), (4, 5, 6, 7)
     placement = Placement(stages(1, 1, 1, 1, ranks=(low, high, high, low)), Sharding.HYBRID, 2)
     assert placement.hosts == (low, high) and placement.layers == 4
-    assert placement.parts_of(3) == (Part(0, 1, 4), Part(3, 4, 4)) and placement.parts_of(4) == (
-        Part(1, 2, 4),
-        Part(2, 3, 4),
+    assert placement.parts_of(3) == (LayerRange(0, 1, 4), LayerRange(3, 4, 4)) and placement.parts_of(4) == (
+        LayerRange(1, 2, 4),
+        LayerRange(2, 3, 4),
     )
     assert placement.table(8).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
@@ -41,12 +41,12 @@ def test_hosts_that_do_not_fit_are_refused():
         Placement(stages(2, 2, ranks=((0, 1, 2), (3, 4, 5))), Sharding.FULL, 2).table(8)
 
 
-@pytest.mark.parametrize("parts", [(Part(0, 1, 4),), (Part(1, 2, 4), Part(3, 4, 4))])
+@pytest.mark.parametrize("parts", [(LayerRange(0, 1, 4),), (LayerRange(1, 2, 4), LayerRange(3, 4, 4))])
 def test_a_part_of_a_model_has_the_values_of_the_whole(parts):
     """What is tied stays tied."""
     whole = Transformer(STEP.spec, seed=5)
-    wanted = {name: each.detach().clone() for name, each in held_by(Network.of(whole), parts).items()}
-    keep_only(Network.of(whole), parts)
+    wanted = {name: each.detach().clone() for name, each in held_by(ModelAdapter.of(whole), parts).items()}
+    keep_only(ModelAdapter.of(whole), parts)
     own = dict(whole.named_parameters())
     assert [*own] == [name for name, _ in Transformer(STEP.spec, device="meta").named_parameters()]
     assert {name for name, each in own.items() if not each.is_meta} == wanted.keys()

@@ -7,7 +7,7 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.attention.kernels.dispatch import default
-from seqloom.dist import Counting, run_ranks
+from seqloom.dist import CountingTransport, run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
@@ -41,7 +41,7 @@ def traffic(plan, **options):
     """Calls of all-to-all, its elements from this rank and calls of exchange, forward and backward, on every rank."""
 
     def body(transport):
-        counting, network = Counting(transport), STEP.network()
+        counting, network = CountingTransport(transport), STEP.network()
         recompute_layers(network.layers, **options)
         context = bind_plan(plan, counting).rounds[0].context
         counting.reset()

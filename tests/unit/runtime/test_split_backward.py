@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqloom.dist import Alone
+from seqloom.dist import SingleRankTransport
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -99,7 +99,7 @@ def test_units_in_flight_get_their_weights_gradients_in_any_order(dtype, wants):
 def test_layers_that_recompute(kind):
     step = Step((12, 5), tiny_spec(), Details(qkv_bias=True, qk_norm=True), dtype=torch.float32)
     group = Group((0,), 1, 1, tuple(Span(k, 0, n) for k, n in enumerate(step.lengths)))
-    context = bind_plan(one_stage_plan([[group]], ranks=1, checkpoint=kind), Alone()).rounds[0].context
+    context = bind_plan(one_stage_plan([[group]], ranks=1, checkpoint=kind), SingleRankTransport()).rounds[0].context
     networks = [step.network() for _ in range(2)]
     weights = split_weights(networks[1].layers)
     losses = []

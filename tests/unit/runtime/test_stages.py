@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import Alone, Counting, Ranks
+from seqloom.dist import CountingTransport, Ranks, SingleRankTransport
 from seqloom.engine import microbatch as offload
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.split_backward import WeightGradients
-from seqloom.params.interface import Replicated
-from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.params.interface import ReplicatedParameters
+from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import schedule_of
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
@@ -41,7 +41,7 @@ def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]
         dealt = [tuple(groups(s, stage.ranks, spans)) for s, stage in enumerate(stages)]
-        works = [Work(each, kind, offload=offloads) for each in dealt]
+        works = [StageMicroBatch(each, kind, offload=offloads) for each in dealt]
         rounds.append(Round(tuple(works)))
     limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
     line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
@@ -118,7 +118,7 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
     plan, wanted = plan_of("seq1f1b-zb", 2, pieces=2, width=2, kinds=KINDS), STEP.alone()
 
     def body(transport):
-        parameters = Replicated(STEP.network(), transport)
+        parameters = ReplicatedParameters(STEP.network(), transport)
         bound, found = bind_plan(plan, transport), []
         for _ in range(2):
             result = run_step(bound, parameters, STEP.rows(), STEP.valid)
@@ -136,7 +136,7 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
 def test_after_a_step_that_failed_the_next_one_is_right(threads):
     plan, wanted = plan_of("seq1f1b-zb", 1, pieces=2), STEP.alone()
     network = STEP.network()
-    parameters, bound = Replicated(network, Alone()), bind_plan(plan, Alone())
+    parameters, bound = ReplicatedParameters(network, SingleRankTransport()), bind_plan(plan, SingleRankTransport())
     read, calls = STEP.rows(), []
 
     def breaks(context):
@@ -165,7 +165,7 @@ def test_messages_are_what_the_plan_says(threads):
     plan = plan_of("1f1b", 4)
 
     def body(transport):
-        counting = Counting(transport)
+        counting = CountingTransport(transport)
         STEP.spread(plan, counting)
         return counting.traffic("send"), counting.traffic("receive").calls
 
@@ -189,13 +189,15 @@ def test_a_hang_is_told_with_the_grid(threads):
 
 def test_a_model_that_cannot_be_cut_is_refused_and_one_of_other_layers():
     plan, model = plan_of("1f1b", 2), STEP.model()
-    whole = Network(model, tuple(model.model.layers), lambda ids, c: model.model(ids, c.positions, c), model.lm_head)
-    fewer = Network.of(replace(STEP, spec=tiny_spec(layers=2)).model())
+    whole = ModelAdapter(
+        model, tuple(model.model.layers), lambda ids, c: model.model(ids, c.positions, c), model.lm_head
+    )
+    fewer = ModelAdapter.of(replace(STEP, spec=tiny_spec(layers=2)).model())
     for network, words in ((whole, "Transformer cannot be cut into stages"), (fewer, "of 4 asked of a model with 2")):
         with pytest.raises(SeqloomError, match=words), Ranks(2) as two:
             two.run(
                 lambda transport, network=network: run_step(
-                    bind_plan(plan, transport), Replicated(network, transport), STEP.rows(), STEP.valid
+                    bind_plan(plan, transport), ReplicatedParameters(network, transport), STEP.rows(), STEP.valid
                 )
             )
 
@@ -211,7 +213,7 @@ def test_a_model_of_which_little_learns(threads, hosts, pieces):
         return model
 
     def body(transport):
-        parameters = Replicated(Network.of(freeze(STEP.model())), transport)
+        parameters = ReplicatedParameters(ModelAdapter.of(freeze(STEP.model())), transport)
         run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
         return dict(parameters.gradients())
 

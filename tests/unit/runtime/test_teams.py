@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.attention.context_parallel import Carry
-from seqloom.dist import Counting, bind, run_ranks
+from seqloom.attention.context_parallel import KVCache
+from seqloom.dist import CountingTransport, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import Details
-from seqloom.models.adapter import LossOf, Network
+from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import split_weights
-from seqloom.plan import Checkpoint, Group, Work
+from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Found, Step, tiny_spec
 from support.teams import slice_parameters, whole_gradients
 
@@ -41,10 +41,10 @@ def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, b
             compile_layers(network.layers, backend=backend)
         recompute_layers(network.layers)
         slice_parameters(network, tensor, transport.rank % tensor)
-        carry, losses = Carry(), []
+        carry, losses = KVCache(), []
         for groups in rounds:
             options = {"pieces": pieces, "carry": carry, "tensor": tensor}
-            context = bind(Work(tuple(groups), checkpoint), transport, **options)
+            context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             network.prepare(context, step.dtype)
             losses.append(LossOf(network)(*step.rows()(context), context) / step.valid)
         for number, loss in reversed(list(enumerate(losses))):
@@ -123,9 +123,9 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
     """No message of a team but those: 2 regions, 2 ways, forward and backward, of the hidden states of its tokens."""
 
     def body(transport):
-        counting, network = Counting(transport), GROUPED.network()
+        counting, network = CountingTransport(transport), GROUPED.network()
         slice_parameters(network, 2, transport.rank)
-        context = bind(Work((one_group(2),), Checkpoint.NONE), counting, tensor=2)
+        context = bind(StageMicroBatch((one_group(2),), Checkpoint.NONE), counting, tensor=2)
         LossOf(network)(*GROUPED.rows()(context), context).backward()
         return counting.traffic("exchange").calls
 
@@ -151,7 +151,7 @@ def test_degrees_that_shapes_do_not_allow(changes, degree, words):
 def test_a_network_that_nobody_has_cut():
     own = GROUPED.network()
     with pytest.raises(SeqloomError, match=r"Transformer cannot be cut: nobody has said .*; plan with tensor = 1"):
-        Network(own.module, own.layers, own.hidden, own.head).check_tensor(2)
+        ModelAdapter(own.module, own.layers, own.hidden, own.head).check_tensor(2)
 
 
 @pytest.mark.parametrize("sliced", [False, True])
@@ -163,7 +163,7 @@ def test_weights_that_are_not_the_members_share(sliced):
         if sliced:
             slice_parameters(network, 2, transport.rank)
         group = one_group(1, 2)
-        context = bind(Work((group,), Checkpoint.NONE), transport, tensor=1 if sliced else 2)
+        context = bind(StageMicroBatch((group,), Checkpoint.NONE), transport, tensor=1 if sliced else 2)
         with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a team of \d.*sharding 'free'"):
             network.hidden(GROUPED.rows()(context)[0], context)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Remap, Round, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch
 from seqloom.simulate import simulate
 
 VARIANT = Variant(Checkpoint.FULL, Reduce.STEP)
@@ -27,8 +27,8 @@ def plan_of(cost, *works):
 
 
 def ring_over_all(cost, routed):
-    group = cost.group(Shape(1, cost.ranks, routed=routed), range(cost.ranks), [Span(0, 0, 40_000)])
-    return Work((group,), VARIANT.checkpoint)
+    group = cost.group(GroupShape(1, cost.ranks, routed=routed), range(cost.ranks), [Span(0, 0, 40_000)])
+    return StageMicroBatch((group,), VARIANT.checkpoint)
 
 
 def test_a_route_evens_out_the_cards():
@@ -45,7 +45,9 @@ def test_a_route_evens_out_the_cards():
 
 def test_when_cards_are_in_use():
     cost = build()
-    local = Work(tuple(cost.group(Shape(1, 1), [r], [Span(1 + r, 0, 4000)]) for r in range(4)), VARIANT.checkpoint)
+    local = StageMicroBatch(
+        tuple(cost.group(GroupShape(1, 1), [r], [Span(1 + r, 0, 4000)]) for r in range(4)), VARIANT.checkpoint
+    )
     plan = plan_of(cost, ring_over_all(cost, True), local)
     found = simulate(plan, cost)
     table = found.cards
@@ -63,21 +65,21 @@ def test_groups_that_share_a_card_take_turns():
     cost = CostModel(cost.cluster, cost.model, replace(cost.profile, network=network), sharding="full")
     groups = tuple(Group((3, 7), 1, 2, (Span(k, 0, 20_000),)) for k in range(2))
     apart = (groups[0], Group((2, 6), 1, 2, groups[1].spans))
-    one, both = (cost.round_times(Work(some, VARIANT.checkpoint), VARIANT) for some in (groups[:1], groups))
+    one, both = (cost.round_times(StageMicroBatch(some, VARIANT.checkpoint), VARIANT) for some in (groups[:1], groups))
     assert (both.nic_ns == 2 * one.nic_ns).all() and np.count_nonzero(one.nic_ns) == 2
-    plan = plan_of(cost, Work(groups, VARIANT.checkpoint))
+    plan = plan_of(cost, StageMicroBatch(groups, VARIANT.checkpoint))
     step = cost.plan_ns(plan)
     assert step == simulate(plan, cost).step_ns >= both.nic_ns.max()
-    assert cost.plan_ns(plan_of(cost, Work(apart, VARIANT.checkpoint))) < step
+    assert cost.plan_ns(plan_of(cost, StageMicroBatch(apart, VARIANT.checkpoint))) < step
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])
 @pytest.mark.parametrize("remap", list(Remap))
 def test_ranks_with_tokens_in_linear_layers_only_take_part(sharding, remap):
     cost = build("2x4xH200", sharding)
-    group = cost.group(Shape(1, 1), [0], [Span(0, 0, 8000)])
+    group = cost.group(GroupShape(1, 1), [0], [Span(0, 0, 8000)])
     linear = Layout.of([(rank, 0, 2000 * rank, 2000 * rank + 2000) for rank in range(4)])
-    plan = plan_of(cost, Work((group,), VARIANT.checkpoint, linear=linear, remap=remap))
+    plan = plan_of(cost, StageMicroBatch((group,), VARIANT.checkpoint, linear=linear, remap=remap))
     found = simulate(plan, cost)
     assert found.step_ns == cost.plan_ns(plan)
     assert found.busy_ns[:4].min() > found.busy_ns[4:].max() and found.comm_ns[:4].min() > found.comm_ns[4:].max()

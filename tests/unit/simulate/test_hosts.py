@@ -8,7 +8,7 @@ import pytest
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
-from seqloom.plan import Action, Group, Pipeline, Plan, Round, Sharding, Stage, Work
+from seqloom.plan import Action, Group, Pipeline, Plan, Round, Sharding, Stage, StageMicroBatch
 from seqloom.simulate import DeadlockError, EventKind, simulate
 from support.tables import completed, rows_with_messages
 
@@ -42,7 +42,7 @@ def plan_of(cost, hosts, rows, degree=8):
     rounds = []
     for r in range(count):
         groups = [Group(stage.ranks[:degree], degree, 1, (Span(r, 0, 16000),)) for stage in stages]
-        rounds.append(Round(tuple(Work((group,), variant.checkpoint) for group in groups)))
+        rounds.append(Round(tuple(StageMicroBatch((group,), variant.checkpoint) for group in groups)))
     table = completed(stages, rows_with_messages(stages, rows), variant.reduce)
     line = Pipeline(stages, tuple(rounds), table)
     return Plan(cost.limits(variant.reduce), cost.sharding, variant.reduce, (16000,) * count, (line,), "hand")
@@ -131,7 +131,7 @@ def test_islands_of_stages_inside_a_node():
     halves = (tuple(range(4)), tuple(range(4, 8)))
     plan = plan_of(cost, halves, ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), degree=4)
     plan.validate()
-    assert plan.islands == halves
+    assert plan.shard_groups == halves
     events = simulate(plan, cost).events
     first, second = (events.where((events.stage == s) & (events.kind == EventKind.F)) for s in range(2))
     assert first.stop.max() > second.start.min()  # round 1 on one half beside round 0 on the other

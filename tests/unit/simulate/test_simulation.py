@@ -9,7 +9,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.simulate import EventKind, simulate
 
 VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
@@ -28,7 +28,7 @@ def plan_of(cost, documents, rounds, variant=VARIANT):
         groups = tuple(
             Group(tuple(range(a, a + d)), d, 1, tuple(Span(k, 0, documents[k]) for k in held)) for a, d, held in entries
         )
-        built.append(Round((Work(groups, variant.checkpoint),)))
+        built.append(Round((StageMicroBatch(groups, variant.checkpoint),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, variant.reduce)
     limits = cost.limits(variant.reduce)
     return Plan(limits, cost.sharding, variant.reduce, tuple(documents), (pipeline,), "test")
@@ -138,7 +138,7 @@ def test_pieces_of_a_document_stay_open():
     cost = build()
     whole = plan_of(cost, [8000], [[(0, 4, [0])], [(0, 4, [0])]])
     groups = [Group((0, 1, 2, 3), 4, 1, (Span(0, a, a + 4000),)) for a in (0, 4000)]
-    rounds = [Round((Work((group,), VARIANT.checkpoint),)) for group in groups]
+    rounds = [Round((StageMicroBatch((group,), VARIANT.checkpoint),)) for group in groups]
     pipeline = Pipeline.single(range(8), cost.model.layers, rounds, VARIANT.reduce)
     plan = replace(whole, pipelines=(pipeline,))
     plan.validate()

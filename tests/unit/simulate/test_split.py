@@ -3,23 +3,23 @@
 import numpy as np
 import pytest
 
-from seqloom.cost import Parts
+from seqloom.cost import CostBreakdown
 from seqloom.cost.plan_cost import NAMES
 from seqloom.plan import Checkpoint
 from seqloom.simulate.windows import FORWARD, computing_ns, forward_ns, weights_ns
 
 CASES = [
-    Parts(),
-    Parts(linear=300, attention=350, ulysses=100, fixed=30),
-    Parts(linear=300, head=30, attention=350, steps=10, ring=900, ulysses=100, network=400, fixed=30),
-    Parts(linear=300, gather=4000, reduce=2000, fixed=3),
-    Parts(linear=100, gather=100, fixed=1),
+    CostBreakdown(),
+    CostBreakdown(linear=300, attention=350, ulysses=100, fixed=30),
+    CostBreakdown(linear=300, head=30, attention=350, steps=10, ring=900, ulysses=100, network=400, fixed=30),
+    CostBreakdown(linear=300, gather=4000, reduce=2000, fixed=3),
+    CostBreakdown(linear=100, gather=100, fixed=1),
 ]
 
 
 def random_parts(seed):
     draw = np.random.default_rng(seed)
-    return Parts(**{name: int(draw.integers(0, 10**9)) * int(draw.integers(0, 2)) for name in NAMES})
+    return CostBreakdown(**{name: int(draw.integers(0, 10**9)) * int(draw.integers(0, 2)) for name in NAMES})
 
 
 def tables(entries):
@@ -41,7 +41,7 @@ def test_totals_and_halves_are_possible(checkpoint):
 
 
 def test_plain_shares():
-    attention, linear = Parts(attention=3500), Parts(linear=3000)
+    attention, linear = CostBreakdown(attention=3500), CostBreakdown(linear=3000)
     parts, total = tables([attention, linear])
     assert forward_ns(parts, total, Checkpoint.NONE).tolist() == [1000, 1000]
     assert weights_ns(parts, Checkpoint.NONE, 1.0).tolist() == [0, 1000]
@@ -49,12 +49,12 @@ def test_plain_shares():
 
 
 def test_recomputing_belongs_to_the_backward():
-    parts = tables([Parts(linear=4000), Parts(attention=4500)])
+    parts = tables([CostBreakdown(linear=4000), CostBreakdown(attention=4500)])
     assert forward_ns(*parts, Checkpoint.FULL).tolist() == [1000, 1000]
 
 
 def test_a_gather_that_hides_behind_the_backward_does_not_stretch_the_forward():
-    parts = tables([Parts(linear=300, gather=300)])
+    parts = tables([CostBreakdown(linear=300, gather=300)])
     assert forward_ns(*parts, Checkpoint.NONE).tolist() == [100]
 
 

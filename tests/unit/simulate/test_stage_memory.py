@@ -11,7 +11,7 @@ from seqloom.cost import CostModel
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.plan import ActionKind, Part
+from seqloom.plan import ActionKind, LayerRange
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.simulate import simulate
 
@@ -29,7 +29,7 @@ def alive(plan, cost, host, rank):
     """Bytes on a rank during and after every action of its host, from scratch each time."""
     pipeline = plan.pipelines[0]
     row = [a for a in pipeline.actions[host] if a.kind in (F, B, I, W)]
-    memories = [StageMemory(cost, Part(*stage.layers, 8)) for stage in pipeline.stages]
+    memories = [StageMemory(cost, LayerRange(*stage.layers, 8)) for stage in pipeline.stages]
     spans = {}  # (document) -> rounds, first to last
     for r, current in enumerate(pipeline.rounds):
         for span in current.work[0].spans():

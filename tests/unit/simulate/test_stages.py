@@ -10,7 +10,7 @@ from seqloom.cost.profile import LinkRate, Links
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Action, Group, Pipeline, Plan, Reduce, Round, Stage, Work
+from seqloom.plan import Action, Group, Pipeline, Plan, Reduce, Round, Stage, StageMicroBatch
 from seqloom.planners import make_plan
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.simulate import DeadlockError, EventKind, predicted_ns, simulate
@@ -69,7 +69,7 @@ def plan_of(cost, schedule, rounds, *, split=False, degree=NODE, stages=4):
         works = []
         for stage in parts:
             group = Group(stage.ranks[:degree], degree, 1, (Span(r, 0, 16000),))
-            works.append(Work((group,), variant.checkpoint))
+            works.append(StageMicroBatch((group,), variant.checkpoint))
         made.append(Round(tuple(works)))
     orders = [schedule(s, stages, rounds) for s in range(stages)]
     orders = [list(halves(order)) if split else order for order in orders]

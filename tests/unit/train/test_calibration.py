@@ -13,11 +13,7 @@ from seqloom.describe import Cluster, ModelSpec  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
 from seqloom.profiling import calibration as stage_costs  # noqa: E402
-from seqloom.profiling.calibration import (  # noqa: E402
-    matmul_tflops,
-    solved,
-    with_stage_costs,
-)
+from seqloom.profiling.calibration import matmul_tflops, solved, with_stage_costs  # noqa: E402
 from seqloom.profiling.trials import described, trial_plans  # noqa: E402
 from seqloom.simulate import predicted_ns, simulate  # noqa: E402
 

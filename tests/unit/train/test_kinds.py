@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from seqloom.dist import bind_alone
+from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import loading
 from seqloom.integrations.transformers.loading import build_huggingface
@@ -31,7 +31,7 @@ def config(tmp_path):
 def hidden(network):
     """The hidden states of two documents."""
     with torch.no_grad():
-        return network.hidden(torch.arange(9) % 32, bind_alone([5, 4]))
+        return network.hidden(torch.arange(9) % 32, bind_single_rank([5, 4]))
 
 
 def test_the_reference_model_has_values_when_they_are_asked_for():

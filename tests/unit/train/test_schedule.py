@@ -3,8 +3,8 @@ import math
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.train import learning_rate
 from seqloom.train.config import Schedule
+from seqloom.train.optim import learning_rate
 
 
 def rates(steps, peak=2.0, **settings):

@@ -9,13 +9,21 @@ import pytest
 
 from seqloom.errors import SeqloomError
 from seqloom.plan.plan import outline
-from seqloom.planners.hydraulis import Pipe, Scheme, Strategy, strategies_from_json, strategies_to_json
+from seqloom.planners.hydraulis import (
+    ParallelConfig,
+    PipelineConfig,
+    Strategy,
+    strategies_from_json,
+    strategies_to_json,
+)
 from seqloom.train.config import Config
 from seqloom.train.setup import FILE, Setup, kept, small_plans, tokens_of_step, told
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "strategies-cpu.toml"
 RANKS = 4
-SIDE_BY_SIDE = Strategy((Pipe(Scheme(1, 2), (0, 1), 900), Pipe(Scheme(2, 1), (2, 3), 300)))
+SIDE_BY_SIDE = Strategy(
+    (PipelineConfig(ParallelConfig(1, 2), (0, 1), 900), PipelineConfig(ParallelConfig(2, 1), (2, 3), 300))
+)
 
 
 def config(tmp_path, *settings):
@@ -109,8 +117,8 @@ def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
 
 def pipes(*schemes, longest=900):
     found, first = [], 0
-    for scheme in map(lambda each: Scheme(*each), schemes):
-        found.append(Pipe(scheme, tuple(range(first, first + scheme.ranks)), longest))
+    for scheme in map(lambda each: ParallelConfig(*each), schemes):
+        found.append(PipelineConfig(scheme, tuple(range(first, first + scheme.ranks)), longest))
         first += scheme.ranks
     return Strategy(tuple(found))
 

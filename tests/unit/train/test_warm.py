@@ -3,7 +3,7 @@
 import torch
 
 import seqloom as sl
-from seqloom.models import Network
+from seqloom.models import ModelAdapter
 from seqloom.train import trainer as warm
 
 
@@ -20,7 +20,7 @@ def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypa
     monkeypatch.setattr(warm, "warm_up_attention", build)
     module = torch.nn.Linear(1, 1)
     calls = (warm_call(32, 8, None), warm_call(32, 8, 4_096))
-    network = Network(module, (), lambda ids, context: ids, module, calls)
+    network = ModelAdapter(module, (), lambda ids, context: ids, module, calls)
     capacity = max(tokens for _, tokens in plan.limits.capacity)
     assert warm.warm_up(network, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append) == 16
     assert asked == [(32, 8, 128, 20_000, 8 * capacity, (8,)), (32, 8, 128, 4_096, 8 * capacity, (8,))]

@@ -5,14 +5,14 @@ from io import StringIO
 from rich.console import Console
 
 from seqloom.packing import Balance
-from seqloom.planners.hydraulis import Pipe, Scheme, Strategy
+from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy
 from seqloom.view import balance_table, rank_chart
 
-WIDE, PAIR, ONE = Scheme(2, 2), Scheme(1, 1, 2), Scheme(1, 1, 1, 1)
+WIDE, PAIR, ONE = ParallelConfig(2, 2), ParallelConfig(1, 1, 2), ParallelConfig(1, 1, 1, 1)
 
 
 def strategy(*pipes):
-    return Strategy(tuple(Pipe(scheme, tuple(ranks), 100) for scheme, ranks in pipes))
+    return Strategy(tuple(PipelineConfig(scheme, tuple(ranks), 100) for scheme, ranks in pipes))
 
 
 def lines_of(renderable, width=80):

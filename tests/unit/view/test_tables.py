@@ -8,7 +8,7 @@ from rich.console import Console
 from seqloom.cost import CostModel, Variant
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.simulate import simulate
 from seqloom.view import comparison_table, plan_table
 from seqloom.view.numbers import duration, milliseconds, percent, tokens
@@ -33,7 +33,7 @@ def small():
     rounds = []
     for entries in ([(0, 4, 0), (4, 1, 1)], [(4, 4, 2)]):
         groups = tuple(Group(tuple(range(a, a + d)), d, 1, (Span(k, 0, DOCUMENTS[k]),)) for a, d, k in entries)
-        rounds.append(Round((Work(groups, VARIANT.checkpoint),)))
+        rounds.append(Round((StageMicroBatch(groups, VARIANT.checkpoint),)))
     pipeline = Pipeline.single(range(8), cost.model.layers, rounds, VARIANT.reduce)
     plan = Plan(cost.limits(VARIANT.reduce), cost.sharding, VARIANT.reduce, tuple(DOCUMENTS), (pipeline,), "test")
     return plan, simulate(plan, cost)
@@ -81,8 +81,8 @@ def test_groups_are_counted_by_degree_the_widest_first():
     span = (Span(0, 0, 10),)
     groups = [Group((0,), 1, 1, span), Group((1, 2), 2, 1, span), Group((3, 4), 1, 2, span)]
     assert degree_text(groups) == "2x2 1x1"
-    work = Work(tuple(groups), Checkpoint.NONE)
-    other = Work((groups[0],), Checkpoint.NONE)
+    work = StageMicroBatch(tuple(groups), Checkpoint.NONE)
+    other = StageMicroBatch((groups[0],), Checkpoint.NONE)
     assert groups_of_round(Round((work, work))) == "2x2 1x1"
     assert groups_of_round(Round((work, other))) == "2x2 1x1 | 1x1"
 

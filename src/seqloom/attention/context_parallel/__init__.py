@@ -1,7 +1,7 @@
 """TODO."""
 
-from seqloom.attention.context_parallel.kv_cache import Carry
+from seqloom.attention.context_parallel.kv_cache import KVCache
 
 __all__ = [
-    "Carry",
+    "KVCache",
 ]

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.context_parallel.overlap import Meanwhile, Shared, Waits
-from seqloom.attention.context_parallel.routed import Roads, keys_of, returned
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Meanwhile, Waits
+from seqloom.attention.context_parallel.routed import RoutedExchanges, keys_of, returned
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import Joins, Sum, Total, sum_dtype
 from seqloom.attention.tiles import GatherSchedule, PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.dist.rows import RowIndex, add, count, inverse, on_device, take
-from seqloom.dist.transport import Handle, Parcel, Transport, exchange_filled
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_filled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gather(Shared):
+class Gather(ContextParallelAttention):
     """One rank's part of a gather.
 
     Attributes:
@@ -46,7 +46,7 @@ class Gather(Shared):
     places: torch.Tensor | None
     tiles: tuple[PreparedTile, ...]
     joins: Joins
-    roads: Roads | None
+    roads: RoutedExchanges | None
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Gather(Shared):
         tiles: tuple[PreparedTile, ...],
         joins: Joins,
         device: torch.device,
-        roads: Roads | None = None,
+        roads: RoutedExchanges | None = None,
     ) -> Gather:
         """Put a schedule's index arrays on a device; `tiles` are the schedule's, prepared."""
         sends = tuple(rows if isinstance(rows, slice) else on_device(rows, device) for rows in schedule.sends)
@@ -138,6 +138,6 @@ class Gather(Shared):
                 add(total, rows, came[n])
         return total
 
-    def _parcels(self, tensors: Sequence[torch.Tensor]) -> list[Parcel]:
+    def _parcels(self, tensors: Sequence[torch.Tensor]) -> list[P2PTensor]:
         """A parcel for, or from, every other rank of the ring."""
-        return [Parcel(self.ranks[n], tensor) for n, tensor in enumerate(tensors) if n != self.index]
+        return [P2PTensor(self.ranks[n], tensor) for n, tensor in enumerate(tensors) if n != self.index]

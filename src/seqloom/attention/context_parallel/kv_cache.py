@@ -21,7 +21,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from seqloom.attention.context_parallel.overlap import Meanwhile, Shared, Waits
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Meanwhile, Waits
 from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.lse import Joins, Sum, Total, joins_on, sum_dtype
 from seqloom.attention.masks import Segments
@@ -38,7 +38,7 @@ from seqloom.attention.tiles import (
 )
 from seqloom.dist.rows import RowIndex, columns, count, on_device, put, rows_of, take
 from seqloom.dist.token_layout import BoundGroup, Context
-from seqloom.dist.transport import Handle, Parcel, Transport, exchange_filled
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_filled
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Group
@@ -82,7 +82,7 @@ class _Document:
     gradient: torch.Tensor | None = None
 
 
-class Carry:
+class KVCache:
     """What one rank carries from piece to piece in one step; all its rounds and stages share it."""
 
     __slots__ = ("_kept", "backward")
@@ -353,7 +353,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Carried(Shared):
+class PrefixAttention(ContextParallelAttention):
     """One rank's part of a group with documents in pieces.
 
     Attributes:
@@ -375,13 +375,15 @@ class Carried(Shared):
     whole: RowIndex
     sources: tuple[Source, ...]
     joins: Joins
-    carry: Carry
+    carry: KVCache
     layer: int = -1
 
     @classmethod
-    def of(cls, context: Context, bound: BoundGroup, heads: Heads, kernel: Kernel, window: int | None) -> Carried:
+    def of(
+        cls, context: Context, bound: BoundGroup, heads: Heads, kernel: Kernel, window: int | None
+    ) -> PrefixAttention:
         """Do the index work of a group; the context has the pieces of its documents, and a carry."""
-        group, index, carry = bound.group, bound.ring_index, cast("Carry", context.carry)
+        group, index, carry = bound.group, bound.ring_index, cast("KVCache", context.carry)
         every = {document: tuple(spans) for document, spans in context.pieces.items()}
         pieces = tuple(pieces_of(group, index, bound.spans, every))
         prefixes = [prefix_of(group, index, piece, every[piece.document], window) for piece in pieces]
@@ -517,8 +519,8 @@ class Carried(Shared):
     def _pass_on(self, *moves: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> Handle:
         """Send the first of every pair to the next index, receive the second from the one before."""
         after, before = (self.ranks[(self.index + k) % self.ring] for k in (1, -1))
-        sends = [Parcel(after, tensor) for tensors, _ in moves for tensor in tensors]
-        receives = [Parcel(before, room) for _, rooms in moves for room in rooms]
+        sends = [P2PTensor(after, tensor) for tensors, _ in moves for tensor in tensors]
+        receives = [P2PTensor(before, room) for _, rooms in moves for room in rooms]
         return exchange_filled(self.transport, sends, receives)
 
 

@@ -30,7 +30,7 @@ class Waits(NamedTuple):
     back: tuple[int, ...]
 
 
-class Shared(ABC):
+class ContextParallelAttention(ABC):
     """Attention whose keys come from other ranks: a kernel's `Prepared` that waits for messages and can be filled."""
 
     __slots__ = ()
@@ -70,18 +70,18 @@ class Pieces:
         return tile.prepared.backward(dout[rows], part)
 
 
-class Filler(NamedTuple):
+class OverlapTask(NamedTuple):
     """A piece of local work: the number of its call among the rank's, and of the piece."""
 
     call: int
     piece: int
 
 
-class Fillers(NamedTuple):
+class OverlapTasks(NamedTuple):
     """What is computed during exchanges of a forward and of a backward; those during which nothing is are left out."""
 
-    ahead: dict[int, tuple[Filler, ...]]
-    back: dict[int, tuple[Filler, ...]]
+    ahead: dict[int, tuple[OverlapTask, ...]]
+    back: dict[int, tuple[OverlapTask, ...]]
 
 
 def plainly(compute: Callable[[], Tensors]) -> Tensors:
@@ -104,34 +104,36 @@ class GroupCall:
 
     rows: RowIndex
     exchange: Exchange | None
-    inner: Prepared | Pieces | Shared
-    fillers: Fillers = Fillers({}, {})  # noqa: RUF009 - never changed
+    inner: Prepared | Pieces | ContextParallelAttention
+    fillers: OverlapTasks = OverlapTasks({}, {})  # noqa: RUF009 - never changed
     answer: Callable[[Callable[[], Tensors]], Tensors] = plainly
     alone: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Note what every layer asks."""
-        object.__setattr__(self, "alone", self.exchange is None and not isinstance(self.inner, Pieces | Shared))
+        object.__setattr__(
+            self, "alone", self.exchange is None and not isinstance(self.inner, Pieces | ContextParallelAttention)
+        )
 
 
-class Aside:
+class OverlapQueue:
     """The local work of one pass. A piece is computed in the wait it was given to, or else when it is asked for."""
 
     __slots__ = ("_compute", "_done")
 
-    def __init__(self, compute: Callable[[Filler], Tensors]) -> None:
+    def __init__(self, compute: Callable[[OverlapTask], Tensors]) -> None:
         """Start with nothing done."""
         self._compute = compute
-        self._done: dict[Filler, Tensors] = {}
+        self._done: dict[OverlapTask, Tensors] = {}
 
-    def run(self, fillers: Iterable[Filler]) -> None:
+    def run(self, fillers: Iterable[OverlapTask]) -> None:
         """Compute these now."""
         for each in fillers:
             self._done[each] = self._compute(each)
 
     def results(self, call: int, pieces: int) -> list[Tensors]:
         """Return what all pieces of a call gave, in their order."""
-        every = [Filler(call, piece) for piece in range(pieces)]
+        every = [OverlapTask(call, piece) for piece in range(pieces)]
         self.run(each for each in every if each not in self._done)
         return [self._done.pop(each) for each in every]
 
@@ -169,7 +171,7 @@ class Draft(NamedTuple):
     group: Group
     rows: RowIndex
     exchange: Exchange | None = None
-    inner: Prepared | Shared | None = None
+    inner: Prepared | ContextParallelAttention | None = None
     waits: Waits | None = None
 
 
@@ -220,7 +222,7 @@ def filled(
         if inner is None:
             inner = Pieces(*(tuple(cut[n]) for cut in tiles)) if hosts else tiles[0][n][0].prepared
         own = ({wait.exchange: tuple(found) for wait, found in at.items() if wait.call == n} for at in places)
-        calls.append(GroupCall(rows, exchange, inner, Fillers(*own) if n in hosts else Fillers({}, {})))
+        calls.append(GroupCall(rows, exchange, inner, OverlapTasks(*own) if n in hosts else OverlapTasks({}, {})))
     return tuple(calls)
 
 
@@ -257,10 +259,10 @@ def _share_out(
 
 def _cut(
     documents: Sequence[_Document], chosen: Sequence[_Wait | None], heads: Heads, kernel: Kernel, mask: dict[str, Any]
-) -> tuple[dict[int, list[PreparedTile]], dict[_Wait, list[Filler]]]:
+) -> tuple[dict[int, list[PreparedTile]], dict[_Wait, list[OverlapTask]]]:
     """Prepare every run of documents of one call and wait; return the runs by call, and those of every wait."""
     tiles: dict[int, list[PreparedTile]] = {}
-    places: dict[_Wait, list[Filler]] = {}
+    places: dict[_Wait, list[OverlapTask]] = {}
     pairs = zip(documents, chosen, strict=True)
     for (call, wait), run in groupby(pairs, key=lambda pair: (pair[0].call, pair[1])):
         own = [document for document, _ in run]
@@ -268,6 +270,6 @@ def _cut(
         segments = Segments.packed([each.stop - each.start for each in own], **mask)
         made = tiles.setdefault(call, [])
         if wait is not None:
-            places.setdefault(wait, []).append(Filler(call, len(made)))
+            places.setdefault(wait, []).append(OverlapTask(call, len(made)))
         made.append(PreparedTile(prepare(kernel, segments, heads), rows, rows))
     return tiles, places

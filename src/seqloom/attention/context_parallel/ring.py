@@ -17,17 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.context_parallel.overlap import Meanwhile, Shared, Waits
-from seqloom.attention.context_parallel.routed import Roads, gradients_of, keys_of
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Meanwhile, Waits
+from seqloom.attention.context_parallel.routed import RoutedExchanges, gradients_of, keys_of
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import Joins, Sum, Total, sum_dtype
 from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.dist.routed import Passage
-from seqloom.dist.transport import Handle, Parcel, Transport, exchange_filled
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_filled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ring(Shared):
+class Ring(ContextParallelAttention):
     """One rank's part of a ring.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ring(Shared):
     counts: tuple[int, ...]
     steps: tuple[tuple[PreparedTile, ...], ...]
     joins: Joins
-    roads: Roads | None = None
+    roads: RoutedExchanges | None = None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
@@ -129,6 +129,6 @@ class Ring(Shared):
             sent = {item(here): tensor for item, (tensor, _) in named if tensor is not None}
             wanted = {item(before): room for item, (_, room) in named if room is not None}
             return self.roads.start(passage, sent, wanted)
-        sends = [Parcel(after, tensor) for tensor, _ in moves if tensor is not None]
-        receives = [Parcel(before, room) for _, room in moves if room is not None]
+        sends = [P2PTensor(after, tensor) for tensor, _ in moves if tensor is not None]
+        receives = [P2PTensor(before, room) for _, room in moves if room is not None]
         return exchange_filled(self.transport, sends, receives)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from seqloom.attention.context_parallel.overlap import Meanwhile, Shared, Waits
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Meanwhile, Waits
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.tiles import Chunks, visible_runs
@@ -26,7 +26,7 @@ Box = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Roads:
+class RoutedExchanges:
     """The routed exchanges of a group, as one rank of its party sees them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Roads:
         unit: int,
         device: torch.device,
         node_size: int,
-    ) -> Roads:
+    ) -> RoutedExchanges:
         """Work out the part of the transport's rank in the moves of a group's forward and backward."""
         known: dict[Move, Passage] = {}  # in most rings nearly all exchanges are alike
 
@@ -69,10 +69,10 @@ class Roads:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Relay(Shared):
+class ProxyRank(ContextParallelAttention):
     """A rank that only passes on what a group sends, without a row of its own."""
 
-    roads: Roads
+    roads: RoutedExchanges
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile

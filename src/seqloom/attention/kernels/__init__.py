@@ -3,11 +3,11 @@
 Heavy modules are loaded by `registry`, not here.
 """
 
-from seqloom.attention.kernels.interface import Ability, Kernel, Prepared, Shape
+from seqloom.attention.kernels.interface import Ability, AttentionShape, Kernel, Prepared
 
 __all__ = [
     "Ability",
+    "AttentionShape",
     "Kernel",
     "Prepared",
-    "Shape",
 ]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape
+from seqloom.attention.kernels.interface import Ability, AttentionShape, Gradients, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
 
@@ -37,7 +37,7 @@ class CpuFlash:
         """Everything that segments can say."""
         return CPU_FLASH
 
-    def prepare(self, segments: Segments, shape: Shape) -> PreparedCpuFlash:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedCpuFlash:
         """Cut the segments into calls."""
         return PreparedCpuFlash(tuple(_tiles(segments)), shape)
 
@@ -70,7 +70,7 @@ class PreparedCpuFlash:
     """Calls for `CpuFlash`."""
 
     tiles: tuple[Tile, ...]
-    shape: Shape
+    shape: AttentionShape
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `Prepared`."""

@@ -11,7 +11,7 @@ import torch
 
 from seqloom.attention.kernels import cudnn_graphs as names
 from seqloom.attention.kernels.cudnn_graphs import Call, CallShape, Graph, GraphCache, GraphKey, all_shapes, plan_calls
-from seqloom.attention.kernels.interface import Ability, Gradients, Prepared, Saved, Shape, rows_of
+from seqloom.attention.kernels.interface import Ability, AttentionShape, Gradients, Prepared, Saved, rows_of
 from seqloom.attention.masks import Segments
 from seqloom.dist.rows import on_device
 
@@ -186,7 +186,7 @@ class Cudnn:
             return False
         return torch.cuda.get_device_capability(device) >= (9, 0)
 
-    def prepare(self, segments: Segments, shape: Shape) -> Prepared:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> Prepared:
         """Lay the segments on the grid and upload where they lie."""
         calls = tuple(PlacedCall.of(call, segments, shape.device) for call in plan_calls(segments))
         q_gaps = Gaps.of(segments.q_start, segments.q_stop, shape.device)
@@ -195,7 +195,7 @@ class Cudnn:
 
     def warm_up(
         self,
-        shape: Shape,
+        shape: AttentionShape,
         longest: int,
         *,
         tokens: int | None = None,
@@ -234,7 +234,7 @@ class Cudnn:
         return self.streams[index]
 
 
-def graph_key(call: CallShape, shape: Shape, strides: tuple[int, int, int]) -> GraphKey:
+def graph_key(call: CallShape, shape: AttentionShape, strides: tuple[int, int, int]) -> GraphKey:
     """Return the key of a call's graphs."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return GraphKey(call, shape.heads, shape.kv_heads, shape.dim, shape.dtype, shape.scale, strides, deterministic)
@@ -245,7 +245,7 @@ class PreparedCudnn:
     """Segments laid on the grid; `q_gaps` and `k_gaps` are the rows between and behind them."""
 
     kernel: Cudnn
-    shape: Shape
+    shape: AttentionShape
     calls: tuple[PlacedCall, ...]
     q_gaps: Gaps
     k_gaps: Gaps

@@ -18,11 +18,11 @@ from seqloom.attention.kernels.cudnn import Cudnn
 from seqloom.attention.kernels.flash import FlashAttn2, FlashAttn3, Varlen, installed
 from seqloom.attention.kernels.interface import (
     Ability,
+    AttentionShape,
     Gradients,
     Kernel,
     Prepared,
     Saved,
-    Shape,
     Warmable,
     Writer,
     rows_of,
@@ -45,7 +45,7 @@ class Placed(NamedTuple):
     writer: Writer | None
 
     @classmethod
-    def of(cls, kernel: Kernel, segments: Segments, shape: Shape) -> Placed:
+    def of(cls, kernel: Kernel, segments: Segments, shape: AttentionShape) -> Placed:
         """Prepare a part."""
         prepared = kernel.prepare(segments, shape)
         queries = rows_of(segments.q_start, segments.q_stop, shape.device)
@@ -61,7 +61,7 @@ class PreparedParts:
     backward_parts: tuple[Placed, ...]
 
     @classmethod
-    def of(cls, forward: Sequence[Share], backward: Sequence[Share], shape: Shape) -> PreparedParts:
+    def of(cls, forward: Sequence[Share], backward: Sequence[Share], shape: AttentionShape) -> PreparedParts:
         """Prepare the shares of both passes; a share of both is prepared once."""
         made: dict[tuple[int, bytes], Placed] = {}
 
@@ -147,7 +147,7 @@ class AnyOf(Ability):
             members=tuple(members),
         )
 
-    def refusal(self, segments: Segments, shape: Shape) -> str | None:
+    def refusal(self, segments: Segments, shape: AttentionShape) -> str | None:
         """Say why some segment is taken by no member, with the reason of every member; None when all are taken."""
         able = [one for one in self.members if one.refuse_shape(shape) is None]
         taken = np.zeros(len(segments), dtype=bool)
@@ -203,7 +203,7 @@ class Dispatcher:
         """What the kernels can do together."""
         return AnyOf.of([kernel.ability for kernel in self.kernels])
 
-    def prepare(self, segments: Segments, shape: Shape) -> Prepared:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> Prepared:
         """Choose kernels for both passes and prepare them. One kernel for everything is returned as it is."""
         forward, backward = (self.choose(segments, shape, backward=backward) for backward in (False, True))
         if len(forward) == len(backward) == 1 and forward[0].kernel is backward[0].kernel:
@@ -213,7 +213,7 @@ class Dispatcher:
 
     def warm_up(
         self,
-        shape: Shape,
+        shape: AttentionShape,
         longest: int,
         *,
         tokens: int | None = None,
@@ -224,7 +224,7 @@ class Dispatcher:
         warmable = [kernel for kernel in able if isinstance(kernel, Warmable)]
         return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for kernel in warmable)
 
-    def explain(self, segments: Segments, shape: Shape) -> list[dict[str, Any]]:
+    def explain(self, segments: Segments, shape: AttentionShape) -> list[dict[str, Any]]:
         """Say which kernel gets what and why: one row per pass and kernel, for people and for JSON."""
         return [
             {"pass": name, **part.explain()}
@@ -232,7 +232,7 @@ class Dispatcher:
             for part in self.choose(segments, shape, backward=backward)
         ]
 
-    def choose(self, segments: Segments, shape: Shape, *, backward: bool = False) -> list[Part]:
+    def choose(self, segments: Segments, shape: AttentionShape, *, backward: bool = False) -> list[Part]:
         """Split segments over the kernels, for one pass.
 
         Raises:

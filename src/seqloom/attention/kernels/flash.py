@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from seqloom import compat
-from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape, rows_of
+from seqloom.attention.kernels.interface import Ability, AttentionShape, Gradients, Saved, rows_of
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
 from seqloom.dist.rows import on_device
@@ -81,7 +81,7 @@ class Varlen:
         """Squares, pieces with their prefix, windows over both, and segments without mask."""
         return VARLEN
 
-    def prepare(self, segments: Segments, shape: Shape) -> PreparedPacked:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedPacked:
         """Copy the cumulative lengths to the device."""
         return PreparedPacked(packed_calls(segments, shape.device), shape, TorchFlash())
 
@@ -110,7 +110,7 @@ class PreparedPacked:
     """Calls of a packed flash attention. Their rows do not overlap."""
 
     calls: tuple[PackedCall, ...]
-    shape: Shape
+    shape: AttentionShape
     flash: Flash
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +234,7 @@ class FlashAttn2:
         """As torch's `varlen`."""
         return FLASH_ATTN_2
 
-    def prepare(self, segments: Segments, shape: Shape) -> PreparedPacked:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedPacked:
         """Copy the cumulative lengths to the device; import the package."""
         package = Package2(importlib.import_module(MODULES["flash_attn_2"]))
         return PreparedPacked(packed_calls(segments, shape.device), shape, package)
@@ -248,7 +248,7 @@ class FlashAttn3:
         """As torch's `varlen`."""
         return FLASH_ATTN_3
 
-    def prepare(self, segments: Segments, shape: Shape) -> PreparedPacked:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedPacked:
         """Copy the cumulative lengths to the device; import the package."""
         package = Package3(importlib.import_module(MODULES["flash_attn_3"]))
         return PreparedPacked(packed_calls(segments, shape.device), shape, package)

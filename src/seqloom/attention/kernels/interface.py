@@ -15,7 +15,7 @@ from seqloom.dist.rows import rows_of as runs_of_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """What the tensors of one attention look like on this rank.
 
     Attributes:
@@ -61,11 +61,11 @@ class Ability:
     spills: bool = False
     tested: bool = True
 
-    def refusal(self, segments: Segments, shape: Shape) -> str | None:
+    def refusal(self, segments: Segments, shape: AttentionShape) -> str | None:
         """Say why this kernel cannot take the segments, or None when it can."""
         return self.refuse_shape(shape) or self.refuse_segments(segments)
 
-    def refuse_shape(self, shape: Shape) -> str | None:
+    def refuse_shape(self, shape: AttentionShape) -> str | None:
         """Say why no segment of tensors of this shape can be taken, or None."""
         if shape.device.type not in self.devices:
             return f"{self.name}: device {shape.device.type}; it runs on {_either(self.devices)}"
@@ -171,7 +171,7 @@ class Warmable(Protocol):
 
     def warm_up(
         self,
-        shape: Shape,
+        shape: AttentionShape,
         longest: int,
         *,
         tokens: int | None = None,
@@ -192,7 +192,7 @@ class Kernel(Protocol):
         """What it can do, asked before anything is computed."""
         ...
 
-    def prepare(self, segments: Segments, shape: Shape) -> Prepared:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> Prepared:
         """Do the index work for these segments. Only called for what `ability` allows."""
         ...
 

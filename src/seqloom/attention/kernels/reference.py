@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape
+from seqloom.attention.kernels.interface import Ability, AttentionShape, Gradients, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.masks import Segments
 
@@ -27,7 +27,7 @@ class Reference:
         """Everything that segments can say."""
         return REFERENCE
 
-    def prepare(self, segments: Segments, shape: Shape) -> PreparedReference:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedReference:
         """Keep the segments; masks are made when they are needed."""
         return PreparedReference(segments, shape)
 
@@ -37,7 +37,7 @@ class PreparedReference:
     """Segments for `Reference`. Half precision is computed in float32 and rounded once, at the end."""
 
     segments: Segments
-    shape: Shape
+    shape: AttentionShape
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse), see `Prepared`."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from seqloom.attention.kernels.dispatch import all_abilities
-from seqloom.attention.kernels.interface import Ability, Shape
+from seqloom.attention.kernels.interface import Ability, AttentionShape
 from seqloom.attention.masks import Segments
 
 SUPPORTED, REFUSED, UNTESTED = "supported", "refused", "untested"
@@ -72,7 +72,7 @@ def _answers(feature: Feature, abilities: Mapping[str, Ability]) -> dict[str, st
 
 def _answer(ability: Ability, feature: Feature) -> str:
     """Ask one kernel, on its own device and in its own dtype where the feature names none."""
-    shape = Shape(
+    shape = AttentionShape(
         heads=8,
         kv_heads=feature.kv_heads,
         dim=feature.dim,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import Shape
+from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 from seqloom.reader import read_mapping
@@ -113,7 +113,7 @@ class KernelTable:
 
     measurements: tuple[Measurement, ...] = ()
 
-    def find(self, shape: Shape) -> Measurement | None:
+    def find(self, shape: AttentionShape) -> Measurement | None:
         """Return the measurement to use: same device, head dim and dtype; this torch release if there is one, then the
         nearest head counts.
         """

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import Ability, Gradients, Saved, Shape
+from seqloom.attention.kernels.interface import Ability, AttentionShape, Gradients, Saved
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -261,7 +261,7 @@ class TritonSegments:
         init=False,
     )
 
-    def prepare(self, segments: Segments, shape: Shape) -> TritonPrepared:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> TritonPrepared:
         """Cut the segments into tiles and copy the tables to the device."""
         if find_spec("triton") is None:
             raise SeqloomError("kernel 'triton': the package triton is not installed; use another kernel")
@@ -294,7 +294,7 @@ class TritonSegments:
 
     def warm_up(
         self,
-        shape: Shape,
+        shape: AttentionShape,
         longest: int,
         *,
         tokens: int | None = None,
@@ -338,7 +338,7 @@ class Launch:
         return len(self.tiles), self.side
 
 
-def _launch(tiles: Tiles, table: torch.Tensor, shape: Shape, kind: Kind, flags: dict[str, bool]) -> Launch:
+def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind, flags: dict[str, bool]) -> Launch:
     group = shape.heads // shape.kv_heads
     config: Config = tiles.config
     streams = 2 * group if kind == "dkdv" else 2  # heads of rows that a kv head's programs read per column
@@ -370,7 +370,7 @@ class TritonPrepared:
         launches: of every kind, one per Config in use.
     """
 
-    shape: Shape
+    shape: AttentionShape
     dtype: torch.dtype
     q_segments: torch.Tensor
     k_segments: torch.Tensor

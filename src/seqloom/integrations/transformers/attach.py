@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from seqloom.dist import Context, attention_context
-from seqloom.dist.redistribute import Crossing, cross
+from seqloom.dist.redistribute import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attention import NAME, calls, only_rows, register
 from seqloom.integrations.transformers.checks import check, unwrapped
 from seqloom.integrations.transformers.parts import Whole, check_positions, parts_of
 from seqloom.integrations.transformers.tensor_parallel import Uncuttable, team_layers, tensor_plan
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.plan import Remap
 
 NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "ffn")
@@ -54,7 +54,7 @@ class _Remapping:
                 f"{type(self).__name__} in a round that remaps around the MLP: none of its parts is called "
                 f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
             )
-        if context.around_mlp is None:  # nothing of this rank's island moves
+        if context.around_mlp is None:  # nothing of this rank's shard group moves
             return own(*args, **options)
         with ExitStack() as standing:
             for part in found:
@@ -73,7 +73,7 @@ def _remapping(kind: type[nn.Module]) -> type[nn.Module]:
 class _Around:
     """The hooks of one MLP for one call of its layer."""
 
-    def __init__(self, part: nn.Module, crossing: Crossing, tokens: int) -> None:
+    def __init__(self, part: nn.Module, crossing: TokenRedistribute, tokens: int) -> None:
         self._name, self._crossing, self._tokens = type(part).__name__, crossing, tokens
 
     def before(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -98,7 +98,7 @@ class _Around:
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
-def _moved(crossing: Crossing, x: torch.Tensor, rows: int) -> torch.Tensor:
+def _moved(crossing: TokenRedistribute, x: torch.Tensor, rows: int) -> torch.Tensor:
     """Move the rows of x [1, rows, hidden] or [rows, hidden]; where there are none, one that is nobody's stands in.
 
     Models of transformers cannot be called with no tokens; see `inputs`.
@@ -109,7 +109,7 @@ def _moved(crossing: Crossing, x: torch.Tensor, rows: int) -> torch.Tensor:
             f"{list(x.shape)} in or out of an MLP, where {rows} tokens are: it does not treat every token by itself; "
             f"{WAY_OUT}"
         )
-    (moved,) = cross(crossing, only_rows(flat, rows))
+    (moved,) = redistribute_tokens(crossing, only_rows(flat, rows))
     if not len(moved):
         moved = torch.cat([moved, moved.new_zeros((1, *moved.shape[1:]))])
     return moved[None] if x.ndim == 3 else moved
@@ -203,7 +203,7 @@ def head(model: nn.Module) -> Head:
     return Head(weight, weight is causal.get_input_embeddings().weight)
 
 
-def network(model: nn.Module) -> Network:
+def network(model: nn.Module) -> ModelAdapter:
     """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
 
     From now on its layers follow plans that remap around the MLP, see `integrations.remap`. Where its parts can be
@@ -216,7 +216,7 @@ def network(model: nn.Module) -> Network:
     if not layers:
         raise SeqloomError(
             f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(kinds)}); "
-            "say it yourself: seqloom.models.adapter.Network(module, layers, hidden, head)"
+            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
         )
 
     remap_layers(layers)
@@ -238,4 +238,4 @@ def network(model: nn.Module) -> Network:
         known |= {"cuts": plan.cuts, "divided": plan.divided, "uncuttable": ""}
     except (Uncuttable, Whole) as reason:
         known |= {"uncuttable": str(reason)}
-    return Network(model, layers, hidden, causal.get_output_embeddings(), found, **known)
+    return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), found, **known)

@@ -22,13 +22,13 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, network
-from seqloom.models.adapter import Network
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.deferred_init import Values, without_values
 from seqloom.models.files import opened
 from seqloom.params.placement import move_buffers, taken_out
 from seqloom.train.checkpoint import replaced
 from seqloom.train.config import Config
-from seqloom.train.model import Kind
+from seqloom.train.model import ModelFamily
 
 Read = Callable[[str], torch.Tensor]
 """Name of a parameter -> its values."""
@@ -137,7 +137,7 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 """Names of files that belong to a tokenizer."""
 
 
-def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> Network:
+def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Make the model of a folder, attached to the engine: see `train.kinds.Build`.
 
     Raises:
@@ -180,7 +180,7 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
     return final
 
 
-HUGGINGFACE = Kind(build_huggingface, save_huggingface)
+HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface)
 """What `model.huggingface` names."""
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqloom.dist import Context, attention_context, bind_alone
+from seqloom.dist import Context, attention_context, bind_single_rank
 from seqloom.integrations.transformers.attention import only_rows
 
 PLAIN = (bool, int, float, str, type(None))
@@ -159,7 +159,7 @@ class _StandIn(nn.Module):
 def _frame(embedding: nn.Module, positions: int) -> Frame:
     """Return what a decoder is watched with."""
     weight: Any = embedding.weight
-    context = bind_alone((positions,), device="cpu" if weight.is_meta else weight.device)
+    context = bind_single_rank((positions,), device="cpu" if weight.is_meta else weight.device)
     return Frame(weight, context.positions[None], context, ())
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from seqloom.attention import ModelCall
-from seqloom.dist import Context, attention_context, gathered, summed
+from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attention import only_rows
 from seqloom.models.adapter import COLUMNS, ROWS
@@ -232,7 +232,7 @@ class _Hooks:
                 f"{type(part).__name__} is called with {len(given)} tensors of hidden states in a team: it is not "
                 "known which of them its weights are for; plan with tensor = 1"
             )
-        moved = _padded(gathered(_rows(given[0], self._context), self._context))
+        moved = _padded(all_gather_rows(_rows(given[0], self._context), self._context))
 
         def replaced(each: Any) -> Any:
             if each is given[0]:
@@ -243,7 +243,7 @@ class _Hooks:
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor, *, bias: nn.Parameter | None) -> torch.Tensor:
         """Add up what the members' last projections returned, and the bias of these, once."""
-        own = _padded(summed(_rows(output, self._inside), self._context))
+        own = _padded(reduce_scatter_rows(_rows(output, self._inside), self._context))
         own = own if bias is None else own + bias
         return own[None] if output.ndim == 3 else own
 

@@ -170,14 +170,14 @@ def methods(plan: Plan) -> None:
 def routes(plan: Plan) -> None:
     """Proxies are ranks that take part in the round, at the same places in every node of a group with a ring.
 
-    A rank takes part if it or a rank of its island is in a group of the round.
+    A rank takes part if it or a rank of its shard group is in a group of the round.
     """
     home: dict[int, int] = {}
     for where, stage, share in each_work(plan):
         routed = [(g, group, group.route) for g, group in enumerate(share.groups) if group.route is not None]
         if not routed:
             continue
-        home = home or {rank: number for number, island in enumerate(plan.islands) for rank in island}
+        home = home or {rank: number for number, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
         awake = {home[rank] for group in share.groups for rank in group.ranks}
         for g, group, route in routed:
             here = f"{place(where)} group {g}"
@@ -185,7 +185,7 @@ def routes(plan: Plan) -> None:
             _check_nodes(here, group, route, plan.limits.node_size)
             asleep = [rank for rank in route.proxies if home[rank] not in awake]
             if asleep:
-                value = f"{here} has proxy {asleep[0]}, whose island has no tokens in this round"
+                value = f"{here} has proxy {asleep[0]}, whose shard group has no tokens in this round"
                 must = "proxies take part in the round of their group"
                 ranks = [rank for rank in stage.ranks if home[rank] in awake]
                 raise broken("routes", value, must, f"use ranks among {ranks}")

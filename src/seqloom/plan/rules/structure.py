@@ -10,7 +10,7 @@ import numpy as np
 from seqloom.errors import broken
 from seqloom.plan.limits import Reduce, Sharding
 from seqloom.plan.pipeline import Stage
-from seqloom.plan.round import Checkpoint, Work
+from seqloom.plan.round import Checkpoint, StageMicroBatch
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -20,7 +20,7 @@ MOST_RANKS = 2**20
 """More ranks than this are a slip of the pen; refused before anything is listed per rank."""
 
 
-def each_work(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, Work]]:
+def each_work(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, StageMicroBatch]]:
     """Yield ((pipeline, round, stage), Stage, Work) of the whole plan."""
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
@@ -95,7 +95,7 @@ def _options(kind: type[Checkpoint] | type[Sharding] | type[Reduce]) -> str:
 def stage_ranks(plan: Plan) -> None:
     """Pipelines have stages, stages have ranks of the world; two stages have the same ranks or none in common.
 
-    Only stages of one pipeline may have the same ranks. So ranks that share parameter shards (an island is a
+    Only stages of one pipeline may have the same ranks. So ranks that share parameter shards (a shard group is a
     host or a part of it) are in the same rounds without a rule of their own.
     """
     owner: dict[int, tuple[int, int]] = {}
@@ -250,7 +250,7 @@ def _degree(value: str, stage: Stage, heads: int) -> None:
             raise broken("tensor", f"{value} {on} {count} {what}", "it divides them", f"use {nearest}")
 
 
-def _groups(where: str, stage: Stage, share: Work) -> None:
+def _groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
     degree, together = stage.tensor, _cut(stage.ranks, stage.tensor)
     if share.linear is not None:
         must = (

@@ -13,7 +13,7 @@ from seqloom.layout.boxes import Column, merge_touching
 from seqloom.layout.layout import Layout
 from seqloom.layout.move import move_between
 from seqloom.plan.group import Method
-from seqloom.plan.round import Work
+from seqloom.plan.round import StageMicroBatch
 from seqloom.plan.rules.structure import each_work, place, whole_numbers
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def capacity(plan: Plan) -> None:
                     raise _too_full(place(where), rank, int(load[rank]), most, share)
 
 
-def _too_full(here: str, rank: int, held: int, most: int, share: Work) -> Exception:
+def _too_full(here: str, rank: int, held: int, most: int, share: StageMicroBatch) -> Exception:
     value = f"{here} puts {held} tokens on rank {rank}"
     must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
     return broken("capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds")
@@ -168,11 +168,11 @@ def layouts(plan: Plan) -> None:
             _refuse_strangers(place(where), share.attention, share)
 
 
-def _tokens(share: Work) -> int:
+def _tokens(share: StageMicroBatch) -> int:
     return sum(group.tokens for group in share.groups)
 
 
-def _same_tokens(layout: Layout, share: Work) -> bool:
+def _same_tokens(layout: Layout, share: StageMicroBatch) -> bool:
     item, start, stop = np.array(list(share.spans()), dtype=np.int64).T
     wanted = _joined(item, start, stop)
     held = _joined(layout.item, layout.start, layout.stop)
@@ -184,7 +184,7 @@ def _joined(item: Column, start: Column, stop: Column) -> list[Column]:
     return merge_touching([np.zeros_like(item), item, start, stop], keys=2)
 
 
-def _refuse_strangers(here: str, layout: Layout, share: Work) -> None:
+def _refuse_strangers(here: str, layout: Layout, share: StageMicroBatch) -> None:
     allowed = {(rank, span[0]) for group in share.groups for rank in group.ranks for span in group.spans}
     for rank, document in zip(layout.rank.tolist(), layout.item.tolist(), strict=True):
         if (rank, document) not in allowed:
@@ -195,21 +195,21 @@ def _refuse_strangers(here: str, layout: Layout, share: Work) -> None:
 
 
 def remap(plan: Plan) -> None:
-    """Going from the attention to the linear layout, tokens stay inside their island.
+    """Going from the attention to the linear layout, tokens stay inside their shard group.
 
-    Ranks of one island take part in the same rounds, so such a transfer can never wait for a rank that skips
+    Ranks of one shard group take part in the same rounds, so such a transfer can never wait for a rank that skips
     the round.
     """
     explicit = [entry for entry in each_work(plan) if entry[2].attention is not None or entry[2].linear is not None]
-    islands = plan.islands if explicit else ()
+    shard_groups = plan.shard_groups if explicit else ()
     home = np.zeros(plan.limits.ranks, dtype=np.int64)
-    for number, island in enumerate(islands):
-        home[list(island)] = number
+    for number, shard_group in enumerate(shard_groups):
+        home[list(shard_group)] = number
     for where, _, share in explicit:
         move = move_between(share.attention_layout(), share.linear_layout())
         away = np.flatnonzero(home[move.sender] != home[move.receiver])
         if len(away):
             sender, receiver = int(move.sender[away[0]]), int(move.receiver[away[0]])
             value = f"{place(where)} remaps document {move.item[away[0]]} from rank {sender} to {receiver}"
-            must = f"a remap stays inside an island ({plan.sharding} sharding)"
-            raise broken("remap", value, must, f"use ranks among {list(islands[home[sender]])}")
+            must = f"a remap stays inside a shard group ({plan.sharding} sharding)"
+            raise broken("remap", value, must, f"use ranks among {list(shard_groups[home[sender]])}")

@@ -295,7 +295,7 @@ def variants_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Vari
     for lane in used:
         best = max(best, throughput_bound(lane, best))
         best = max(best, timeline_bound(lane, best))
-    if cost.island_size == cost.ranks:
+    if cost.shard_group_size == cost.ranks:
         best = max(best, lock_step_bound(used))
         if len(variants) > 1:
             best = max(best, mixture_bound(prices, cost.ranks))

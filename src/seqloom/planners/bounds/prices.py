@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.communication import ACTIVATION_BYTES, Communication, remap_exchanges
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.cost.shapes import LANES
-from seqloom.cost.traffic import Reach, Traffic, aligned_reach
+from seqloom.cost.traffic import GroupTraffic, MessageCounts, aligned_group_traffic
 from seqloom.plan import Method, Remap
 from seqloom.planners.fill import NEVER
 
@@ -31,8 +31,8 @@ ENDLESS = 1 << 30
 class Place(NamedTuple):
     """A shape, and reaches that are no worse than that of any group of this shape."""
 
-    shape: Shape
-    reaches: tuple[Reach, ...]
+    shape: GroupShape
+    reaches: tuple[GroupTraffic, ...]
 
 
 def every_place(cost: CostModel) -> list[Place]:
@@ -43,7 +43,7 @@ def every_place(cost: CostModel) -> list[Place]:
     """
     card_of = cost.cluster.nic_of_gpu
     if isinstance(cost.profile, AdditiveProfile):
-        return [Place(shape, (aligned_reach(shape, card_of),)) for shape in cost.shapes]
+        return [Place(shape, (aligned_group_traffic(shape, card_of),)) for shape in cost.shapes]
     node, sizes = cost.node_size, [size for size in cost.family.sizes if size % cost.tensor == 0]
     every = cost.ranks if cost.ranks <= EVERY_SIZE else 2 * node
     degrees = set(range(1, every + 1)) | {node * k for k in _grid(cost.ranks // node)} | set(sizes)
@@ -52,7 +52,7 @@ def every_place(cost: CostModel) -> list[Place]:
         for ulysses in sizes:
             if ulysses <= cost.model.heads and degree % ulysses == 0:
                 for method in Method if degree > ulysses else (Method.RING,):
-                    shape = Shape(ulysses, degree // ulysses, method)
+                    shape = GroupShape(ulysses, degree // ulysses, method)
                     reaches = _reaches(shape, cost)
                     found += [Place(shape, reaches)] * bool(reaches)
     return found
@@ -66,21 +66,21 @@ def _grid(most: int) -> list[int]:
     return [k for k in found if k <= most]
 
 
-def _reaches(shape: Shape, cost: CostModel) -> tuple[Reach, ...]:
+def _reaches(shape: GroupShape, cost: CostModel) -> tuple[GroupTraffic, ...]:
     """Inside a node; over nodes, each message through the card near its sender; over nodes, routed."""
     node, card_of, tensor = cost.node_size, cost.cluster.nic_of_gpu, cost.tensor
     if shape.ulysses > node:  # blocks of whole nodes: wherever they lie, all their messages leave
-        direct = aligned_reach(shape, card_of, tensor)
+        direct = aligned_group_traffic(shape, card_of, tensor)
         return (direct, direct._replace(proxies=len(set(card_of)), slices=ENDLESS)) if shape.ring > 1 else (direct,)
     blocks = node // shape.ulysses
-    found = (aligned_reach(shape, card_of, tensor),) if shape.ring <= blocks else ()
+    found = (aligned_group_traffic(shape, card_of, tensor),) if shape.ring <= blocks else ()
     if shape.ring > 1 and cost.ranks > node and shape.ring <= blocks * (cost.ranks // node):
         direct = _spread(shape, blocks, cost.ranks // node, len(set(card_of)), tensor)
         found += (direct, direct._replace(proxies=len(set(card_of)), slices=ENDLESS))
     return found
 
 
-def _spread(shape: Shape, blocks: int, nodes: int, cards: int, tensor: int) -> Reach:
+def _spread(shape: GroupShape, blocks: int, nodes: int, cards: int, tensor: int) -> GroupTraffic:
     """The fewest messages of a group over two or more nodes, each with 1 to ``blocks`` of its ``ring`` Ulysses blocks.
 
     With ``b`` blocks in its fullest node, ``b (ring - b)`` is least at one of the ends.
@@ -91,15 +91,15 @@ def _spread(shape: Shape, blocks: int, nodes: int, cards: int, tensor: int) -> R
     counts = range(max(2, -(-ring // blocks)), min(nodes, ring) + 1)  # of nodes
     once = inner * min(-(-ring // count) * (count - 1) for count in counts)
 
-    def traffic(sent: int, left: int) -> Traffic:
-        return Traffic(near=0, sent=0, left=left, card=max(sent, -(-left // cards)))
+    def traffic(sent: int, left: int) -> MessageCounts:
+        return MessageCounts(near=0, sent=0, left=left, card=max(sent, -(-left // cards)))
 
-    return Reach(
-        ulysses=Traffic(near=inner // tensor - 1),
+    return GroupTraffic(
+        ulysses=MessageCounts(near=inner // tensor - 1),
         ring=traffic(1, inner),
         gather=traffic(ring - fullest, left),
         once=traffic(1, once),
-        team=Traffic(near=tensor - 1),
+        team=MessageCounts(near=tensor - 1),
     )
 
 
@@ -110,9 +110,9 @@ def _spread(shape: Shape, blocks: int, nodes: int, cards: int, tensor: int) -> R
 def movable_ns(cost: CostModel, variant: Variant) -> float:
     """ns per token that leave a rank at best: what a token's own journey costs stays with it.
 
-    0 where nothing can move: islands of one rank, and profiles that have no price for it.
+    0 where nothing can move: shard groups of one rank, and profiles that have no price for it.
     """
-    if cost.island_size == 1 or cost.tensor > 1 or not isinstance(cost.engine, AnalyticEngine):
+    if cost.shard_group_size == 1 or cost.tensor > 1 or not isinstance(cost.engine, AnalyticEngine):
         return 0.0
     most = 0.0
     for remap in Remap:
@@ -124,11 +124,11 @@ def movable_ns(cost: CostModel, variant: Variant) -> float:
 def journey_ns(cost: CostModel, links: Communication, variant: Variant, remap: Remap) -> float:
     """Least ns of a remap's exchanges per token that leaves a rank, in all layers, forward and backward.
 
-    Where an island has several nodes, part of a rank's tokens may use the network beside the rest on NVLink.
+    Where a shard group has several nodes, part of a rank's tokens may use the network beside the rest on NVLink.
     """
     values, _ = remap_exchanges(cost.model, remap, variant.checkpoint)
     near, far = links.message_ns(values * cost.model.layers * ACTIVATION_BYTES, "all_to_all")
-    return near if cost.island_size <= cost.node_size else near * far / (near + far)
+    return near if cost.shard_group_size <= cost.node_size else near * far / (near + far)
 
 
 # ---- merged: planners.bounds.prices
@@ -160,7 +160,7 @@ class Prices:
     once: np.ndarray
     """float64[L]: what a round costs a rank before any group."""
     pool: np.ndarray
-    """float64[D, n]: of lanes 0 and 1, what other ranks of the island may take over."""
+    """float64[D, n]: of lanes 0 and 1, what other ranks of the shard group may take over."""
     alone: np.ndarray
     """float64[D, n]: least time of a round with this document; NEVER where memory does not hold it."""
     linear: float
@@ -175,7 +175,7 @@ class Prices:
 class Rates(NamedTuple):
     """The best place of a shape: float64[L] ns per token without attention, and ns of a group before any document."""
 
-    shape: Shape
+    shape: GroupShape
     token: np.ndarray
     fixed: np.ndarray
 
@@ -188,7 +188,7 @@ def price_all(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant])
 def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
     """Price documents of so many tokens in every place, and keep the best of every degree."""
     places = every_rate(cost, variant)
-    least = Shape(cost.tensor, 1), variant, Reach()  # one team, its exchanges left out
+    least = GroupShape(cost.tensor, 1), variant, GroupTraffic()  # one team, its exchanges left out
     whole = cost.engine.rates(*least)
     linear = (whole["linear"] + whole.get("head", 0.0)) * cost.tensor
     once = _once(cost, variant)
@@ -245,7 +245,7 @@ def every_rate(cost: CostModel, variant: Variant) -> tuple[Rates, ...]:
 
 def _once(cost: CostModel, variant: Variant) -> np.ndarray:
     """float64[L]: what a round costs a rank whatever its groups."""
-    fixed = cost.engine.fixed(Shape(cost.tensor, 1), variant, Reach())
+    fixed = cost.engine.fixed(GroupShape(cost.tensor, 1), variant, GroupTraffic())
     fixed.pop("tensor", None)
     return np.array(_lanes(fixed, hides=False)) - 1
 
@@ -261,9 +261,9 @@ def _alone(
 ) -> np.ndarray:
     """float64[n]: least time of a round with each document, at this degree.
 
-    What may leave its ranks can only be spread over their islands.
+    What may leave its ranks can only be spread over their shard groups.
     """
     own = lanes + (extra + once)[:, None]
     stays = np.maximum(np.maximum(own[0], own[1]) - pool, own[2])
-    reached = min(degree * cost.island_size, cost.ranks)
+    reached = min(degree * cost.shard_group_size, cost.ranks)
     return np.maximum(stays, once[0] + (lanes[0] + extra[0]) * degree / reached)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, Variant
-from seqloom.cost.resharding import priced_passes, relay_times
+from seqloom.cost.resharding import priced_passes, reshard_times
 from seqloom.cost.shapes import LANES
 from seqloom.cost.stages import stage_end_ns
-from seqloom.cost.traffic import Reach
+from seqloom.cost.traffic import GroupTraffic
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.lower import lower_bound
 from seqloom.planners.bounds.options import PRECISION
@@ -52,7 +52,7 @@ def side_by_side_bound(plan: Plan, cost: CostModel) -> int | None:
     work, chain = (np.stack(each).min(axis=0) for each in zip(*found, strict=True))
     ranks = sum(len(pipeline.ranks) for pipeline in plan.pipelines)
     best = max(float(work.sum()) / ranks, float(chain.max()))
-    relay = relay_times(cost, plan.pipelines)
+    relay = reshard_times(cost, plan.pipelines)
     return int(best * (1 - PRECISION)) + slowest_end(plan, cost)[0] + int(relay.first + relay.last)
 
 
@@ -83,7 +83,7 @@ def _priced(cost: CostModel, lengths: tuple[int, ...]) -> Whole:
     attention = {ring: engine.attention(tokens, ring, variant) for ring in {rate.shape.ring for rate in rates}}
     degree, layers, head = [], [], []
     for shape, token, _ in rates:
-        each = engine.rates(shape, variant, Reach()).get("head", 0.0)
+        each = engine.rates(shape, variant, GroupTraffic()).get("head", 0.0)
         calls = engine.document_calls(tokens, shape.kernels, variant)
         computing = attention[shape.ring] * engine.attention_share(shape) + calls
         degree.append(shape.degree)
@@ -152,8 +152,8 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
         time = part * layers[fits] + (head[fits] if any(share.ends for share in own) else 0.0)
         work = (degree[fits, None] * time).min(axis=0).sum() / len(ranks)
         best = max(best, float(work), float(time.min(axis=0).max()))
-        islands = plan.limits.islands(plan.sharding, ranks)
-        end = max(end, stage_end_ns(cost, own, len(ranks), min(map(len, islands)))[0])
+        shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
+        end = max(end, stage_end_ns(cost, own, len(ranks), min(map(len, shard_groups)))[0])
     return int(best * (1 - PRECISION)) + end
 
 

@@ -1,7 +1,8 @@
-"""Give every group of a draft its ranks, and say when each island is done.
+"""Give every group of a draft its ranks, and say when each shard group is done.
 
-A draft may have been decoded with islands wider than the real ones (which packs tight memory better). The real islands
-then run on without waiting for the others of their round: longer groups go to the islands that are free earliest.
+A draft may have been decoded with shard groups wider than the real ones (which packs tight memory better). The real
+shard groups
+then run on without waiting for the others of their round: longer groups go to the shard groups that are free earliest.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class Seats(NamedTuple):
     time: np.ndarray
     """int64[n]: ns of each group."""
     load: np.ndarray
-    """int64[ranks // island]: when each real island is done, ns."""
+    """int64[ranks // shard group]: when each real shard group is done, ns."""
 
     @classmethod
-    def empty(cls, documents: int, islands: int) -> Seats:
-        """Room for the groups of that many documents on that many real islands."""
-        sizes = {"load": islands}
+    def empty(cls, documents: int, shard_groups: int) -> Seats:
+        """Room for the groups of that many documents on that many real shard groups."""
+        sizes = {"load": shard_groups}
         return cls(**{name: np.zeros(sizes.get(name, documents), np.int64) for name in cls._fields})
 
 
@@ -65,11 +66,12 @@ def order_groups(t: Tables, draft: Draft, time: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def settle(t: Tables, draft: Draft, island: int, seats: Seats) -> int:
-    """Seat every group; ``island`` is the real island size, ``t.island`` the one the draft was decoded with.
+def settle(t: Tables, draft: Draft, shard_group: int, seats: Seats) -> int:
+    """Seat every group; ``shard_group`` is the real shard group size, ``t.shard_group`` the one the draft was decoded
+    with.
 
     Returns:
-        when the last island is done, ns.
+        when the last shard group is done, ns.
     """
     group_times(t, draft, seats.time)
     order = order_groups(t, draft, seats.time)
@@ -81,30 +83,30 @@ def settle(t: Tables, draft: Draft, island: int, seats: Seats) -> int:
         last = first
         while last < order.shape[0] and draft.group_round[order[last]] == index:
             last += 1
-        base = draft.round_island[index] * t.island
-        ranks = draft.round_width[index] * t.island
-        if ranks == island or draft.round_width[index] > 1:
-            rounds = seat_as_filled(draft, island, base, ranks, order[first:last], rounds, seats)
+        base = draft.round_shard_group[index] * t.shard_group
+        ranks = draft.round_width[index] * t.shard_group
+        if ranks == shard_group or draft.round_width[index] > 1:
+            rounds = seat_as_filled(draft, shard_group, base, ranks, order[first:last], rounds, seats)
         else:
-            rounds = seat_apart(t, draft, island, base, ranks, order[first:last], rounds, seats)
+            rounds = seat_apart(t, draft, shard_group, base, ranks, order[first:last], rounds, seats)
         first = last
     return seats.load.max()
 
 
 @kernel
 def seat_as_filled(
-    draft: Draft, island: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
+    draft: Draft, shard_group: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
 ) -> int:
     """All groups in one round, on the blocks they were opened on; returns the number of rounds so far."""
     for group in groups:
         seats.start[group] = base + draft.group_start[group]
-    return close_round(island, base, ranks, groups, rounds, seats)
+    return close_round(shard_group, base, ranks, groups, rounds, seats)
 
 
 @kernel
-def close_round(island: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats) -> int:
-    """The round of these groups runs on ``[base, base + ranks)`` as soon as its islands are free."""
-    low, high = base // island, (base + ranks) // island
+def close_round(shard_group: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats) -> int:
+    """The round of these groups runs on ``[base, base + ranks)`` as soon as its shard groups are free."""
+    low, high = base // shard_group, (base + ranks) // shard_group
     end = seats.load[low:high].max() + seats.time[groups].max()
     for group in groups:
         seats.round_of[group] = rounds
@@ -114,7 +116,7 @@ def close_round(island: int, base: int, ranks: int, groups: np.ndarray, rounds: 
 
 @kernel
 def seat_together(
-    t: Tables, draft: Draft, island: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
+    t: Tables, draft: Draft, shard_group: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
 ) -> int:
     """All groups in one round, on the lowest aligned blocks; returns the number of rounds so far."""
     degrees = np.empty(groups.shape[0], np.int64)
@@ -124,7 +126,7 @@ def seat_together(
     fit = arrange(degrees, ranks, t.node, starts)
     for at in range(groups.shape[0]):
         seats.start[groups[at]] = base + starts[at]
-    rounds = close_round(island, base, ranks, groups, rounds, seats)
+    rounds = close_round(shard_group, base, ranks, groups, rounds, seats)
     if not fit:  # blocks that do not divide each other: this draft is worth nothing
         seats.load[:] = NEVER
     return rounds
@@ -132,18 +134,20 @@ def seat_together(
 
 @kernel
 def seat_apart(
-    t: Tables, draft: Draft, island: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
+    t: Tables, draft: Draft, shard_group: int, base: int, ranks: int, groups: np.ndarray, rounds: int, seats: Seats
 ) -> int:
-    """Groups of a virtual round on their own real islands, each block a round of its own, earliest islands first."""
-    used = np.zeros(ranks // island, np.int64)
+    """Groups of a virtual round on their own real shard groups, each block a round of its own, earliest shard
+    groups first.
+    """
+    used = np.zeros(ranks // shard_group, np.int64)
     at = 0
     while at < groups.shape[0]:
         degree = t.shape_degree[draft.group_shape[groups[at]]]
-        width = max(1, degree // island)
+        width = max(1, degree // shard_group)
         best, best_load = -1, 0
-        for index in range(block_count(width * island, ranks, t.node)):
-            block = block_start(index, width * island, t.node) // island
-            load = seats.load[base // island + block : base // island + block + width].max()
+        for index in range(block_count(width * shard_group, ranks, t.node)):
+            block = block_start(index, width * shard_group, t.node) // shard_group
+            load = seats.load[base // shard_group + block : base // shard_group + block + width].max()
             if used[block : block + width].max() == 0 and (best < 0 or load < best_load):
                 best, best_load = block, load
         if best < 0:  # likewise
@@ -151,11 +155,13 @@ def seat_apart(
             return rounds
         used[best : best + width] = 1
         last = at + 1
-        if degree < island:  # several small groups share a real island and run in lock step
+        if degree < shard_group:  # several small groups share a real shard group and run in lock step
             filled = degree
-            while last < groups.shape[0] and filled + t.shape_degree[draft.group_shape[groups[last]]] <= island:
+            while last < groups.shape[0] and filled + t.shape_degree[draft.group_shape[groups[last]]] <= shard_group:
                 filled += t.shape_degree[draft.group_shape[groups[last]]]
                 last += 1
-        rounds = seat_together(t, draft, island, base + best * island, width * island, groups[at:last], rounds, seats)
+        rounds = seat_together(
+            t, draft, shard_group, base + best * shard_group, width * shard_group, groups[at:last], rounds, seats
+        )
         at = last
     return rounds

@@ -1,7 +1,9 @@
 """Decode a target time into a plan: can this batch finish within ``target`` ns, and how?
 
-Documents that no single island can finish in time go first, each wide group as a round of its own on the least loaded
-aligned block of islands. Then the islands are filled one after another, round by round. For every round several time
+Documents that no single shard group can finish in time go first, each wide group as a round of its own on the least
+loaded
+aligned block of shard groups. Then the shard groups are filled one after another, round by round. For every round
+several time
 limits are tried and the most efficient one is kept: value placed per rank-nanosecond spent. Long documents ask for
 long rounds, in which ranks with short documents would run out of memory long before they run out of time, so where to
 set the limit is the heart of the matter; the search in ``flex`` perturbs exactly these choices.
@@ -40,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A decoding: which document is in which group, which group in which round, which round on which islands."""
+    """A decoding: which document is in which group, which group in which round, which round on which shard groups."""
 
     group_of: np.ndarray
     """int64[n]: group of each document, -1 where none was found."""
@@ -48,27 +50,27 @@ class Draft(NamedTuple):
     group_start: np.ndarray
     """int64[n]: first rank of each group, counted from the first rank of its round."""
     group_round: np.ndarray
-    round_island: np.ndarray
-    """int64[n]: first island of each round."""
+    round_shard_group: np.ndarray
+    """int64[n]: first shard group of each round."""
     round_width: np.ndarray
-    """int64[n]: islands of each round."""
+    """int64[n]: shard groups of each round."""
     count: np.ndarray
     """int64[2]: groups, rounds."""
     rung: np.ndarray
-    """int64[n]: for the i-th round that filled a single island, the step of its ladder that was taken."""
+    """int64[n]: for the i-th round that filled a single shard group, the step of its ladder that was taken."""
     load: np.ndarray
-    """int64[I]: when each island is done, ns."""
+    """int64[I]: when each shard group is done, ns."""
 
     @classmethod
-    def empty(cls, documents: int, islands: int) -> Draft:
-        """Room for the decoding of that many documents on that many islands."""
-        sizes = {"count": 2, "load": islands}
+    def empty(cls, documents: int, shard_groups: int) -> Draft:
+        """Room for the decoding of that many documents on that many shard groups."""
+        sizes = {"count": 2, "load": shard_groups}
         return cls(**{name: np.zeros(sizes.get(name, documents), np.int64) for name in cls._fields})
 
 
 @kernel
 def place_wide(t: Tables, target: int, keys: Keys, draft: Draft) -> bool:
-    """Place the documents that need more than one island; False if one cannot be placed in time."""
+    """Place the documents that need more than one shard group; False if one cannot be placed in time."""
     n = t.tokens.shape[0]
     needs = np.full(n, -1, np.int64)
     for k in range(n):
@@ -81,15 +83,15 @@ def place_wide(t: Tables, target: int, keys: Keys, draft: Draft) -> bool:
         for _ in range(keys.widen[k]):
             if needs[k] + 1 < t.degrees.shape[0] and t.alone[needs[k] + 1, k] <= target:
                 needs[k] += 1
-    islands = draft.load.shape[0]
+    shard_groups = draft.load.shape[0]
     for d in range(t.degrees.shape[0] - 1, -1, -1):
-        if t.degrees[d] <= t.island:
+        if t.degrees[d] <= t.shard_group:
             break
-        width = t.degrees[d] // t.island
-        open_group = np.full(islands, -1, np.int64)
-        room = np.zeros(islands, np.int64)
-        lanes = np.zeros((islands, t.cost.shape[0]), np.int64)
-        began = np.zeros(islands, np.int64)
+        width = t.degrees[d] // t.shard_group
+        open_group = np.full(shard_groups, -1, np.int64)
+        room = np.zeros(shard_groups, np.int64)
+        lanes = np.zeros((shard_groups, t.cost.shape[0]), np.int64)
+        began = np.zeros(shard_groups, np.int64)
         for k in keys.order:
             if needs[k] == d and not place_one_wide(t, k, d, width, target, open_group, room, lanes, began, draft):
                 return False
@@ -112,7 +114,7 @@ def place_one_wide(
     """Put one wide document on the block where it ends first, joining that block's last group if memory allows."""
     best, best_end, best_joins = -1, target + 1, False
     for index in range(block_count(t.degrees[d], t.ranks, t.node)):
-        block = block_start(index, t.degrees[d], t.node) // t.island
+        block = block_start(index, t.degrees[d], t.node) // t.shard_group
         group = open_group[block]
         if group >= 0 and room[block] >= t.tokens[k]:
             spent = 0
@@ -130,7 +132,7 @@ def place_one_wide(
         draft.group_shape[group] = t.alone_shape[d, k]
         draft.group_start[group] = 0
         draft.group_round[group] = index
-        draft.round_island[index] = best
+        draft.round_shard_group[index] = best
         draft.round_width[index] = width
         draft.count[0] += 1
         draft.count[1] += 1
@@ -152,7 +154,7 @@ def limit_ladder(t: Tables, k: int, budget: int, step: int, ladder: np.ndarray) 
     lowest = NEVER
     count = 0
     for d in range(t.degrees.shape[0]):
-        if t.degrees[d] > t.island:
+        if t.degrees[d] > t.shard_group:
             break
         if t.alone[d, k] <= budget and count < LADDER_STEPS // 2:
             lowest = min(lowest, t.alone[d, k])
@@ -199,15 +201,15 @@ def best_rung(
     useful = t.fixed.max() * 6 // 5 + 1  # less time than this left over is as good as lost
     last = ladder.shape[0] - 1
     best, best_gain = last, -1.0
-    for index in range(last + np.searchsorted(t.degrees, t.island, "right")):
+    for index in range(last + np.searchsorted(t.degrees, t.shard_group, "right")):
         rung, floor = min(index, last), max(0, index - last)
-        if t.island % t.degrees[floor]:
-            continue  # groups all of a size that does not tile the island leave ranks idle
+        if t.shard_group % t.degrees[floor]:
+            continue  # groups all of a size that does not tile the shard group leave ranks idle
         groups, longest, value = fill_round(
-            t, ladder[rung], floor, t.island, waiting, least, falling, joined, shapes, starts, load, tokens
+            t, ladder[rung], floor, t.shard_group, waiting, least, falling, joined, shapes, starts, load, tokens
         )
         spent = longest if budget - longest >= useful else budget
-        gain = value / (max(spent, 1) * t.island)
+        gain = value / (max(spent, 1) * t.shard_group)
         if groups > 0 and gain > best_gain:
             best, best_gain = rung + floor * LADDER_STEPS, gain
     return best
@@ -215,7 +217,7 @@ def best_rung(
 
 @kernel
 def keep_round(
-    island: int,
+    shard_group: int,
     waiting: np.ndarray,
     groups: int,
     joined: np.ndarray,
@@ -231,24 +233,28 @@ def keep_round(
     for place in range(waiting.shape[0]):
         if joined[place] >= 0:
             draft.group_of[waiting[place]] = first + joined[place]
-    draft.round_island[index] = island
+    draft.round_shard_group[index] = shard_group
     draft.round_width[index] = 1
     draft.count[0] += groups
     draft.count[1] += 1
 
 
 @kernel
-def fill_island(
-    t: Tables, target: int, island: int, waiting: np.ndarray, keys: Keys, filled: int, draft: Draft
+def fill_shard_group(
+    t: Tables, target: int, shard_group: int, waiting: np.ndarray, keys: Keys, filled: int, draft: Draft
 ) -> tuple[np.ndarray, int]:
-    """Fill one island up to the target, round by round; returns who still waits and how many rounds are filled."""
-    shapes, starts, tokens = np.empty(t.island, np.int64), np.empty(t.island, np.int64), np.empty(t.island, np.int64)
-    load = np.empty((t.cost.shape[0], t.island), np.int64)
+    """Fill one shard group up to the target, round by round; returns who still waits and how many rounds are filled."""
+    shapes, starts, tokens = (
+        np.empty(t.shard_group, np.int64),
+        np.empty(t.shard_group, np.int64),
+        np.empty(t.shard_group, np.int64),
+    )
+    load = np.empty((t.cost.shape[0], t.shard_group), np.int64)
     ladder = np.empty(LADDER_STEPS + 2, np.int64)
     while waiting.shape[0] > 0:
-        budget = target - draft.load[island]
+        budget = target - draft.load[shard_group]
         rungs = 0
-        for k in waiting:  # the longest document that this island can still finish in time sets the ladder
+        for k in waiting:  # the longest document that this shard group can still finish in time sets the ladder
             rungs = limit_ladder(t, k, budget, keys.step, ladder)
             if rungs > 0:
                 break
@@ -262,15 +268,15 @@ def fill_island(
             rung = best_rung(t, budget, waiting, least, keys.falling, tried, joined, shapes, starts, load, tokens)
         joined[:] = -1
         limit = ladder[min(rung % LADDER_STEPS, rungs - 1)]
-        floor = rung // LADDER_STEPS % np.searchsorted(t.degrees, t.island, "right")
+        floor = rung // LADDER_STEPS % np.searchsorted(t.degrees, t.shard_group, "right")
         groups, longest, _ = fill_round(
-            t, limit, floor, t.island, waiting, least, keys.falling, joined, shapes, starts, load, tokens
+            t, limit, floor, t.shard_group, waiting, least, keys.falling, joined, shapes, starts, load, tokens
         )
         draft.rung[filled] = rung
         if groups == 0:
             break
-        keep_round(island, waiting, groups, joined, shapes, starts, draft)
-        draft.load[island] += longest
+        keep_round(shard_group, waiting, groups, joined, shapes, starts, draft)
+        draft.load[shard_group] += longest
         filled += 1
         waiting = waiting[joined < 0]
     return waiting, filled
@@ -294,10 +300,10 @@ def decode(t: Tables, target: int, keys: Keys, draft: Draft) -> int:
     for _ in range(draft.load.shape[0]):
         if waiting.shape[0] == 0:
             break
-        island = -1  # the island with the least time left: long documents still find room on the others
+        shard_group = -1  # the shard group with the least time left: long documents still find room on the others
         for candidate in range(draft.load.shape[0]):
-            if not done[candidate] and (island < 0 or draft.load[candidate] > draft.load[island]):
-                island = candidate
-        done[island] = 1
-        waiting, filled = fill_island(t, target, island, waiting, keys, filled, draft)
+            if not done[candidate] and (shard_group < 0 or draft.load[candidate] > draft.load[shard_group]):
+                shard_group = candidate
+        done[shard_group] = 1
+        waiting, filled = fill_shard_group(t, target, shard_group, waiting, keys, filled, draft)
     return t.value[waiting].sum()

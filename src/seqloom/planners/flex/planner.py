@@ -2,7 +2,8 @@
 
 The decoder answers "can this batch finish within this time, and how?". ``flex`` asks it:
 
-1. bisection on the time, once with the real islands and once with each wider virtual island, for every variant;
+1. bisection on the time, once with the real shard groups and once with each wider virtual shard group, for every
+variant;
 2. a local search around the best answer, at a slightly shorter time than it reached: change where a round's limit is
    set, which degree a long document starts from, or (small batches) the order of placement; keep what leaves less work
    unplaced; when nothing is left, the time is beaten and the next one is tried;
@@ -19,36 +20,36 @@ from seqloom.planners.fill import NEVER, Tables
 from seqloom.planners.flex.assign_ranks import Seats, settle
 from seqloom.planners.flex.decode import Draft
 from seqloom.planners.flex.search import LARGE_PROBLEM, ORDERED_BELOW, Search
-from seqloom.planners.problem import CHECKPOINTS, Problem, Seat, fitting_problems, to_plan
+from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
 
 SMALL_CLUSTER = 16
-"""Up to this many ranks every virtual island is tried."""
+"""Up to this many ranks every virtual shard group is tried."""
 NEAR_BOUND = 64
-"""One part in this many above the bound, and virtual islands are not tried on a large batch."""
+"""One part in this many above the bound, and virtual shard groups are not tried on a large batch."""
 QUICK_PART = 24
 """A quick plan has one in so many of the usual decodings for its local search."""
 MIXTURES = (15, 30, 45, 60, 75)
 """Parts of the step, per cent, that rounds of a faster variant are tried for."""
 
 
-def virtual_islands(tables: Tables) -> list[int]:
-    """Island sizes to decode with: the real one, the whole cluster, and on small clusters every block between."""
-    island, ranks, node = tables.island, tables.ranks, tables.node
+def virtual_shard_groups(tables: Tables) -> list[int]:
+    """Shard group sizes to decode with: the real one, the whole cluster, and on small clusters every block between."""
+    shard_group, ranks, node = tables.shard_group, tables.ranks, tables.node
     between = [
         int(degree)
         for degree in tables.degrees
-        if island < degree < ranks <= SMALL_CLUSTER and degree % island == 0 and ranks % degree == 0
+        if shard_group < degree < ranks <= SMALL_CLUSTER and degree % shard_group == 0 and ranks % degree == 0
         if degree % node == 0 or node % degree == 0
     ]
-    world = [ranks] if island < ranks and ranks * len(tables.tokens) <= LARGE_PROBLEM else []
-    return [island, *between, *world]
+    world = [ranks] if shard_group < ranks and ranks * len(tables.tokens) <= LARGE_PROBLEM else []
+    return [shard_group, *between, *world]
 
 
-def default_evaluations(tables: Tables, island: int) -> int:
+def default_evaluations(tables: Tables, shard_group: int) -> int:
     """Decodings spent on local search: many for small batches, where each is quick and each document counts."""
-    if island < tables.ranks and tables.ranks * len(tables.tokens) > LARGE_PROBLEM:
+    if shard_group < tables.ranks and tables.ranks * len(tables.tokens) > LARGE_PROBLEM:
         return 0  # there the bisection already ends where the search would
-    total = 100_000 if island == tables.ranks else 50_000
+    total = 100_000 if shard_group == tables.ranks else 50_000
     return max(8, min(1_000, total // (len(tables.tokens) * len(tables.shape_degree))))
 
 
@@ -65,9 +66,9 @@ def work_bound(tables: Tables) -> int:
 
 
 def start_searches(tables: Tables, bound: int) -> list[Search]:
-    """Bisect once per virtual island, as long as there is much to gain; the best first."""
+    """Bisect once per virtual shard group, as long as there is much to gain; the best first."""
     searches: list[Search] = []
-    for virtual in virtual_islands(tables):
+    for virtual in virtual_shard_groups(tables):
         if searches and len(tables.tokens) >= ORDERED_BELOW and searches[0].best_ns - bound <= bound // NEAR_BOUND:
             break
         search = Search.over(tables, virtual)
@@ -83,13 +84,15 @@ def finish_searches(searches: list[Search], bound: int, evaluations: int | None,
         evaluations: decodings for each local search; None chooses by size.
     """
     tables = searches[0].tables
-    budget = default_evaluations(tables, searches[0].island) if evaluations is None else evaluations
+    budget = default_evaluations(tables, searches[0].shard_group) if evaluations is None else evaluations
     for search in searches if len(tables.tokens) < ORDERED_BELOW else searches[:1]:
         search.climb(bound, budget, seed)
     return min(searches, key=lambda search: search.best_ns)
 
 
-def rounds_of(problem: Problem, draft: Draft, seats: Seats, documents: np.ndarray | None = None) -> list[list[Seat]]:
+def rounds_of(
+    problem: Problem, draft: Draft, seats: Seats, documents: np.ndarray | None = None
+) -> list[list[GroupPlacement]]:
     """The seating as rounds of seats, in running order.
 
     Args:
@@ -100,9 +103,9 @@ def rounds_of(problem: Problem, draft: Draft, seats: Seats, documents: np.ndarra
     for document, group in zip(ids, draft.group_of.tolist(), strict=True):
         if group >= 0:
             members[group].append(document)
-    rounds: dict[int, list[Seat]] = {}
+    rounds: dict[int, list[GroupPlacement]] = {}
     for group, held in enumerate(members):
-        seat = Seat(problem.tables.shapes[draft.group_shape[group]], int(seats.start[group]), held)
+        seat = GroupPlacement(problem.tables.shapes[draft.group_shape[group]], int(seats.start[group]), held)
         rounds.setdefault(int(seats.round_of[group]), []).append(seat)
     return [rounds[index] for index in sorted(rounds)]
 
@@ -139,7 +142,7 @@ def plan_flex(
     assert best is not None
     _, index, searches = best
     if quick and evaluations is None:
-        evaluations = default_evaluations(searches[0].tables, searches[0].island) // QUICK_PART
+        evaluations = default_evaluations(searches[0].tables, searches[0].shard_group) // QUICK_PART
     search = finish_searches(searches, bounds[index], evaluations, seed)
     assert search.best is not None
     rounds = rounds_of(problems[index], *search.best)
@@ -156,26 +159,26 @@ def faster_variants(problem: Problem) -> list[Problem]:
 
 
 def mix_checkpoints(
-    problem: Problem, faster: list[Problem], rounds: list[list[Seat]], best_ns: int
-) -> list[list[Seat]]:
+    problem: Problem, faster: list[Problem], rounds: list[list[GroupPlacement]], best_ns: int
+) -> list[list[GroupPlacement]]:
     """These rounds, or better ones of which the first keep more activations than the rest.
 
     Where memory is tight, a slow variant that recomputes holds the batch in fewer rounds. Part of the batch may still
     run in rounds of a faster variant: they are filled up to a part of the step, the rest is planned as before.
     """
     for other in faster:
-        soonest = Search.over(other.search, other.search.island).tables.alone.min(axis=0)
+        soonest = Search.over(other.search, other.search.shard_group).tables.alone.min(axis=0)
         for part in MIXTURES:
             reach = best_ns * part // 100
             early = np.flatnonzero(soonest <= reach)
             if not len(early):
                 continue
-            first = Search.over(subset(other.search, early), other.search.island)
+            first = Search.over(subset(other.search, early), other.search.shard_group)
             left = first.attempt(reach, first.keys)
             late = np.setdiff1d(np.arange(len(problem.lengths)), early[first.draft.group_of >= 0])
             if left == 0 or not first.draft.count[0] or not len(late):
                 continue  # all or nothing in the faster variant: that has been planned already
-            spent = int(settle(first.tables, first.draft, first.island, first.seats))
+            spent = int(settle(first.tables, first.draft, first.shard_group, first.seats))
             rest = subset(problem.search, late)
             second = start_searches(rest, work_bound(rest))[0]
             if second.best is not None and spent + second.best_ns < best_ns:

@@ -29,7 +29,9 @@ MOST_FLOORS = 16
 ORDERED_BELOW = 64
 """Batches of fewer documents than this may change the order of placement."""
 LARGE_PROBLEM = 1 << 20
-"""Ranks times documents from which on only the real islands are tried, with fewer limits per round, and no further."""
+"""Ranks times documents from which on only the real shard groups are tried, with fewer limits per round, and no
+further.
+"""
 
 
 @dataclass
@@ -37,21 +39,21 @@ class Search:
     """The state of one search: the best seating found so far and what it took."""
 
     tables: Tables
-    island: int
-    """Real island size, ranks; ``tables.island`` is the virtual one."""
+    shard_group: int
+    """Real shard group size, ranks; ``tables.shard_group`` is the virtual one."""
     keys: Keys
     draft: Draft
     seats: Seats
     best_ns: int = int(NEVER)
-    """Shortest step found, over real islands."""
+    """Shortest step found, over real shard groups."""
     reached: int = int(NEVER)
-    """Shortest target met, over virtual islands."""
+    """Shortest target met, over virtual shard groups."""
     best: tuple[Draft, Seats] | None = None
     evaluations: int = 0
 
     @classmethod
     def over(cls, tables: Tables, virtual: int) -> Search:
-        """Start a search with islands of ``virtual`` ranks."""
+        """Start a search with shard groups of ``virtual`` ranks."""
         n = len(tables.tokens)
         large = tables.ranks * n > LARGE_PROBLEM
         usable = [usable_degree(int(degree), virtual, tables) for degree in tables.degrees]
@@ -60,8 +62,8 @@ class Search:
         growth = LADDER_GROWTH * 2 if large else LADDER_GROWTH
         keys = Keys(order, True, np.zeros(n, np.int64), np.full(n, -1, np.int64), growth)
         draft = Draft.empty(n, tables.ranks // virtual)
-        seats = Seats.empty(n, tables.ranks // tables.island)
-        return cls(tables._replace(island=virtual, alone=alone), tables.island, keys, draft, seats)
+        seats = Seats.empty(n, tables.ranks // tables.shard_group)
+        return cls(tables._replace(shard_group=virtual, alone=alone), tables.shard_group, keys, draft, seats)
 
     def attempt(self, target: int, keys: Keys) -> int:
         """Decode once; returns the value left unplaced, and remembers the seating if it is the best so far."""
@@ -69,7 +71,7 @@ class Search:
         left = int(decode(self.tables, target, keys, self.draft))
         if left == 0:
             self.reached = min(self.reached, int(self.draft.load.max()))
-            step = int(settle(self.tables, self.draft, self.island, self.seats))
+            step = int(settle(self.tables, self.draft, self.shard_group, self.seats))
             if step < self.best_ns:
                 self.best_ns = step
                 self.best = (Draft(*(a.copy() for a in self.draft)), Seats(*(a.copy() for a in self.seats)))
@@ -92,7 +94,7 @@ class Search:
     def climb(self, bound: int, evaluations: int, seed: int) -> None:
         """Improve the best answer by changing one key at a time, for that many decodings."""
         if self.best is None:
-            return  # these virtual islands hold no plan
+            return  # these virtual shard groups hold no plan
         random = Random(seed)
         keys, stop = self.keys, self.evaluations + evaluations
         while self.evaluations < stop and self.best_ns > bound + bound // 1000:
@@ -162,13 +164,17 @@ def shuffled(order: np.ndarray, random: Random) -> np.ndarray:
     return np.array(moved, np.int64)
 
 
-def tiles(degree: int, island: int, node: int) -> bool:
-    """Whether aligned blocks of this degree lie the same way in every island, or are made of whole islands."""
-    return degree % island == 0 if degree > island else island >= node or island % degree == 0
+def tiles(degree: int, shard_group: int, node: int) -> bool:
+    """Whether aligned blocks of this degree lie the same way in every shard group, or are made of whole shard
+    groups.
+    """
+    return degree % shard_group == 0 if degree > shard_group else shard_group >= node or shard_group % degree == 0
 
 
 def usable_degree(degree: int, virtual: int, tables: Tables) -> bool:
-    """Whether groups of this degree can be decoded on virtual islands and then always be seated on the real ones."""
+    """Whether groups of this degree can be decoded on virtual shard groups and then always be seated on the
+    real ones.
+    """
     if not tiles(degree, virtual, tables.node):
         return False
-    return virtual == tables.island or max(degree, tables.island) % min(degree, tables.island) == 0
+    return virtual == tables.shard_group or max(degree, tables.shard_group) % min(degree, tables.shard_group) == 0

@@ -5,9 +5,9 @@ picks one of them, in two stages: documents to pipelines, then documents to micr
 """
 
 from seqloom.planners.hydraulis.config import (
-    Pipe,
-    Scheme,
-    SchemeCost,
+    ConfigCost,
+    ParallelConfig,
+    PipelineConfig,
     SchemeCosts,
     Strategy,
     strategies_from_json,
@@ -17,9 +17,9 @@ from seqloom.planners.hydraulis.costs import check_strategies
 from seqloom.planners.hydraulis.planner import plan_strategies, propose_strategies
 
 __all__ = [
-    "Pipe",
-    "Scheme",
-    "SchemeCost",
+    "ConfigCost",
+    "ParallelConfig",
+    "PipelineConfig",
     "SchemeCosts",
     "Strategy",
     "check_strategies",

@@ -19,7 +19,7 @@ from seqloom.errors import SeqloomError
 _FIELDS = ("stages", "tensor", "ulysses", "ring")
 
 
-class Scheme(NamedTuple):
+class ParallelConfig(NamedTuple):
     """The shape of one pipeline: stages, and what a stage's ranks do together for a document.
 
     `ulysses` counts beyond tensor: a group of a plan has ``tensor * ulysses`` as its Ulysses degree. `gathered`:
@@ -57,10 +57,10 @@ class Scheme(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pipe:
+class PipelineConfig:
     """One pipeline of a strategy: its scheme, its ranks in order, stage by stage, and the longest document, tokens."""
 
-    scheme: Scheme
+    scheme: ParallelConfig
     ranks: tuple[int, ...]
     longest: int
 
@@ -89,7 +89,7 @@ class Pipe:
         return {**degrees, **gathered, "ranks": list(self.ranks), "longest": self.longest}
 
     @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Pipe:
+    def from_dict(cls, entry: Mapping[str, Any]) -> PipelineConfig:
         """Read what `as_dict` gave."""
         wanted = {*_FIELDS, "ranks", "longest"}
         if not isinstance(entry, Mapping) or set(entry) - {"gathered"} != wanted:
@@ -102,7 +102,7 @@ class Pipe:
         gathered = entry.get("gathered", False)
         if type(gathered) is not bool:
             raise SeqloomError(f"a pipeline of a strategy has {gathered!r} for gathered; give true or false")
-        scheme = Scheme(*(entry[name] for name in _FIELDS))._replace(gathered=gathered)
+        scheme = ParallelConfig(*(entry[name] for name in _FIELDS))._replace(gathered=gathered)
         return cls(scheme, tuple(entry["ranks"]), entry["longest"])
 
 
@@ -110,7 +110,7 @@ class Pipe:
 class Strategy:
     """Pipelines side by side on disjoint ranks, the ones with the longest documents first."""
 
-    pipelines: tuple[Pipe, ...]
+    pipelines: tuple[PipelineConfig, ...]
 
     def __post_init__(self) -> None:
         """Refuse an empty strategy and a rank in two pipelines."""
@@ -146,7 +146,7 @@ class Strategy:
             return entry
         if not isinstance(entry, Mapping) or not isinstance(entry.get("pipelines"), Sequence):
             raise SeqloomError(f'a strategy is {{"pipelines": [...]}}; given: {str(entry)[:80]}')
-        return cls(tuple(map(Pipe.from_dict, entry["pipelines"])))
+        return cls(tuple(map(PipelineConfig.from_dict, entry["pipelines"])))
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -190,7 +190,7 @@ def _parsed(text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class SchemeCost:
+class ConfigCost:
     """Prices of one scheme.
 
     Attributes:
@@ -215,7 +215,7 @@ class SchemeCost:
         return self.fixed + int(self.documents_ns(lengths).sum())
 
 
-SchemeCosts = Mapping[Scheme, SchemeCost]
+SchemeCosts = Mapping[ParallelConfig, ConfigCost]
 """Prices of every scheme that a cluster and a model allow."""
 
 
@@ -231,7 +231,7 @@ SchemeCosts = Mapping[Scheme, SchemeCost]
 # unless they are wider than it.
 
 
-def fits_nodes(scheme: Scheme, ranks: int, node_size: int) -> bool:
+def fits_nodes(scheme: ParallelConfig, ranks: int, node_size: int) -> bool:
     """Whether a pipeline of this scheme has a place on a cluster."""
     if scheme.ranks > ranks:
         return False
@@ -245,12 +245,12 @@ def fits_nodes(scheme: Scheme, ranks: int, node_size: int) -> bool:
     return scheme.width == ranks or (scheme.width % node_size == 0 and nodes & (nodes - 1) == 0)
 
 
-def alignment(scheme: Scheme, node_size: int) -> int:
+def alignment(scheme: ParallelConfig, node_size: int) -> int:
     """Multiples of this many ranks are where a pipeline of the scheme may begin."""
     return scheme.ranks if scheme.ranks <= node_size else max(scheme.width, node_size)
 
 
-def placed(schemes: Iterable[Scheme], costs: SchemeCosts, ranks: int, node_size: int) -> Strategy | None:
+def placed(schemes: Iterable[ParallelConfig], costs: SchemeCosts, ranks: int, node_size: int) -> Strategy | None:
     """The strategy of these schemes, each on the first free ranks that suit it; None if one finds no place.
 
     Those with the widest stages choose first. Pipelines are listed by longest document, falling.
@@ -264,11 +264,11 @@ def placed(schemes: Iterable[Scheme], costs: SchemeCosts, ranks: int, node_size:
         own = range(start, start + scheme.ranks)
         for rank in own:
             free[rank] = False
-        pipes.append(Pipe(scheme, tuple(own), costs[scheme].longest))
+        pipes.append(PipelineConfig(scheme, tuple(own), costs[scheme].longest))
     return Strategy(tuple(sorted(pipes, key=lambda pipe: (-pipe.longest, pipe.ranks))))
 
 
-def _first_free(scheme: Scheme, free: Sequence[bool], node_size: int) -> int | None:
+def _first_free(scheme: ParallelConfig, free: Sequence[bool], node_size: int) -> int | None:
     if not fits_nodes(scheme, len(free), node_size):
         return None
     step = alignment(scheme, node_size)
@@ -312,7 +312,7 @@ class Block(NamedTuple):
 
     start: int
     ranks: int
-    scheme: Scheme
+    scheme: ParallelConfig
     pipelines: tuple[int, ...]
     """Indices in the strategy."""
 
@@ -337,7 +337,7 @@ def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
             if not _alike(pipes[at][1], pipes[stop][1]):
                 break
             start, size = pipes[at][1].ranks[0], pipes[stop][1].ranks[-1] + 1 - pipes[at][1].ranks[0]
-            wide = Scheme(1, pipes[at][1].scheme.tensor, size // pipes[at][1].scheme.tensor)
+            wide = ParallelConfig(1, pipes[at][1].scheme.tensor, size // pipes[at][1].scheme.tensor)
             if start % size == 0 and fits_nodes(wide, ranks, node_size):
                 last = stop
         first, end = pipes[at][1].ranks[0], pipes[last][1].ranks[-1] + 1
@@ -345,7 +345,7 @@ def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
         at = last + 1
 
 
-def _alike(one: Pipe, other: Pipe) -> bool:
+def _alike(one: PipelineConfig, other: PipelineConfig) -> bool:
     """Whether two pipelines may be planned together."""
     schemes = one.scheme, other.scheme
     return all(each.stages == 1 and not each.gathered for each in schemes) and schemes[0].tensor == schemes[1].tensor

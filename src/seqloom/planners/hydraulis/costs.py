@@ -18,16 +18,35 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape, Variant
-from seqloom.cost.resharding import pass_times, relay_times, tokens_in_passes
+from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost.resharding import pass_times, reshard_times, tokens_in_passes
 from seqloom.cost.stages import StageMemory, host_bytes, pipeline_checkpoints
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Stage, Work
+from seqloom.plan import (
+    Action,
+    ActionKind,
+    Checkpoint,
+    Group,
+    Limits,
+    Pipeline,
+    Plan,
+    Reduce,
+    Round,
+    Stage,
+    StageMicroBatch,
+)
 from seqloom.plan.pipeline import gathered_for_passes
 from seqloom.planners.hydraulis.assign import estimate
-from seqloom.planners.hydraulis.config import Pipe, Scheme, SchemeCost, Strategy, check_placement, fits_nodes
-from seqloom.planners.pipeline.stage_layout import island_of, line_of
+from seqloom.planners.hydraulis.config import (
+    ConfigCost,
+    ParallelConfig,
+    PipelineConfig,
+    Strategy,
+    check_placement,
+    fits_nodes,
+)
+from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
 from seqloom.schedules import schedule_of
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -40,7 +59,7 @@ LOADS = (1, 2**14, 2**18)
 """Tokens of the loads by which schemes are compared, at least one document each."""
 NEAR_PERCENT = 103
 
-_known: WeakKeyDictionary[CostModel, dict[Scheme, SchemeCost | None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[CostModel, dict[ParallelConfig, ConfigCost | None]] = WeakKeyDictionary()
 _held: WeakKeyDictionary[CostModel, dict[tuple[int, bool], dict[Variant, int]]] = WeakKeyDictionary()
 
 
@@ -53,7 +72,7 @@ class Keeping(NamedTuple):
     variant: Variant
 
 
-def scheme_costs(cost: CostModel, longest: int) -> dict[Scheme, SchemeCost]:
+def scheme_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCost]:
     """Prices of the schemes worth considering for documents up to `longest` tokens. Times are those of a stage.
 
     SeqloomError if no scheme holds a token.
@@ -72,7 +91,7 @@ def scheme_costs(cost: CostModel, longest: int) -> dict[Scheme, SchemeCost]:
     return useful_schemes(fitted, longest)
 
 
-def legal_schemes(cost: CostModel) -> Iterator[Scheme]:
+def legal_schemes(cost: CostModel) -> Iterator[ParallelConfig]:
     """Every scheme that the model's heads, widths and layers and the cluster's nodes allow.
 
     Tensor ranks stay inside a node. Beyond them a stage spreads documents over heads as far as these reach, in its
@@ -84,14 +103,16 @@ def legal_schemes(cost: CostModel) -> Iterator[Scheme]:
             continue
         for stages in (count for count in STAGES if count <= cost.model.layers):
             for width in cost.family.sizes:
-                if width % tensor == 0 and fits_nodes(Scheme(stages, tensor, width // tensor), cost.ranks, node):
+                if width % tensor == 0 and fits_nodes(
+                    ParallelConfig(stages, tensor, width // tensor), cost.ranks, node
+                ):
                     inside = cost.on_ranks(stages * width, tensor)
                     shapes = [s for s in inside.engine.shapes if s.degree == width and not s.routed]
                     for ulysses, ring in dict.fromkeys((shape.ulysses, shape.ring) for shape in shapes):
-                        yield Scheme(stages, tensor, ulysses // tensor, ring)
+                        yield ParallelConfig(stages, tensor, ulysses // tensor, ring)
 
 
-def fit(cost: CostModel, scheme: Scheme) -> SchemeCost | None:
+def fit(cost: CostModel, scheme: ParallelConfig) -> ConfigCost | None:
     """Prices of one scheme, None if it holds no token; made once per cost model."""
     known = _known.setdefault(cost, {})
     if scheme not in known:
@@ -99,7 +120,7 @@ def fit(cost: CostModel, scheme: Scheme) -> SchemeCost | None:
     return known[scheme]
 
 
-def _fitted(inside: CostModel, scheme: Scheme) -> SchemeCost | None:
+def _fitted(inside: CostModel, scheme: ParallelConfig) -> ConfigCost | None:
     ulysses = scheme.tensor * scheme.ulysses
     shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring, s.routed) == (ulysses, scheme.ring, False)]
     if not shapes:
@@ -121,10 +142,10 @@ def _fitted(inside: CostModel, scheme: Scheme) -> SchemeCost | None:
         own = own + fixed * lengths * (1.0 / keeping.tokens - 1.0 / longest)
         prices = np.where(lengths <= keeping.tokens, np.minimum(prices, own), prices)
     square, linear = relative_fit(lengths.astype(np.float64), prices)
-    return SchemeCost(square, linear, fixed, longest)
+    return ConfigCost(square, linear, fixed, longest)
 
 
-def may_gather(cost: CostModel, scheme: Scheme, longest: int) -> bool:
+def may_gather(cost: CostModel, scheme: ParallelConfig, longest: int) -> bool:
     """Whether memory binds a scheme, for documents up to `longest` tokens, and gathering for every pass leaves more."""
     if scheme.width == scheme.tensor:
         return False
@@ -137,7 +158,7 @@ def may_gather(cost: CostModel, scheme: Scheme, longest: int) -> bool:
     return everything < longest and any(tokens > stays.get(checkpoint, 0) for checkpoint, tokens in shared.items())
 
 
-def keepings(inside: CostModel, scheme: Scheme, shapes: list[Shape]) -> Iterator[Keeping]:
+def keepings(inside: CostModel, scheme: ParallelConfig, shapes: list[GroupShape]) -> Iterator[Keeping]:
     """The choices of what is kept that hold a token of a micro-batch, as many in flight as 1F1B has."""
     moved = unit_passes_ns(inside, scheme)
     for variant, capacity in holdings(inside, scheme).items():
@@ -146,7 +167,7 @@ def keepings(inside: CostModel, scheme: Scheme, shapes: list[Shape]) -> Iterator
             yield Keeping(capacity * scheme.width, int(fixed) + moved, variant)
 
 
-def holdings(inside: CostModel, scheme: Scheme) -> dict[Variant, int]:
+def holdings(inside: CostModel, scheme: ParallelConfig) -> dict[Variant, int]:
     """Tokens of a micro-batch that a rank can hold under every choice of what is kept; made once per cost model."""
     known, key = _held.setdefault(inside, {}), (scheme.stages, scheme.gathered)
     if key not in known:
@@ -165,7 +186,7 @@ def _holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
         for checkpoint in pipeline_checkpoints(inside):
             least = []
             for host, shares in enumerate(line.of_hosts):
-                room = inside.budget_bytes - host_bytes(inside, shares, island_of(inside, line))
+                room = inside.budget_bytes - host_bytes(inside, shares, shard_group_of(inside, line))
                 own = [StageMemory(inside, share).holding(checkpoint, offload=False) for share in shares]
                 held = (stages - host) * sum(each.held for each in own)
                 least.append(int(room // (held + max(max(each.forward, each.backward) for each in own))))
@@ -185,13 +206,13 @@ def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]
     return float(a), float(b)
 
 
-def useful_schemes(costs: dict[Scheme, SchemeCost], longest: int) -> dict[Scheme, SchemeCost]:
+def useful_schemes(costs: dict[ParallelConfig, ConfigCost], longest: int) -> dict[ParallelConfig, ConfigCost]:
     """Of every number of ranks as few schemes as possible, such that one is near the fastest at any load.
 
     Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens. Schemes that are
     gathered for every pass are taken for loads at which no other is near them.
     """
-    kept: list[Scheme] = []
+    kept: list[ParallelConfig] = []
     for ranks in sorted({scheme.ranks for scheme in costs}):
         reached: np.ndarray | float = np.inf
         for gathered in (False, True):
@@ -210,7 +231,7 @@ def useful_schemes(costs: dict[Scheme, SchemeCost], longest: int) -> dict[Scheme
     return {scheme: costs[scheme] for scheme in sorted(kept)}
 
 
-def _loads_ns(scheme: Scheme, cost: SchemeCost, most: int) -> np.ndarray:
+def _loads_ns(scheme: ParallelConfig, cost: ConfigCost, most: int) -> np.ndarray:
     """float64[loads] ns per document of several amounts of several lengths; infinite where one is too long."""
     times = []
     lengths = [*(2**k for k in range(7, 40) if 2**k < most), most]
@@ -247,7 +268,7 @@ def check_strategies(strategies: Sequence[Strategy], cost: CostModel) -> None:
                 )
 
 
-def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[Scheme, SchemeCost]:
+def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[ParallelConfig, ConfigCost]:
     """Prices of every scheme in these strategies; SeqloomError for one whose state does not fit in memory."""
     costs = {}
     for scheme in dict.fromkeys(pipe.scheme for strategy in strategies for pipe in strategy.pipelines):
@@ -286,7 +307,7 @@ def gathered_holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
     return holding
 
 
-def unit_passes_ns(inside: CostModel, scheme: Scheme) -> int:
+def unit_passes_ns(inside: CostModel, scheme: ParallelConfig) -> int:
     """ns that gathering for every pass adds to a micro-batch on the slowest stage; nothing where parameters stay."""
     if not scheme.gathered:
         return 0
@@ -295,7 +316,9 @@ def unit_passes_ns(inside: CostModel, scheme: Scheme) -> int:
     return max(2 * each.gather + each.sum for each in times)
 
 
-def plan_gathered(lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, scheme: Scheme) -> Plan:
+def plan_gathered(
+    lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, scheme: ParallelConfig
+) -> Plan:
     """Plan micro-batches of documents for a pipeline that is gathered for every pass.
 
     Args:
@@ -332,7 +355,7 @@ def plan_gathered(lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: C
     )
 
 
-def _fastest(lengths: np.ndarray, cost: CostModel, scheme: Scheme, variant: Variant) -> Shape:
+def _fastest(lengths: np.ndarray, cost: CostModel, scheme: ParallelConfig, variant: Variant) -> GroupShape:
     """The scheme's groups, with the way of sharing keys and values that is fastest for these documents."""
     wanted = (scheme.tensor * scheme.ulysses, scheme.ring, False)
     shapes = [shape for shape in cost.engine.shapes if (shape.ulysses, shape.ring, shape.routed) == wanted]
@@ -341,8 +364,8 @@ def _fastest(lengths: np.ndarray, cost: CostModel, scheme: Scheme, variant: Vari
     return min(shapes, key=lambda shape: tables.group_ns(shapes.index(shape), everything))
 
 
-def _work(stage: Stage, shape: Shape, spans: tuple[Span, ...], checkpoint: Checkpoint) -> Work:
-    return Work((Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method),), checkpoint)
+def _work(stage: Stage, shape: GroupShape, spans: tuple[Span, ...], checkpoint: Checkpoint) -> StageMicroBatch:
+    return StageMicroBatch((Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method),), checkpoint)
 
 
 # ---- merged: planners.strategies.switch
@@ -355,11 +378,11 @@ def _work(stage: Stage, shape: Shape, spans: tuple[Span, ...], checkpoint: Check
 
 def switch_ns(strategy: Strategy, cost: CostModel) -> int:
     """ns of a step under free sharding that moving parameters and gradients adds at least."""
-    relay = relay_times(cost, [_outline(pipe, cost) for pipe in strategy.pipelines])
+    relay = reshard_times(cost, [_outline(pipe, cost) for pipe in strategy.pipelines])
     return int(np.rint(relay.first + relay.last))
 
 
-def _outline(pipe: Pipe, cost: CostModel) -> Pipeline:
+def _outline(pipe: PipelineConfig, cost: CostModel) -> Pipeline:
     """The stages of a pipeline, without anything to do but to say whether they are gathered for every pass."""
     line = line_of(cost.on_ranks(len(pipe.ranks), pipe.scheme.tensor), pipe.scheme.stages)
     stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in line.stages)

@@ -15,7 +15,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Work
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.hydraulis.assign import Assignment, assign, problem_of, rank_strategies
 from seqloom.planners.hydraulis.config import Block, SchemeCosts, Strategy, blocks
@@ -67,7 +67,7 @@ def _moved(pipeline: Pipeline, part: Planned) -> Pipeline:
     return Pipeline(stages, rounds, pipeline.actions)
 
 
-def _work(work: Work, part: Planned) -> Work:
+def _work(work: StageMicroBatch, part: Planned) -> StageMicroBatch:
     assert work.attention is None and work.linear is None, "parts are planned without layouts of their own"
     return replace(work, groups=tuple(_group(group, part) for group in work.groups))
 

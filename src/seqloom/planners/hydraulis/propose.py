@@ -12,7 +12,7 @@ import numpy as np
 
 from seqloom.errors import SeqloomError
 from seqloom.planners.hydraulis.assign import assign, lower_bound, problem_of
-from seqloom.planners.hydraulis.config import Scheme, SchemeCost, SchemeCosts, Strategy, fits_nodes, placed
+from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, SchemeCosts, Strategy, fits_nodes, placed
 
 CLASSES = 48
 """Classes of length, beside those that end where a scheme's memory ends."""
@@ -88,7 +88,7 @@ MOST_UNITS = 64
 """Units that the GPUs of a cluster are counted in, at most."""
 
 
-def partition(histogram: Histogram, costs: SchemeCosts, ranks: int) -> tuple[int, Counter[Scheme]]:
+def partition(histogram: Histogram, costs: SchemeCosts, ranks: int) -> tuple[int, Counter[ParallelConfig]]:
     """The fastest split of a step's documents: (ns, how many pipelines of each scheme).
 
     GPUs may be left over. With no scheme that holds the longest class the time is `NEVER`.
@@ -116,7 +116,7 @@ def partition(histogram: Histogram, costs: SchemeCosts, ranks: int) -> tuple[int
         for s in np.flatnonzero(least < best[n - 1]).tolist():
             taken[n, s] = (int(pick[s]), int(reached[pick[s], :, s].argmin()))
         best[n] = np.minimum(best[n - 1], least)
-    chosen: Counter[Scheme] = Counter()
+    chosen: Counter[ParallelConfig] = Counter()
     n, s = len(best) - 1, classes
     while s > 0 and n > 0 and best[n, s] < NEVER:
         while (n, s) not in taken:
@@ -128,7 +128,7 @@ def partition(histogram: Histogram, costs: SchemeCosts, ranks: int) -> tuple[int
     return int(best[-1, -1]), chosen
 
 
-def unit_of(costs: Mapping[Scheme, SchemeCost], ranks: int) -> int:
+def unit_of(costs: Mapping[ParallelConfig, ConfigCost], ranks: int) -> int:
     """GPUs that are counted together: what all schemes have in common, and more on a large cluster."""
     unit = gcd(ranks, *(scheme.ranks for scheme in costs))
     while ranks // unit > MOST_UNITS and ranks % (2 * unit) == 0:
@@ -136,7 +136,7 @@ def unit_of(costs: Mapping[Scheme, SchemeCost], ranks: int) -> int:
     return unit
 
 
-def interval_times(histogram: Histogram, cost: SchemeCost, stages: int, copies: np.ndarray) -> np.ndarray:
+def interval_times(histogram: Histogram, cost: ConfigCost, stages: int, copies: np.ndarray) -> np.ndarray:
     """int64[d, classes + 1, classes + 1]: ns of classes r to s - 1 on int64[d] copies of one scheme; NEVER elsewhere.
 
     Documents are shared out evenly, but the longest class has at least one document, which is on one pipeline. The
@@ -182,7 +182,7 @@ NATURAL_SAMPLES = 24
 """Sample steps as the data has them."""
 WORTH = 1000
 """A strategy is taken in where it saves one part in this many of all samples' time."""
-Mixture = Counter[Scheme]
+Mixture = Counter[ParallelConfig]
 
 
 def propose(
@@ -275,7 +275,7 @@ class Bench:
         self.strategies: list[Strategy] = []
         self.times: list[np.ndarray] = []
         self.best = np.full(len(samples), NEVER, dtype=np.int64)
-        self._seen: set[frozenset[tuple[Scheme, int]]] = set()
+        self._seen: set[frozenset[tuple[ParallelConfig, int]]] = set()
 
     def enter(self, mixture: Mixture) -> bool:
         """Price a candidate, int64[samples] ns, unless it is known or has no place; says whether it was new."""

@@ -15,7 +15,7 @@ from seqloom.cost.stages import host_bytes
 from seqloom.plan import Action, ActionKind, Limits
 from seqloom.planners.pipeline.placement import Level
 from seqloom.planners.pipeline.prices import UnitPrices
-from seqloom.planners.pipeline.stage_layout import island_of
+from seqloom.planners.pipeline.stage_layout import shard_group_of
 from seqloom.schedules import Schedule, Times
 
 WALKS = 8
@@ -41,8 +41,8 @@ class Ledger:
         """
         self.prices, self.levels = prices, tuple(levels)
         cost, line = prices.cost, prices.line
-        island = island_of(cost, line)
-        self.free = [cost.budget_bytes - host_bytes(cost, shares, island) for shares in line.of_hosts]
+        shard_group = shard_group_of(cost, line)
+        self.free = [cost.budget_bytes - host_bytes(cost, shares, shard_group) for shares in line.of_hosts]
         tokens = prices.tokens
         most = dict(limits.capacity)
         self._open = [(tokens <= most[level.checkpoint]).tolist() for level in self.levels]  # [level][unit]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import Shape, Variant
+from seqloom.cost import GroupShape, Variant
 from seqloom.errors import PlanError
 from seqloom.layout import Span
 from seqloom.planners.pipeline.placement import Hall, Seat, Seats
@@ -195,7 +195,7 @@ def _cut_of(
     return shape, cut(hall, variant, document, hall.shapes[shape], wanted, room)
 
 
-def cut(hall: Hall, variant: Variant, document: int, shape: Shape, count: int, room: int) -> tuple[Span, ...]:
+def cut(hall: Hall, variant: Variant, document: int, shape: GroupShape, count: int, room: int) -> tuple[Span, ...]:
     """Cut a document into pieces of equal time, at multiples of what its group splits evenly.
 
     Args:

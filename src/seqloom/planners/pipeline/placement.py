@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.shapes import LANES
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, Work, in_order
+from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch, in_order
 from seqloom.planners.pipeline.stage_layout import Line, host_shapes
 
 
 class Seat(NamedTuple):
     """A group to be, on every host."""
 
-    shape: Shape
+    shape: GroupShape
     offset: int
     spans: tuple[Span, ...]
 
@@ -41,7 +41,7 @@ class Hall:
     """int64[n]"""
     tokens: np.ndarray
     """int64[n]: what they occupy."""
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GroupShape, ...]
     offsets: tuple[tuple[int, ...], ...]
     """Where groups of each shape may begin."""
     degree: np.ndarray
@@ -76,7 +76,7 @@ class Hall:
         """Ranks that the group of a document in pieces may have: those with a ring or without one."""
         return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
 
-    def grain(self, shape: Shape) -> int:
+    def grain(self, shape: GroupShape) -> int:
         """Tokens of which pieces have whole multiples, so that the ranks of a group share them evenly."""
         return self.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
 
@@ -111,7 +111,7 @@ class Hall:
         return int((self.degree[:, None] * self.time).min(axis=0).sum())
 
 
-def _prefix(cost: CostModel, shape: Shape, variant: Variant) -> list[float]:
+def _prefix(cost: CostModel, shape: GroupShape, variant: Variant) -> list[float]:
     """ns per token of a prefix, by lane."""
     if shape.ring == 1:
         return [0.0] * len(LANES)
@@ -126,7 +126,7 @@ class Level(NamedTuple):
     offload: bool = False
 
 
-def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, level: Level) -> Work:
+def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, level: Level) -> StageMicroBatch:
     """One stage's share of a unit."""
     first = host * line.width
     groups = [
@@ -139,4 +139,4 @@ def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, level
         )
         for seat in seats
     ]
-    return Work(in_order(groups, cost.node_size), level.checkpoint, offload=level.offload)
+    return StageMicroBatch(in_order(groups, cost.node_size), level.checkpoint, offload=level.offload)

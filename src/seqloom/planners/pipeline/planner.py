@@ -22,7 +22,7 @@ from seqloom.planners.pipeline.search import (
     require_order,
     too_long,
 )
-from seqloom.planners.pipeline.stage_layout import check_stages, island_of, line_of
+from seqloom.planners.pipeline.stage_layout import check_stages, line_of, shard_group_of
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
@@ -61,7 +61,7 @@ def plan_pipeline(
             f"{pieces} pieces of a longest sequence of {array.max()} tokens; give 1 to {array.max()}, or leave it out"
         )
     line = line_of(cost, stages, chunks, layers, folded=schedule in FOLDED)
-    limits = pipeline_limits(cost, line.of_hosts, island_of(cost, line))
+    limits = pipeline_limits(cost, line.of_hosts, shard_group_of(cost, line))
     search = Search(cost, line, limits, array, names, pieces)
     answers = search.answers() if int(array.max()) <= longest_document(search) else []
     if not answers:

@@ -16,7 +16,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.cost.memory import copy_ns
 from seqloom.cost.plan_cost import NAMES, compose, of_part, parts_of_ranks
 from seqloom.cost.stages import Holding, StageMemory
-from seqloom.plan import Checkpoint, Group, Part, Reduce
+from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
 from seqloom.planners.pipeline.micro_batches import Draft
 from seqloom.planners.pipeline.placement import Level, work_of
 from seqloom.planners.pipeline.stage_layout import Line
@@ -69,7 +69,7 @@ class UnitPrices:
             self._tables[checkpoint] = np.array(columns, dtype=np.int64)
         return self._tables[checkpoint]
 
-    def _stage_times(self, table: np.ndarray, share: Part, level: Level) -> tuple[np.ndarray, ...]:
+    def _stage_times(self, table: np.ndarray, share: LayerRange, level: Level) -> tuple[np.ndarray, ...]:
         """int64[units] each of forward, input half, weight half on one stage."""
         width, units = self.line.width, len(self.draft.seats)
         own = of_part(share, table)
@@ -129,5 +129,5 @@ class UnitPrices:
         return Carry(begun.max(axis=2), returning.max(axis=2), done.max(axis=2))
 
 
-def _size(share: Part) -> tuple[int, bool]:
+def _size(share: LayerRange) -> tuple[int, bool]:
     return share.stop - share.first, share.ends

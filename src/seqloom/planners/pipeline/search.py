@@ -15,7 +15,7 @@ from seqloom.planners.pipeline.memory import Choice, Ledger
 from seqloom.planners.pipeline.micro_batches import Draft, Size, draft
 from seqloom.planners.pipeline.placement import Hall, Level, Seats
 from seqloom.planners.pipeline.prices import UnitPrices
-from seqloom.planners.pipeline.stage_layout import Line, host_shapes, island_of
+from seqloom.planners.pipeline.stage_layout import Line, host_shapes, shard_group_of
 from seqloom.schedules import NAMES, Schedule, Times, play, schedule_of
 from seqloom.schedules.search import BUDGET, balanced
 
@@ -383,13 +383,13 @@ def longest_document(search: Search) -> int:
 
 def _fits(search: Search, level: Level) -> int:
     cost, line = search.cost, search.line
-    island = island_of(cost, line)
+    shard_group = shard_group_of(cost, line)
     best = 0
     for shape in host_shapes(cost, line):
         group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ())
         most = []
         for shares in line.of_hosts:
-            free = float(cost.budget_bytes - host_bytes(cost, shares, island))
+            free = float(cost.budget_bytes - host_bytes(cost, shares, shard_group))
             each = 0.0
             working = 0.0
             for share in shares:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from seqloom.cost import CostModel, Shape, Variant
+from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Group, Part, Reduce, Sharding, Stage
+from seqloom.plan import Group, LayerRange, Reduce, Sharding, Stage
 
 TYPICAL_LENGTH = 8192
 """Tokens of the document by whose times the layers are levelled when a run does not say how long its documents are."""
@@ -30,10 +30,10 @@ class Line:
     """Ranks of a team that splits a stage's weights."""
 
     @property
-    def shares(self) -> tuple[Part, ...]:
+    def shares(self) -> tuple[LayerRange, ...]:
         """What every stage has of the model."""
         edges = pairwise(accumulate(self.layers, initial=0))
-        return tuple(Part(first, stop, sum(self.layers)) for first, stop in edges)
+        return tuple(LayerRange(first, stop, sum(self.layers)) for first, stop in edges)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -44,7 +44,7 @@ class Line:
         )
 
     @property
-    def of_hosts(self) -> tuple[tuple[Part, ...], ...]:
+    def of_hosts(self) -> tuple[tuple[LayerRange, ...], ...]:
         """What every host has of the model, stage by stage."""
         shares = self.shares
         return tuple(
@@ -81,8 +81,8 @@ def line_of(
     return Line(hosts, cost.ranks // hosts, places, levelled, cost.tensor)
 
 
-def island_of(cost: CostModel, line: Line) -> int:
-    """Ranks that share parameter shards: of the host's smallest island."""
+def shard_group_of(cost: CostModel, line: Line) -> int:
+    """Ranks that share parameter shards: of the host's smallest shard group."""
     if cost.sharding in (Sharding.NONE, Sharding.FREE):
         return 1
     if cost.sharding == Sharding.FULL:
@@ -150,16 +150,16 @@ def stage_layers(
     return tuple(counts)
 
 
-def host_shapes(cost: CostModel, line: Line) -> dict[Shape, tuple[int, ...]]:
+def host_shapes(cost: CostModel, line: Line) -> dict[GroupShape, tuple[int, ...]]:
     """Shapes that fit in every host, with the offsets in the host at which their groups may begin.
 
     Groups lie on blocks of the group family. Keys and values stay inside the host: no routes. Beside the shapes that
     the cost model finds useful for whole documents there is Ulysses of every degree: a document in pieces would send
     the keys and values of its prefix round a ring again with every piece.
     """
-    shapes: dict[Shape, tuple[int, ...]] = {}
+    shapes: dict[GroupShape, tuple[int, ...]] = {}
     heads = [size for size in cost.family.sizes if size <= min(line.width, cost.model.heads)]
-    plain = [shape for shape in (Shape(size, 1) for size in heads) if shape in cost.engine.shapes]
+    plain = [shape for shape in (GroupShape(size, 1) for size in heads) if shape in cost.engine.shapes]
     for shape in dict.fromkeys((*cost.shapes, *plain)):
         starts = [
             offset
@@ -175,5 +175,5 @@ def host_shapes(cost: CostModel, line: Line) -> dict[Shape, tuple[int, ...]]:
     return shapes
 
 
-def _fits(cost: CostModel, start: int, shape: Shape) -> bool:
+def _fits(cost: CostModel, start: int, shape: GroupShape) -> bool:
     return shape.degree == 1 or cost.family.contains(start, shape.degree)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from seqloom.errors import unknown
-from seqloom.planners.hydraulis.config import Scheme, SchemeCost
+from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig
 
 MIB = 1024**2
 ROUNDED_TO = 128
@@ -54,10 +54,10 @@ class PublishedModel:
         each = self.layers * self.hidden / tensor * self.activation_bytes[tensor]
         return max(0, int(room // each) // ROUNDED_TO * ROUNDED_TO)
 
-    def costs(self) -> dict[Scheme, SchemeCost]:
+    def costs(self) -> dict[ParallelConfig, ConfigCost]:
         """Prices of every published scheme that holds anything, in ns."""
         return {
-            Scheme(stages, tensor): SchemeCost(a * 1e6, b * 1e6, round(c * 1e6), self.longest(tensor, stages))
+            ParallelConfig(stages, tensor): ConfigCost(a * 1e6, b * 1e6, round(c * 1e6), self.longest(tensor, stages))
             for (tensor, stages), (a, b, c) in self.schemes.items()
             if self.longest(tensor, stages) > 0
         }

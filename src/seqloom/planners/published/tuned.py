@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Shape
+from seqloom.cost import CostModel, GroupShape
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, Work, in_order
+from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, StageMicroBatch, in_order
 from seqloom.planners.problem import CHECKPOINTS, fitting_problems
 
 
@@ -40,7 +40,7 @@ def tuned_plan(
     placement: Placement,
     *,
     halved: bool = True,
-    finished: Callable[[Work], Work] | None = None,
+    finished: Callable[[StageMicroBatch], StageMicroBatch] | None = None,
 ) -> Plan:
     """The fastest plan that a placement gives.
 
@@ -101,7 +101,7 @@ def _plan(
     rounds: Rounds,
     reduce: Reduce,
     name: str,
-    finished: Callable[[Work], Work] | None,
+    finished: Callable[[StageMicroBatch], StageMicroBatch] | None,
 ) -> Plan | None:
     """The plan of these rounds under one way to reduce; None where its memory does not hold them."""
     capacity = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == reduce}
@@ -111,7 +111,7 @@ def _plan(
         checkpoint = _checkpoint(fullest(joined, tokens), capacity)
         if checkpoint is None:
             return None
-        work = Work(_groups(joined, lengths, cost), checkpoint)
+        work = StageMicroBatch(_groups(joined, lengths, cost), checkpoint)
         built.append(Round((work if finished is None else finished(work),)))
     return Plan(
         limits=cost.limits(reduce),
@@ -152,5 +152,5 @@ def _groups(places: Iterable[Place], lengths: np.ndarray, cost: CostModel) -> tu
     for place in sorted(places, key=lambda place: place.ranks):
         spans = [Span(document, 0, int(lengths[document])) for document in place.documents]
         method = place.method if len(place.ranks) > 1 else Method.RING  # one rank has nothing to gather
-        groups.append(cost.group(Shape(1, len(place.ranks), method, place.routed), place.ranks, spans))
+        groups.append(cost.group(GroupShape(1, len(place.ranks), method, place.routed), place.ranks, spans))
     return in_order(groups, cost.node_size)

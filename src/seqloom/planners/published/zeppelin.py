@@ -13,7 +13,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.layout.balance import level_targets, rebalanced
-from seqloom.plan import Plan, Work
+from seqloom.plan import Plan, StageMicroBatch
 from seqloom.planners.published.tuned import Place, Rounds, arrival_packs, crosses, fullest, tuned_plan
 
 
@@ -209,12 +209,12 @@ def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True,
     return tuned_plan(lengths, cost, "zeppelin", placement, finished=finished)
 
 
-def even_tokens(work: Work, cost: CostModel) -> Work:
-    """The same round with as many tokens on every GPU of an island in linear modules."""
+def even_tokens(work: StageMicroBatch, cost: CostModel) -> StageMicroBatch:
+    """The same round with as many tokens on every GPU of a shard group in linear modules."""
     layout = work.attention_layout()
     held = np.bincount(layout.rank, weights=layout.sizes, minlength=cost.ranks).astype(np.int64)
-    islands = cost.limits().islands(cost.sharding, range(cost.ranks))
-    targets = level_targets(np.zeros_like(held), 1, held, islands)
+    shard_groups = cost.limits().shard_groups(cost.sharding, range(cost.ranks))
+    targets = level_targets(np.zeros_like(held), 1, held, shard_groups)
     if np.array_equal(targets, held):
         return work
-    return replace(work, linear=rebalanced(layout, targets, cost.node_size, islands))
+    return replace(work, linear=rebalanced(layout, targets, cost.node_size, shard_groups))

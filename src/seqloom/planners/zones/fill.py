@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import Shape
+from seqloom.cost import GroupShape
 from seqloom.planners.fill import NEVER
 from seqloom.planners.zones.prices import Prices
 
@@ -49,7 +49,7 @@ class Seating:
 
 
 def best_ranks(
-    shape: Shape, load: np.ndarray, room: np.ndarray, share: int, node_size: int
+    shape: GroupShape, load: np.ndarray, room: np.ndarray, share: int, node_size: int
 ) -> tuple[int, Ranks] | None:
     """The least loaded ranks that a group of this shape may have, each with room for ``share`` tokens.
 

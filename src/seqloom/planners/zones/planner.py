@@ -13,7 +13,7 @@ from seqloom.cost import CostModel, Variant
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Group, Pipeline, Plan, Round, Work
+from seqloom.plan import Group, Pipeline, Plan, Round, StageMicroBatch
 from seqloom.planners.problem import CHECKPOINTS, Problem
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.zones.fill import Seating
@@ -30,7 +30,7 @@ def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -
     for seating in rounds:
         fullest = prices.capacity - min(seating.room)
         checkpoint = next(c for c in CHECKPOINTS if capacities.get(c, -1) >= fullest)
-        built.append(Round((Work(groups_of(prices, seating, size), checkpoint),)))
+        built.append(Round((StageMicroBatch(groups_of(prices, seating, size), checkpoint),)))
     return Plan(
         limits=cost.limits(reduce),
         sharding=cost.sharding,
@@ -203,7 +203,7 @@ def partition(prices: Prices, dealt: list[list[int]], evaluations: int) -> Answe
         dealt: the documents of every round, each by falling time.
         evaluations: fillings of each round.
     """
-    ready = np.zeros(prices.cost.ranks // prices.cost.island_size, np.int64)
+    ready = np.zeros(prices.cost.ranks // prices.cost.shard_group_size, np.int64)
     seated: list[Seating] = []
     waiting = list(dealt)
     while waiting:

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, Shape, Variant
+from seqloom.cost import CostModel, CostTables, GroupShape, Variant
 from seqloom.layout import Span
 from seqloom.plan import Group
 from seqloom.planners.fill import NEVER
 
-WHOLE = Shape(1, 1)
+WHOLE = GroupShape(1, 1)
 PROBE = 1 << 16
 """Tokens at which the time of linear layers, which is proportional, is read off."""
 CUTTABLE_SHARE = 8
@@ -67,7 +67,7 @@ class Prices:
     """Parameter gathers and gradient reduction of a round: it is never shorter."""
     column: dict[int, int]
     """Long document -> its column in what follows."""
-    shapes: tuple[Shape, ...]
+    shapes: tuple[GroupShape, ...]
     lane0: np.ndarray
     """int64[S, m]: computing and exposed exchanges of a document in each shape; NEVER where memory does not hold it."""
     ring: np.ndarray

@@ -40,15 +40,15 @@ def rank_times(prices: Prices, seating: Seating) -> np.ndarray:
 
 
 def finish(prices: Prices, seating: Seating, times: np.ndarray, ready: np.ndarray) -> np.ndarray:
-    """int64[islands] ns: when every island is done after this round.
+    """int64[shard groups] ns: when every shard group is done after this round.
 
-    Islands that a group joins meet in it: they start together and end together.
+    Shard groups that a group joins meet in it: they start together and end together.
 
     Args:
         times: int64[ranks] ns that each rank takes in the round.
-        ready: int64[islands] ns at which each island is free.
+        ready: int64[shard groups] ns at which each shard group is free.
     """
-    size = prices.cost.island_size
+    size = prices.cost.shard_group_size
     slowest = times.reshape(-1, size).max(axis=1)
     if len(ready) == 1:
         return ready + slowest
@@ -58,8 +58,8 @@ def finish(prices: Prices, seating: Seating, times: np.ndarray, ready: np.ndarra
         root[np.isin(root, joined)] = joined.min()
     done = ready.copy()
     for first in np.unique(root[slowest > 0]):
-        islands = root == first
-        done[islands] = ready[islands].max() + slowest[islands].max()
+        shard_groups = root == first
+        done[shard_groups] = ready[shard_groups].max() + slowest[shard_groups].max()
     return done
 
 
@@ -165,9 +165,9 @@ class Filling:
     times: np.ndarray
     """int64[ranks] ns that each rank takes."""
     done: np.ndarray
-    """int64[islands] ns at which each island is free again."""
+    """int64[shard groups] ns at which each shard group is free again."""
     score: tuple[int, int, int]
-    """Tokens without room; ns at which the last island is done; rank-ns of all ranks: less is better."""
+    """Tokens without room; ns at which the last shard group is done; rank-ns of all ranks: less is better."""
 
 
 class Search:
@@ -176,7 +176,7 @@ class Search:
     def __init__(self, prices: Prices, documents: Sequence[int], ready: np.ndarray) -> None:
         """See ``best_filling``."""
         self.prices, self.documents, self.ready = prices, documents, ready
-        self.begin = np.repeat(ready - ready.min(), prices.cost.island_size)
+        self.begin = np.repeat(ready - ready.min(), prices.cost.shard_group_size)
         self.level = (int(prices.whole[documents].sum()) + int(self.begin.sum())) // len(self.begin) + 1
         columns = [prices.column[k] for k in documents if k in prices.column]
         shortest = prices.charges(False)[:, columns].min(axis=0) if columns else np.zeros(1, np.int64)
@@ -249,10 +249,10 @@ def best_filling(
 
     Args:
         documents: by falling time.
-        ready: int64[islands] ns at which each island is free.
+        ready: int64[shard groups] ns at which each shard group is free.
 
     Returns:
-        the seating, and int64[islands] ns at which the islands are done.
+        the seating, and int64[shard groups] ns at which the shard groups are done.
     """
     search = Search(prices, documents, ready)
     best: Filling | None = None

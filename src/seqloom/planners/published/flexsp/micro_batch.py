@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostTables
-from seqloom.planners.problem import Problem, Seat
+from seqloom.planners.problem import GroupPlacement, Problem
 from seqloom.planners.published.flexsp.milp import Budget, Programme
 
 ROWS = 512
@@ -205,12 +205,14 @@ def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks
     return np.repeat(degrees, copies)[::-1]
 
 
-def seats_of(problem: Problem, menu: dict[int, int], degree: np.ndarray, groups: list[list[int]]) -> list[Seat]:
+def seats_of(
+    problem: Problem, menu: dict[int, int], degree: np.ndarray, groups: list[list[int]]
+) -> list[GroupPlacement]:
     """Open groups, degrees falling, on consecutive ranks: each then begins at a multiple of its size."""
     seats, start = [], 0
     for size, documents in zip(degree.tolist(), groups, strict=True):
         if documents:
-            seats.append(Seat(problem.tables.shapes[menu[size]], start, documents))
+            seats.append(GroupPlacement(problem.tables.shapes[menu[size]], start, documents))
             start += size
     return seats
 

@@ -18,7 +18,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.problem import Pricer, Problem, Seat, fitting_problems, to_plan
+from seqloom.planners.problem import GroupPlacement, Pricer, Problem, fitting_problems, to_plan
 from seqloom.planners.published.flexsp.micro_batch import MicroBatch, floor_ns, prepare, seats_of
 from seqloom.planners.published.flexsp.milp import Budget
 from seqloom.planners.solver import require_highspy
@@ -120,7 +120,7 @@ def plan_flexsp(
     problem = _fastest_variant(lengths, cost)
     menu = _menu(problem, smallest)
     pricer, budget = Pricer(problem), Budget(nodes, gap, time_limit_s)
-    best: tuple[int, list[list[Seat]]] | None = None
+    best: tuple[int, list[list[GroupPlacement]]] | None = None
     for window in _windows(problem, menu, buckets, counts):
         for chunks in sorted(window, key=_promise):
             found = _solve(pricer, menu, chunks, budget, seed, None if best is None else best[0])
@@ -192,13 +192,13 @@ def _solve(
     budget: Budget,
     seed: int,
     to_beat: int | None,
-) -> tuple[int, list[list[Seat]]] | None:
+) -> tuple[int, list[list[GroupPlacement]]] | None:
     """Step time and rounds for one M; None if a micro-batch has no answer or ``to_beat`` ns stands."""
     random, problem = Random(seed), pricer.problem
-    lock_step = problem.cost.island_size == problem.cost.ranks
+    lock_step = problem.cost.shard_group_size == problem.cost.ranks
     fastest: CostTables = pricer.fastest_tables()
     floors = [floor_ns(fastest, c.documents, problem.cost.ranks) if lock_step else 0 for c in chunks]
-    rounds: list[list[Seat]] = []
+    rounds: list[list[GroupPlacement]] = []
     for number, chunk in enumerate(chunks):
         if to_beat is not None and pricer.step_ns(rounds) + sum(floors[number:]) >= to_beat:
             return None
