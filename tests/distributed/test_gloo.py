@@ -213,10 +213,10 @@ import atexit, os
 threads = lambda: [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
 atexit.register(lambda: print(*threads()))  # after what is registered later
 import torch.distributed as dist
-from seqloom.dist import Communicators, Distributed
+from seqloom.dist import Communicators, TorchTransport
 from seqloom.plan import GroupFamily
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-transport = Distributed(Communicators.create(GroupFamily(1, node_size=1)))
+transport = TorchTransport(Communicators.create(GroupFamily(1, node_size=1)))
 dist.destroy_process_group()
 print(*threads())
 """

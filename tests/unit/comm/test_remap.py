@@ -96,7 +96,7 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
 
 
 @pytest.mark.parametrize(
-    "shard group, family, known",
+    "shard_group, family, known",
     [
         ((0, 1, 2, 3), WORLD, True),
         ((1, 0), WORLD, True),
@@ -152,7 +152,7 @@ def test_an_mlp_sees_the_tokens_of_the_linear_layout():
 
 
 @pytest.mark.parametrize(
-    "linear, shard groups, words",
+    "linear, shard_groups, words",
     [
         (Layout.of([(0, 0, 0, 16), (0, 1, 0, 4)]), None, ["20 tokens on ranks 0 to 3", "21 in attention"]),
         (Layout.of([(0, 0, 0, 16), (0, 1, 0, 4), (1, 0, 0, 1)]), None, ["21 tokens", "every token once"]),

@@ -50,12 +50,12 @@ def test_targets_level_what_is_left_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "shard groups", "words"),
+    ("targets", "shard_groups", "words"),
     [
-        ([5, 6], None, "shard group 0 sum up to 11, its ranks hold 10 tokens"),
+        ([5, 6], None, "shard group 0 sum to 11, its ranks hold 10 tokens"),
         ([-1, 11], None, "rank 0 shall have -1 tokens"),
         ([10], None, "targets for 1 ranks, but rank 1 holds"),
-        ([5, 5], [[0], [1]], "shard group 0 sum up to 5, its ranks hold 6"),
+        ([5, 5], [[0], [1]], "shard group 0 sum to 5, its ranks hold 6"),
         ([5, 5], [[0]], "rank 1 shall have 5 of its 4 tokens but is in no shard group.*use 4"),
     ],
 )

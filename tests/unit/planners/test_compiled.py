@@ -36,7 +36,7 @@ def elsewhere(*, plain, hash_seed):
     code = f"import runpy, sys; {block}runpy.run_path({__file__!r}, run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,

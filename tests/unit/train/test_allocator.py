@@ -65,7 +65,7 @@ def test_train_starts_its_ranks_with_it(unset, monkeypatch):
     setup = SimpleNamespace(config=None, planners=SimpleNamespace(cut=False, strategies=()))
     monkeypatch.setattr(launch.Setup, "of", lambda *_: setup)
     monkeypatch.setattr(launch, "dtypes", lambda _: (None, None))
-    kind = launch.Kind(lambda *_: None, lambda *_: None)
+    kind = launch.ModelFamily(lambda *_: None, lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         launch.train_on_processes(None, 2, kind=kind)
     assert found[NAMES[0]] == SETTING and NAMES[0] not in os.environ
