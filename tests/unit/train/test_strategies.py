@@ -115,11 +115,11 @@ def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
     assert list(told(run, [], plain)) == [changed.format("1 other strategies")]
 
 
-def pipes(*schemes, longest=900):
+def pipes(*configs, longest=900):
     found, first = [], 0
-    for scheme in map(lambda each: ParallelConfig(*each), schemes):
-        found.append(PipelineConfig(scheme, tuple(range(first, first + scheme.ranks)), longest))
-        first += scheme.ranks
+    for config in map(lambda each: ParallelConfig(*each), configs):
+        found.append(PipelineConfig(config, tuple(range(first, first + config.ranks)), longest))
+        first += config.ranks
     return Strategy(tuple(found))
 
 
