@@ -115,7 +115,7 @@ class Outlook:
     @property
     def baseline(self) -> bool:
         """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
-        planner, plain = self.planners.planner, self.planners.stand_in
+        planner, plain = self.planners.planner, self.planners.fallback
         return (parse_name(planner.name)[0], planner.options) != (plain.name, plain.options)
 
 
@@ -191,7 +191,7 @@ def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
     Static has one degree: the one that is fastest over the sample.
     """
     lengths = [batch.lengths for batch in run.sample]
-    planner, plain = run.planners.planner, run.planners.stand_in
+    planner, plain = run.planners.planner, run.planners.fallback
     made = [_forecast(planner, plain, lengths, run.cost, progress)]
     if run.baseline:
         if plain == Choice("static"):
@@ -207,7 +207,7 @@ def warnings(run: Outlook, planned: Forecast) -> list[str]:
         reason = next(filter(None, planned.fallbacks))
         count = sum(map(bool, planned.fallbacks))
         found.append(
-            f"the {run.planners.stand_in.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
+            f"the {run.planners.fallback.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
             f"{planned.planner!r} could not plan them: {reason}"
         )
     plan_ns, step_ns = median(planned.plan_ns), median(planned.step_ns)

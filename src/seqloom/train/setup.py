@@ -67,13 +67,13 @@ class Planners:
     Attributes:
         stages: of all its plans; a single one: no pipeline; none: every plan has its own.
         planner: of every step.
-        stand_in: of a step whose plan is late or could not be made.
+        fallback: of a step whose plan is late or could not be made.
         strategies: that the planner chooses from; none: it chooses from no list.
     """
 
     stages: tuple[Stage, ...]
     planner: Choice
-    stand_in: Choice
+    fallback: Choice
     strategies: tuple[Strategy, ...] = ()
 
     @property
@@ -122,8 +122,8 @@ class Planners:
         placed = line_of(cost, stages, chunks, folded=folded).stages
         plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
         line = {"stages": stages, "chunks": chunks}
-        planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
-        return cls(() if cost.sharding == Sharding.FREE else placed, planner, stand_in)
+        planner, fallback = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        return cls(() if cost.sharding == Sharding.FREE else placed, planner, fallback)
 
 
 def _plain(planner: Choice, cost: CostModel) -> Choice:
