@@ -314,7 +314,9 @@ class Trainer:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
         bound = self._bound(taken.plan)
-        if any(len(line.hosts) > 1 for line in taken.plan.pipelines):  # if a stage hangs, say for which it waits
+        if any(
+            len(line.ranks_by_pp_rank) > 1 for line in taken.plan.pipelines
+        ):  # if a stage hangs, say for which it waits
             self._at(f"step {taken.step}, plan {taken.plan.hash[:12]}", where=bound.progress.report)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
