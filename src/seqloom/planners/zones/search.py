@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables, Variant
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.zones.fill import Aim, Seating, fill, level
 from seqloom.planners.zones.prices import Prices
 
