@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.plan import GroupFamily
 from seqloom.planners import loops
 from seqloom.planners.compiled import kernels
@@ -203,6 +204,21 @@ def test_groups_with_ranks_make_a_valid_plan_of_that_time(drawn):
     # a round may keep more activations than it was decoded with, which only makes it shorter
     assert ends == step + overhead if len(problem.cost.variants) == 1 else ends <= step + overhead
     assert step == search.ranks.load.max()
+
+
+@given(complete_decodings())
+def test_the_compiled_clock_is_that_of_the_closed_form(drawn):
+    _, search = drawn
+    if search.assign_ranks() >= NEVER:
+        return
+    count, size = int(search.rounds.count[0]), search.shard_group
+    number, start = search.ranks.round_of[:count], search.ranks.start[:count]
+    stop = start + search.tables.shape_degree[search.rounds.group_shape[:count]]
+    slowest = np.zeros((number.max() + 1, len(search.ranks.load)), dtype=np.int64)
+    np.maximum.at(slowest, (number, start // size), search.ranks.time[:count])
+    touched = [range(a // size, -(-b // size)) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
+    joined = [join_shard_groups(touched[g] for g in np.flatnonzero(number == r)) for r in range(len(slowest))]
+    assert search.ranks.load.tolist() == finish_times(slowest, joined).tolist()
 
 
 @given(complete_decodings())
