@@ -28,7 +28,6 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.plan.pipeline import gathered_for_passes
-from seqloom.planners.hydraulis.dispatch import estimate
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
     ParallelConfig,
@@ -37,6 +36,7 @@ from seqloom.planners.hydraulis.strategy import (
     check_placement,
     fits_nodes,
 )
+from seqloom.planners.loops import estimate_pipeline_ns
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import schedule_of
 
@@ -220,7 +220,8 @@ def _load_times(config: ParallelConfig, cost: ConfigCost, longest: int) -> np.nd
     for length, own in zip(lengths, cost.documents_ns(np.array(lengths)).tolist(), strict=True):
         for tokens in LOADS:
             count = max(1, tokens // length)
-            ns = estimate(own * count, length * count, own, count, cost.fixed, cost.max_tokens, config.stages, False)
+            documents = own * count, length * count, own, count
+            ns = estimate_pipeline_ns(*documents, cost.fixed, cost.max_tokens, config.stages, False)
             times.append(ns / count if length <= cost.max_tokens else np.inf)
     return np.array(times)
 

@@ -192,7 +192,7 @@ def interval_times(histogram: Histogram, cost: ConfigCost, stages: int, copies: 
     """int64[d, classes + 1, classes + 1]: ns of classes r to s - 1 on int64[d] copies of one config; NEVER elsewhere.
 
     Documents are shared out evenly, but the longest class has at least one document, which is on one pipeline. The
-    number of micro-batches is the best one, as in `dispatch.estimate`.
+    number of micro-batches is the best one, as in `loops.estimate_pipeline_ns`.
     """
     sums = [
         np.concatenate([[0.0], np.cumsum(column)]) for column in (histogram.count, histogram.tokens, histogram.squares)
