@@ -16,7 +16,7 @@ from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, Packing, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.registry import Choice, parse_name
+from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_memory
@@ -116,7 +116,7 @@ class Outlook:
     def baseline(self) -> bool:
         """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
         planner, plain = self.planners.planner, self.planners.fallback
-        return (parse_name(planner.name)[0], planner.options) != (plain.name, plain.options)
+        return (parse_planner(planner.name)[0].name, planner.options) != (plain.name, plain.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,8 +194,8 @@ def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
     planner, plain = run.planners.planner, run.planners.fallback
     made = [_forecast(planner, plain, lengths, run.cost, progress)]
     if run.baseline:
-        if plain == Choice("static"):
-            plain = Choice(f"static:{fastest_static_degree(lengths, run.cost)}")
+        if plain == PlannerChoice("static"):
+            plain = PlannerChoice(f"static:{fastest_static_degree(lengths, run.cost)}")
         made.append(_forecast(plain, plain, lengths, run.cost, progress))
     return made
 
@@ -292,7 +292,11 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Plann
 
 
 def _forecast(
-    chosen: Choice, plain: Choice, lengths: Sequence[np.ndarray], cost: CostModel, progress: Progress | None
+    chosen: PlannerChoice,
+    plain: PlannerChoice,
+    lengths: Sequence[np.ndarray],
+    cost: CostModel,
+    progress: Progress | None,
 ) -> Forecast:
     """Plan every batch as a run does: where the planner cannot, the plain one stands in, with the reason."""
     _plan(chosen, plain, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
@@ -319,7 +323,7 @@ def _forecast(
     )
 
 
-def _plan(chosen: Choice, plain: Choice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
+def _plan(chosen: PlannerChoice, plain: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
     try:
         return chosen.plan(lengths, cost), ""
     except SeqloomError as error:

@@ -353,7 +353,7 @@ def plan_gathered(
         reduce=Reduce.STEP,
         documents=tuple(lengths.tolist()),
         pipelines=(gathered_for_passes(Pipeline(stages, tuple(rounds), rows)),),
-        planner="strategies",
+        planner="hydraulis",
     )
 
 
