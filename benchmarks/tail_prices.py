@@ -51,7 +51,7 @@ def budget(memory: float, longest: int) -> float:
     cost = priced(PLENTY_GIB)
     line = line_of(cost, HOSTS)
     state = max(host_bytes(cost, shares, shard_group_of(cost, line)) for shares in line.of_hosts)
-    held = StageMemory(cost, line.shares[0]).holding(Checkpoint.NONE, offload=False).held
+    held = StageMemory(cost, line.shares[0]).activation_bytes(Checkpoint.NONE, offload=False).held
     kept = memory * longest * (held + 2 * WIDTH * 2)
     return (state + kept + longest * 2 * WIDTH * 4) / 2**30
 

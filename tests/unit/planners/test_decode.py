@@ -15,8 +15,8 @@ from support.strategies import batches, cost_models
 def decodings(draw):
     """A search over drawn shard groups, drawn keys, and a target between the work bound and far beyond it."""
     cost = draw(cost_models(max_ranks=24))
-    variant, lengths = draw(st.sampled_from(cost.variants)), draw(batches())
-    problem = Problem(lengths, cost, variant, cost.tables(lengths, variant))
+    policy, lengths = draw(st.sampled_from(cost.policies)), draw(batches())
+    problem = Problem(lengths, cost, policy, cost.tables(lengths, policy))
     assume(problem.fits)
     tables = problem.search
     search = Search.over(tables, draw(st.sampled_from(virtual_shard_groups(tables))))

@@ -43,7 +43,7 @@ def rounds(draw):
     """A problem's tables and a limit between what the shortest document takes and far beyond the longest."""
     cost = draw(cost_models(max_nodes=2, max_ranks=16))
     problem = Problem(
-        lengths := draw(batches()), cost, (v := draw(st.sampled_from(cost.variants))), cost.tables(lengths, v)
+        lengths := draw(batches()), cost, (v := draw(st.sampled_from(cost.policies))), cost.tables(lengths, v)
     )
     assume(problem.fits)
     times = problem.search.alone.min(axis=0)

@@ -18,8 +18,8 @@ from support.strategies import batches, cost_models
 def drafts(draw):
     """A complete draft over a drawn virtual shard group."""
     cost = draw(cost_models(max_ranks=24))
-    variant, lengths = draw(st.sampled_from(cost.variants)), draw(batches())
-    problem = Problem(lengths, cost, variant, cost.tables(lengths, variant))
+    policy, lengths = draw(st.sampled_from(cost.policies)), draw(batches())
+    problem = Problem(lengths, cost, policy, cost.tables(lengths, policy))
     assume(problem.fits)
     search = Search.over(problem.search, draw(st.sampled_from(virtual_shard_groups(problem.search))))
     target = work_bound(problem.search) * draw(st.integers(100, 300)) // 100
@@ -40,9 +40,9 @@ def test_seated_groups_make_a_valid_plan_of_that_time(drawn):
     plan.validate()
     ends = problem.cost.plan_ns(plan)
     assert ends == price_rounds(problem, rounds)
-    overhead = problem.cost.step_overhead_ns(problem.variant)
+    overhead = problem.cost.step_overhead_ns(problem.policy)
     # a round may keep more activations than it was drafted with, which only makes it shorter
-    assert ends == step + overhead if len(problem.cost.variants) == 1 else ends <= step + overhead
+    assert ends == step + overhead if len(problem.cost.policies) == 1 else ends <= step + overhead
     assert step == search.seats.load.max()
 
 
