@@ -9,8 +9,9 @@ from seqloom.cost import GroupShape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp, plain_packing, profiled
-from seqloom.packing.hbp import cut, dealt, fill_packs, first_fit, running_order
+from seqloom.packing.hbp import cut, dealt, running_order
 from seqloom.packing.levels import Level, level_lengths, level_sets, packs_per_step
+from seqloom.planners.loops import fill_packs, first_fit
 from seqloom.simulate import predicted_ns
 from support.strategies import roomy_cost_model
 
@@ -112,7 +113,7 @@ def test_packs_are_as_long_as_the_step_and_the_memory_allow():
         level = profiled(tokens, np.array([512]), COST, budget)
         packs, _ = packs_per_step(tokens, level.shape.degree, COST, budget)
         longest = min(level.shape.degree * capacity, budget // packs)
-        assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.granule
+        assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.pad_multiple
 
 
 def test_steps_have_nearly_all_of_their_tokens():
@@ -130,7 +131,7 @@ def test_levels_are_those_of_the_rule():
     assert len(sets[0]) == 1 and len(set(sets)) == len(sets) <= 2 ** (len(lengths) - 1)
     for levels in sets:
         assert levels[-1].tokens >= COST.padded_lengths(LENGTHS).max()
-        assert all(level.packs * level.tokens <= BUDGET and level.tokens % COST.granule == 0 for level in levels)
+        assert all(level.packs * level.tokens <= BUDGET and level.tokens % COST.pad_multiple == 0 for level in levels)
         assert all(a.tokens < b.tokens for a, b in pairwise(levels))
     assert max(sets, key=len)[0].shape == GroupShape(1, 1)  # short documents need no communication
 
