@@ -88,7 +88,7 @@ class PiecesCase:
 
     def bind(self, transport: Transport, carry: KVCache, device: torch.device | str = "cpu") -> list[Context]:
         """Bind all rounds to one carry."""
-        options: dict[str, Any] = {"device": device, "pieces": self.pieces, "carry": carry}
+        options: dict[str, Any] = {"device": device, "pieces": self.pieces, "kv_cache": carry}
         options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
         return [bind(StageMicroBatch(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 

@@ -161,7 +161,7 @@ def test_a_round_that_remaps_around_attention():
     def body(transport):
         carry, outs = KVCache(), []
         for work in given:
-            context = bind(work, transport, shard_groups=[(0, 1)], pieces={0: PIECES}, carry=carry)
+            context = bind(work, transport, shard_groups=[(0, 1)], pieces={0: PIECES}, kv_cache=carry)
             own = [x[context.positions].requires_grad_() for x in inputs[:3]]
             outs.append((own, attention(*own, context, layer=0), inputs.dout[context.positions]))
         found = [torch.autograd.grad(out, own, dout) for own, out, dout in reversed(outs)]
@@ -179,7 +179,7 @@ def test_a_round_that_remaps_around_attention():
 def bound(spans=PIECES, *, at=0, carry=None, group=None, **options):
     group = replace(group or Group((0,), 1, 1, ()), spans=(spans[at],))
     work = StageMicroBatch((group,), Checkpoint.NONE)
-    return bind(work, SingleRankTransport(), pieces={0: tuple(spans)}, carry=carry or KVCache(), **options)
+    return bind(work, SingleRankTransport(), pieces={0: tuple(spans)}, kv_cache=carry or KVCache(), **options)
 
 
 def test_a_layer_must_be_named():
@@ -196,11 +196,11 @@ def test_a_layer_must_be_named():
 
 def test_a_carry_must_be_given():
     work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
-    with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*carry=one Carry\(\)"):
+    with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*kv_cache=one KVCache\(\)"):
         forward(bind(work, SingleRankTransport(), pieces={0: PIECES}))
     late = StageMicroBatch((Group((0,), 1, 1, (PIECES[1],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=r"begins at token 12.*pieces= of the plan"):
-        forward(bind(late, SingleRankTransport(), carry=KVCache()))
+        forward(bind(late, SingleRankTransport(), kv_cache=KVCache()))
 
 
 def test_what_pieces_cannot_be_combined_with():
@@ -213,7 +213,7 @@ def test_what_pieces_cannot_be_combined_with():
             Group((0, 1), 1, 2, PIECES[:1], route=Route((0, 1), 1)),
         ):
             context = bind(
-                StageMicroBatch((group,), Checkpoint.NONE), transport, node_size=1, pieces={0: PIECES}, carry=KVCache()
+                StageMicroBatch((group,), Checkpoint.NONE), transport, node_size=1, pieces={0: PIECES}, kv_cache=KVCache()
             )
             with pytest.raises(SeqloomError, match=r"(method gather|a route) for document 0.*needs method ring"):
                 forward(context)
@@ -259,4 +259,4 @@ def test_a_carry_of_evaluation_has_no_backward():
 def test_pieces_that_cannot_be_true(pieces, words):
     work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=words):
-        bind(work, SingleRankTransport(), pieces={0: pieces}, carry=KVCache())
+        bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=KVCache())

@@ -31,7 +31,7 @@ def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
     one_by_one(plain, [ids])
     for piece in PIECES:
         work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint(checkpoint))
-        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, carry=carry)
+        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, kv_cache=carry)
         rows = slice(piece.start, piece.stop)
         losses.append(LossOf(own)(ids[rows], targets(ids)[rows], context))
     for loss in reversed(losses):

@@ -49,7 +49,7 @@ def assert_same(
         slice_parameters(own, tensor, transport.rank % tensor)
         before, carry, losses = hooks(own.module), KVCache(), []
         for groups in rounds:
-            options = {"pieces": pieces, "carry": carry, "tensor": tensor}
+            options = {"pieces": pieces, "kv_cache": carry, "tensor": tensor}
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             own.prepare(context, torch.float64)
             none = [torch.empty(0, dtype=torch.int64)]

@@ -43,7 +43,7 @@ def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, b
         slice_parameters(network, tensor, transport.rank % tensor)
         carry, losses = KVCache(), []
         for groups in rounds:
-            options = {"pieces": pieces, "carry": carry, "tensor": tensor}
+            options = {"pieces": pieces, "kv_cache": carry, "tensor": tensor}
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             network.prepare(context, step.dtype)
             losses.append(LossOf(network)(*step.rows()(context), context) / step.valid)

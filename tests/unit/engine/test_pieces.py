@@ -33,7 +33,7 @@ def in_pieces(network, checkpoint):
     carry, losses = KVCache(), []
     for spans in ROUNDS:
         work = StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint)
-        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, carry=carry)
+        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, kv_cache=carry)
         losses.append(LossOf(network)(*STEP.rows()(context), context))
     for loss in reversed(losses):
         loss.backward()

@@ -123,7 +123,7 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
         for _ in range(2):
             result = run_step(bound, parameters, STEP.rows(), STEP.valid)
             found.append((result.loss, result.gradient_norm, evaluate(bound, parameters, STEP.rows(), STEP.valid)))
-            assert bound.carry.bytes == 0 and not parameters.weights.waiting
+            assert bound.kv_cache.bytes == 0 and not parameters.weight_gradients.waiting
         return found, result
 
     told = threads(4).run(body, strict=True)
@@ -147,7 +147,7 @@ def test_after_a_step_that_failed_the_next_one_is_right(threads):
 
     with pytest.raises(OSError, match="no data"):
         run_step(bound, parameters, breaks, STEP.valid)
-    assert bound.carry.bytes > 0
+    assert bound.kv_cache.bytes > 0
     result = run_step(bound, parameters, read, STEP.valid)
     assert abs(result.gradient_norm / wanted.norm - 1) < 1e-12
 
@@ -215,7 +215,7 @@ def test_a_model_of_which_little_learns(threads, hosts, pieces):
     def body(transport):
         parameters = ReplicatedParameters(ModelAdapter.of(freeze(STEP.model())), transport)
         run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
-        return dict(parameters.gradients())
+        return dict(parameters.full_gradients())
 
     wanted = STEP.alone().gradients
     for found in threads(hosts).run(body):
