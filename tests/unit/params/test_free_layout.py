@@ -331,7 +331,7 @@ def test_models_without_a_free_layout_are_refused():
     with pytest.raises(SeqloomError, match="added up in one dtype"):
         ReshardingParameters(mixed, SingleRankTransport())
     mixed.module.to(torch.float32).model.norm.to(torch.bfloat16)
-    with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as compute="):
+    with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as param_dtype="):
         ReshardingParameters(mixed, SingleRankTransport())
     scalar.module.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
     with pytest.raises(SeqloomError, match="parameter scale has no axis"):
