@@ -19,7 +19,7 @@ from seqloom.attention import warm_up_attention
 from seqloom.dist import Context, bind_single_rank
 from seqloom.dist.single_rank import SingleRankTransport
 from seqloom.engine import bind_plan, run_step
-from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
 from seqloom.models import compile_layers, recompute_layers, summed_loss
 from seqloom.params import ReplicatedParameters, scale_gradients
@@ -46,7 +46,7 @@ class Sides:
         self.parameters = list(plain.parameters())
         self.rivals = {"": plain}
         shared = {id(each): each for each in self.parameters}
-        self.network = network(attach(copy.deepcopy(plain, dict(shared))))
+        self.network = model_adapter(attach(copy.deepcopy(plain, dict(shared))))
         if compiled != "none":
             compile_layers(self.network.layers)
         if compiled == "both":

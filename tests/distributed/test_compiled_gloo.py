@@ -66,7 +66,7 @@ def of_reference(transport, plans):
 
 
 def of_llama(transport, plan):
-    from seqloom.integrations.transformers import attach, network
+    from seqloom.integrations.transformers import attach, model_adapter
 
     ids = documents(STEP.lengths)
 
@@ -75,7 +75,7 @@ def of_llama(transport, plan):
         pieces = [(ids[d][a:b], targets(ids[d])[a:b]) for d, a, b in context.spans]
         return tuple(torch.cat([each[k] for each in pieces] or none) for k in (0, 1))
 
-    return compiled_step(transport, network(attach(tiny_model("llama"))), rows, VALID, plan)
+    return compiled_step(transport, model_adapter(attach(tiny_model("llama"))), rows, VALID, plan)
 
 
 def planned(sharding, shift=0):

@@ -78,7 +78,7 @@ class Given:
         pass
 
     def take(self, step, lengths):
-        return StepPlan(step, self._plans[step - 1], 0, 0)
+        return StepPlan(step, self._plans[step - 1], 0, 0, 0)
 
 
 class GivenTrainer(Trainer):

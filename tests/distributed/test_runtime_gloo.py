@@ -185,7 +185,7 @@ def test_frozen_parameters_and_parameters_that_some_ranks_do_not_touch(gloo_pool
 
 def with_transformers(transport, name, lora, plan, make):
     """A step of a tiny Hugging Face model on this rank; `make` says how its parameters are kept."""
-    from seqloom.integrations.transformers import attach, network
+    from seqloom.integrations.transformers import attach, model_adapter
 
     model = tiny_model(name)
     if lora:
@@ -197,7 +197,7 @@ def with_transformers(transport, name, lora, plan, make):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=drawn))
-    own = network(attach(model.double()))
+    own = model_adapter(attach(model.double()))
     recompute_layers(own.layers)
     parameters = (
         ReplicatedParameters(own, transport) if make is None else FSDPParameters(own, transport, make, node_size=NODE)

@@ -141,7 +141,7 @@ def test_half_precision_adds_up_in_float32(gloo_pool):
 def of_transformers(step, lora):
     """A model of transformers with as many layers."""
     from seqloom.integrations.transformers import attach
-    from seqloom.integrations.transformers import network as described
+    from seqloom.integrations.transformers import model_adapter as described
 
     model = tiny_model("llama" if lora else "qwen3", num_hidden_layers=step.spec.layers)
     if lora:

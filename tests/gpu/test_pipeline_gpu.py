@@ -26,7 +26,7 @@ STEP = Step((61, 40, 33, 18), tiny_spec(layers=4, tied=True))
 def planned(step, name, hosts, width, pieces, offloads, kinds):
     """A document is a sequence of the schedule; rounds keep something else in turn."""
     schedule = schedule_of(name, hosts, len(step.lengths), pieces)
-    stages, rounds = stages_on(schedule.hosts, width, step.spec.layers), []
+    stages, rounds = stages_on(schedule.pp_ranks, width, step.spec.layers), []
     for number, (document, piece, count) in enumerate(schedule.units):
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]

@@ -70,7 +70,7 @@ def test_ranks_compose_their_groups(drawn):
     total = cost.group_parts(work.groups[0], variant).total_ns
     assert (alone.rank_ns[list(work.groups[0].ranks)] == total).all()
     assert alone.nic_ns.max() <= total and alone.link_ns.max() <= total  # occupancy never binds one group
-    assert alone.joined_ns(work.groups[0].ranks) == total
+    assert alone.busy_ns[list(work.groups[0].ranks)].max() == total
 
 
 @given(rounds())

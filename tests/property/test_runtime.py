@@ -55,9 +55,9 @@ class HuggingFaceStep(Step):
     name: str = "llama"
 
     def network(self):
-        from seqloom.integrations.transformers import attach, network
+        from seqloom.integrations.transformers import attach, model_adapter
 
-        return network(attach(tiny_model(self.name)))
+        return model_adapter(attach(tiny_model(self.name)))
 
     def alone(self):
         spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(self.lengths))

@@ -13,6 +13,7 @@ from seqloom.data import StoreWriter
 from seqloom.dist import Transport
 from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
+from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config
 from seqloom.train.logging import StepRecord, read_steps
 from seqloom.train.setup import Setup
@@ -35,7 +36,8 @@ class PlansHere:
 
     def take(self, step: int, lengths: np.ndarray) -> StepPlan:
         """Make the plan of a step."""
-        return StepPlan(step, self._plan(self._setup, step, lengths), 0, 0)
+        plan = self._plan(self._setup, step, lengths)
+        return StepPlan(step, plan, 0, 0, predicted_ns(plan, self._setup.cost))
 
 
 class TrainerHere(Trainer):

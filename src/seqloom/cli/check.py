@@ -60,10 +60,10 @@ def check(
 
 def _require_attachable(folder: Path, *, cut: bool) -> None:
     """Refuse a Hugging Face model that the engine cannot run, or not in stages: the model is made without weights."""
-    from seqloom.integrations.transformers import attach, network  # says what to install where torch is missing
+    from seqloom.integrations.transformers import attach, model_adapter  # says what to install where torch is missing
 
     try:
-        attached = network(attach(_without_weights(folder)))
+        attached = model_adapter(attach(_without_weights(folder)))
         if cut:
             from seqloom.train.model import require_parts
 

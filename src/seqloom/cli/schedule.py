@@ -192,7 +192,7 @@ def _size(made: Schedule) -> dict[str, Any]:
     hosts = len(made.rows)
     return {
         "stages": hosts,
-        "chunks": len(made.hosts) // hosts,
+        "chunks": len(made.pp_ranks) // hosts,
         "micro_batches": len(counts),
         "pieces": counts[0] if len(set(counts)) == 1 else counts,
     }

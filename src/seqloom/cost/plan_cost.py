@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,12 +73,21 @@ class RoundTimes:
         """int64[ranks] ns of one part, as named in `Parts`."""
         return self.parts[:, NAMES.index(name)]
 
-    def joined_ns(self, ranks: Iterable[int]) -> int:
-        """Time of ranks in lock step: the longest of them, and no less than their nodes' cards and links are taken."""
-        chosen = np.fromiter(set(ranks), dtype=np.int64)
-        nodes = np.unique(chosen // (len(self.rank_ns) // len(self.nic_ns)))
-        taken = max(int(self.nic_ns[nodes].max()), int(self.link_ns[chosen].max()))
-        return max(int(self.rank_ns[chosen].max()), taken)
+    @property
+    def busy_ns(self) -> np.ndarray:
+        """int64[ranks] ns that a rank, its NVLink port or the busiest NIC of its node takes, whichever is longest."""
+        nics = np.repeat(self.nic_ns.max(axis=1), len(self.rank_ns) // len(self.nic_ns))
+        return np.maximum(np.maximum(self.rank_ns, self.link_ns), nics)
+
+    def component_ns(self, component: np.ndarray) -> np.ndarray:
+        """int64[components] ns of ranks that wait for each other.
+
+        Args:
+            component: int64[n] component of every rank, -1 of ranks that take no part.
+        """
+        times, at_work = np.zeros(component.max(initial=-1) + 1, dtype=np.int64), np.flatnonzero(component >= 0)
+        np.maximum.at(times, component[at_work], self.busy_ns[at_work])
+        return times
 
 
 def round_times(
@@ -223,41 +233,111 @@ def tokens_on_ranks(cost: CostModel, work: StageMicroBatch) -> np.ndarray:
     return np.maximum(tokens, np.bincount(work.linear.rank, work.linear.sizes, cost.ranks).astype(np.int64))
 
 
-# ---- merged: cost.closed_form
-# Step time and memory of a whole plan in closed form, from the same integers the planners compare.
+# -- the clock of a step --------------------------------------------------------
 #
-# Rounds are totally ordered and there is no barrier between them. A round joins the shard groups that its groups
-# connect; it starts when all ranks of those shard groups are free and holds them until its slowest rank is done
-# (they meet in every parameter gather). Ranks of other shard groups are not touched.
-#
-# Under free sharding the step also has what it does not hide of moving parameters and gradients, see `relaying`.
+# Rounds are totally ordered and there is no barrier between them. The ranks of a shard group wait for each other in
+# every round (they meet in every parameter gather), and a group that touches several shard groups joins them. So a
+# component of joined shard groups starts a round when all of them are free and ends it with its slowest rank; shard
+# groups that no group touches run on. The event engine of the simulator is the referee of this closed form.
+
+
+def join_shard_groups(touched: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Merge sets of shard groups that have one in common: the components of a round, ascending.
+
+    Args:
+        touched: numbers of the shard groups that each group of the round (with its proxies) touches.
+    """
+    parent: dict[int, int] = {}
+
+    def root(i: int) -> int:
+        while parent.setdefault(i, i) != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for shard_groups in touched:
+        first = None
+        for i in shard_groups:
+            first = root(i) if first is None else first
+            parent[root(i)] = first
+    components: dict[int, list[int]] = defaultdict(list)
+    for i in sorted(parent):
+        components[root(i)].append(i)
+    return list(components.values())
+
+
+def finish_round(ready: np.ndarray, slowest: np.ndarray, joined: Iterable[Sequence[int]]) -> np.ndarray:
+    """int64[shard groups, ...] ns at which every shard group ends a round.
+
+    Args:
+        ready: int64[shard groups, ...] ns at which each is free; further axes are independent steps.
+        slowest: int64[shard groups, ...] ns of its slowest rank in the round, 0 where it takes no part.
+        joined: components of the round, see `join_shard_groups`; shard groups in none of them run by themselves.
+    """
+    done = ready + slowest
+    for component in joined:
+        if len(component) > 1:
+            done[component] = ready[component].max(axis=0) + slowest[component].max(axis=0)
+    return done
+
+
+def finish_times(slowest: np.ndarray, joined: Sequence[Iterable[Sequence[int]]]) -> np.ndarray:
+    """int64[shard groups, ...] ns at which every shard group has run all rounds, from 0 on.
+
+    Args:
+        slowest: int64[rounds, shard groups, ...] as in `finish_round`.
+        joined: components of every round.
+    """
+    ready = np.zeros(slowest.shape[1:], dtype=np.int64)
+    for times, components in zip(slowest, joined, strict=True):
+        ready = finish_round(ready, times, components)
+    return ready
+
+
+def round_components(
+    work: StageMicroBatch, shard_group_of: dict[int, int], meeting: tuple[int, ...] = ()
+) -> tuple[np.ndarray, list[list[int]]]:
+    """(int64[ranks] component of every rank at work, else -1; shard groups of every component).
+
+    Args:
+        work: the groups of a round, with their proxies; ranks that have tokens in linear layers only work too.
+        shard_group_of: number of every rank's shard group.
+        meeting: ranks that meet before and after every pass, in one component.
+    """
+    parties = [group.party for group in work.groups]
+    if work.linear is not None:
+        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
+    parties += [meeting] * bool(meeting)
+    joined = join_shard_groups({shard_group_of[rank] for rank in party} for party in parties)
+    number = {i: k for k, shard_groups in enumerate(joined) for i in shard_groups}
+    component = np.full(max(shard_group_of) + 1, -1, dtype=np.int64)
+    for party in parties:
+        component[list(party)] = number[shard_group_of[party[0]]]
+    return component, joined
 
 
 def plan_ns(cost: CostModel, plan: Plan) -> int:
-    """Latest finish over all shard groups, plus what a step costs once."""
+    """Step time of a plan of one-stage pipelines: latest finish of a shard group, plus what a step costs once."""
     _require_one_stage(plan)
-    shard_groups = plan.shard_groups
-    ready = [0] * len(shard_groups)
-    shard_group_of = {rank: i for i, shard_group in enumerate(shard_groups) for rank in shard_group}
+    shard_group_of = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
+    ready = np.zeros(len(plan.shard_groups), dtype=np.int64)
     overhead, shades = 0, []
     for pipeline in plan.pipelines:
         own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
         together = _together(cost, pipeline)
-        for work in _works(pipeline):
+        for work in _works(pipeline):  # pipelines are on disjoint shard groups, so their order is free
             variant = Variant(work.checkpoint, plan.reduce, bool(together))
             overhead = max(overhead, own.step_overhead_ns(variant))
-            times = own.round_times(work, variant)
-            parts = [(joined, times.joined_ns(ranks)) for joined, ranks in _connected(work, shard_group_of, together)]
-            shortest.append(min(time for _, time in parts))
-            for joined, time in parts:
-                finish = max(ready[i] for i in joined) + time
-                for i in joined:
-                    ready[i] = finish
+            component, joined = round_components(work, shard_group_of, together)
+            times = own.round_times(work, variant).component_ns(component)
+            shortest.append(int(times.min()))
+            slowest = np.zeros_like(ready)
+            slowest[list(chain.from_iterable(joined))] = np.repeat(times, list(map(len, joined)))
+            ready = finish_round(ready, slowest, joined)
         shades.append((shortest[0], shortest[-1]) if shortest else (0, 0))
-        moved = passes_ns(cost, pipeline) if together else 0
-        for i in {shard_group_of[rank] for rank in together}:
-            ready[i] += moved
-    return max(ready, default=0) + overhead + exposed_reshard_ns(cost, plan.pipelines, shades)
+        if together:
+            ready[list({shard_group_of[rank] for rank in together})] += passes_ns(cost, pipeline)
+    return int(ready.max(initial=0)) + overhead + exposed_reshard_ns(cost, plan.pipelines, shades)
 
 
 def plan_memory(cost: CostModel, plan: Plan) -> np.ndarray:
@@ -312,36 +392,5 @@ def _require_one_stage(plan: Plan) -> None:
 
 
 def _works(pipeline: Pipeline) -> list[StageMicroBatch]:
-    """The work of every round. Pipelines are on disjoint shard groups, so their order is free."""
+    """The work of every round."""
     return [current.work[0] for current in pipeline.rounds]
-
-
-def _connected(
-    work: StageMicroBatch, shard_group_of: dict[int, int], together: tuple[int, ...] = ()
-) -> list[tuple[list[int], list[int]]]:
-    """Shard groups that the groups of a round and their proxies join, with the ranks at work: [(shard groups, ranks)].
-
-    Ranks that are `together` are joined too.
-    """
-    parent: dict[int, int] = {}
-
-    def root(i: int) -> int:
-        while parent.setdefault(i, i) != i:
-            i = parent[i]
-        return i
-
-    parties = [group.party for group in work.groups]
-    if work.linear is not None:  # ranks that have tokens in linear layers only
-        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
-    parties += [together] * bool(together)
-    for party in parties:
-        first = root(shard_group_of[party[0]])
-        for rank in party:
-            parent[root(shard_group_of[rank])] = first
-    shard_groups: dict[int, list[int]] = defaultdict(list)
-    ranks: dict[int, list[int]] = defaultdict(list)
-    for i in sorted(parent):
-        shard_groups[root(i)].append(i)
-    for party in parties:
-        ranks[root(shard_group_of[party[0]])] += party
-    return [(shard_groups[key], ranks[key]) for key in shard_groups]

@@ -133,7 +133,7 @@ def bind_plan(
     progress = Progress(pipeline, rank, name)
     if pipeline is None:
         return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), kv_cache, progress)
-    host = next(h for h, ranks in enumerate(pipeline.hosts) if rank in ranks)
+    host = next(h for h, ranks in enumerate(pipeline.ranks_by_pp_rank) if rank in ranks)
     handovers = StageBoundary(pipeline, rank, device)
     stages: dict[int, tuple[RankMicroBatch, ...]] = {}
     for stage in pipeline.stages_of(host):

@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from seqloom.cost import CostModel
+from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.cost.resharding import exposed_reshard_ns
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -78,8 +79,8 @@ def imbalances(plan: Plan, cost: CostModel) -> np.ndarray:
     """float64[2]: imbalance of tokens and of attention work in one step."""
     total, most = np.zeros((2, cost.ranks)), np.zeros(2)
     for pipeline in plan.pipelines:
-        paced = np.zeros((len(pipeline.hosts), 2))
-        hosts = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
+        paced = np.zeros((len(pipeline.ranks_by_pp_rank), 2))
+        hosts = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
         shares = [(part.stop - part.first) / part.of for part in pipeline.parts]
         for current in pipeline.rounds:
             for host, share, work in zip(hosts, shares, current.work, strict=True):
@@ -208,13 +209,16 @@ class Packing:
         """
         times = np.zeros(self.steps, dtype=np.int64)
         for index, level in enumerate(self.levels):
-            degree, shard_group = level.shape.degree, self.cost.shard_group_size
-            starts = np.array([block.start for block in self.cost.family.blocks(degree)])
-            together = np.unique(starts // max(degree, shard_group), return_index=True)[1]
-            grid = self._grid(self.pack_ns, index)
-            waits = np.maximum.reduceat(grid, together, axis=2)
+            size, grid = self.cost.shard_group_size, self._grid(self.pack_ns, index)
+            blocks = self.cost.family.blocks(level.shape.degree)
+            touched = [range(block.start // size, (block.stop - 1) // size + 1) for block in blocks]
+            slowest = np.zeros((grid.shape[1], self.cost.ranks // size, len(grid)), dtype=np.int64)
+            for block, shard_groups in enumerate(touched):
+                row = slowest[:, shard_groups.start]
+                np.maximum(row, grid[:, :, block].T, out=row)
+            done = finish_times(slowest, [join_shard_groups(touched)] * len(slowest)).max(axis=0)
             overhead = self.cost.step_overhead_ns(level.variant) + self._moved_ns(grid, level)
-            times[self.step_levels == index] = waits.sum(axis=1).max(axis=1, initial=0) + overhead
+            times[self.step_levels == index] = done + overhead
         return times
 
     def _moved_ns(self, grid: np.ndarray, level: Level) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables, GroupShape, Variant
+from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -191,21 +192,16 @@ class Pricer:
         if not rounds:
             return 0
         cost, reduce = self.problem.cost, self.problem.variant.reduce
-        shard_group = cost.shard_group_size
         checkpoints = [self.problem.checkpoint(seats) for seats in rounds]
-        times = self._group_times(rounds, checkpoints)
-        ready = [0] * (cost.ranks // shard_group)
-        at = 0
-        for seats in rounds:
-            spans = sorted(
-                (seat.start // shard_group, (seat.start + seat.shape.degree - 1) // shard_group, times[at + i])
-                for i, seat in enumerate(seats)
-            )
-            at += len(seats)
-            for first, last, longest in _joined(spans):
-                ready[first : last + 1] = [max(ready[first : last + 1]) + longest] * (last + 1 - first)
+        size, times = cost.shard_group_size, iter(self._group_times(rounds, checkpoints))
+        slowest, joined = np.zeros((len(rounds), cost.ranks // size), dtype=np.int64), []
+        for row, seats in zip(slowest, rounds, strict=True):
+            touched = [range(seat.start // size, (seat.start + seat.shape.degree - 1) // size + 1) for seat in seats]
+            for shard_groups, time in zip(touched, times, strict=False):
+                row[shard_groups.start] = max(row[shard_groups.start], time)  # the others of a group wait for this one
+            joined.append(join_shard_groups(shard_groups for shard_groups in touched if len(shard_groups) > 1))
         overhead = max(cost.step_overhead_ns(Variant(checkpoint, reduce)) for checkpoint in set(checkpoints))
-        return max(ready) + overhead
+        return int(finish_times(slowest, joined).max()) + overhead
 
     def _group_times(self, rounds: Rounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
         """ns of every group, round after round; groups of one shape and checkpoint are priced together."""
@@ -233,17 +229,3 @@ class Pricer:
             variant = Variant(checkpoint, self.problem.variant.reduce)
             self._tables[checkpoint] = self.problem.cost.tables(self.problem.lengths, variant)
         return self._tables[checkpoint]
-
-
-def _joined(spans: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge (first shard group, last shard group, ns), sorted, where they share a shard group; the longest time
-    counts.
-    """
-    merged: list[tuple[int, int, int]] = []
-    for first, last, time in spans:
-        if merged and first <= merged[-1][1]:
-            start, stop, longest = merged.pop()
-            merged.append((start, max(stop, last), max(longest, time)))
-        else:
-            merged.append((first, last, time))
-    return merged

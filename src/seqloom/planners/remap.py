@@ -52,11 +52,11 @@ def _faster(work: StageMicroBatch, variant: Variant, plan: Plan, cost: CostModel
     """The work with the best second layout, or as it is."""
     best, times = work, cost.round_times(work, variant)
     busy = times.rank_ns[times.rank_ns > 0]
-    shortest = times.joined_ns(range(cost.ranks))
+    shortest = int(times.busy_ns.max())
     if work.linear is not None or (int(busy.max()) - int(busy.mean())) * WORTH < int(busy.max()):
         return work
     for candidate in _layouts(work, variant, times.rank_ns, plan, cost):
-        ns = cost.round_times(candidate, variant).joined_ns(range(cost.ranks))
+        ns = int(cost.round_times(candidate, variant).busy_ns.max())
         if ns < shortest:
             best, shortest = candidate, ns
     return best

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.data import Batch, Limited, Sampler, Source
+from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, Packing, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
@@ -115,7 +115,7 @@ class Outlook:
     @property
     def baseline(self) -> bool:
         """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
-        planner, plain = self.planners.planner, self.planners.stand_in
+        planner, plain = self.planners.planner, self.planners.fallback
         return (parse_name(planner.name)[0], planner.options) != (plain.name, plain.options)
 
 
@@ -191,7 +191,7 @@ def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
     Static has one degree: the one that is fastest over the sample.
     """
     lengths = [batch.lengths for batch in run.sample]
-    planner, plain = run.planners.planner, run.planners.stand_in
+    planner, plain = run.planners.planner, run.planners.fallback
     made = [_forecast(planner, plain, lengths, run.cost, progress)]
     if run.baseline:
         if plain == Choice("static"):
@@ -207,7 +207,7 @@ def warnings(run: Outlook, planned: Forecast) -> list[str]:
         reason = next(filter(None, planned.fallbacks))
         count = sum(map(bool, planned.fallbacks))
         found.append(
-            f"the {run.planners.stand_in.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
+            f"the {run.planners.fallback.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
             f"{planned.planner!r} could not plan them: {reason}"
         )
     plan_ns, step_ns = median(planned.plan_ns), median(planned.step_ns)
@@ -247,7 +247,7 @@ def _of_evaluation(run: Outlook) -> list[str]:
 
 
 def _count(source: Source, sampler: Sampler) -> Documents:
-    limited = source if isinstance(source, Limited) else None
+    limited = source if isinstance(source, LengthLimitedSource) else None
     valid = _labels(sampler, 1)
     return Documents(
         documents=len(source.lengths),
@@ -256,7 +256,7 @@ def _count(source: Source, sampler: Sampler) -> Documents:
         longest=int(source.lengths.max()),
         truncated=limited.truncated if limited else 0,
         dropped=limited.dropped if limited else 0,
-        lost=limited.lost if limited else 0,
+        lost=limited.lost_tokens if limited else 0,
         batches=len(valid),
         unlabelled=valid.count(0),
     )

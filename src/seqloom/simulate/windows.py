@@ -16,7 +16,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.memory import copy_ns
-from seqloom.cost.plan_cost import NAMES, RoundTimes, tokens_on_ranks
+from seqloom.cost.plan_cost import NAMES, RoundTimes, round_components, tokens_on_ranks
 from seqloom.cost.resharding import exposed_reshard_ns, priced_passes
 from seqloom.cost.shapes import LANES
 from seqloom.cost.stages import StageMemory, stage_end_ns
@@ -57,12 +57,12 @@ class IdenticalStages:
     def of(cls, plan: Plan, cost: CostModel, number: int) -> IdenticalStages:
         """Look at the hosts of one pipeline of a plan."""
         pipeline, size = plan.pipelines[number], cost.node_size
-        hosts = pipeline.hosts
+        hosts = pipeline.ranks_by_pp_rank
         width, start = len(hosts[0]), hosts[0][0]
         even = all(host == tuple(range(start + h * width, start + (h + 1) * width)) for h, host in enumerate(hosts))
         alike = even and start % width == 0 and (size % width == 0 or width % size == 0)
         home = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
-        own = [hosts[pipeline.host_of(stage)][0] for stage in range(len(pipeline.stages))]
+        own = [hosts[pipeline.pp_rank_of(stage)][0] for stage in range(len(pipeline.stages))]
         return cls(
             shares=tuple(stage_shares(pipeline)),
             first=tuple(own),
@@ -350,10 +350,10 @@ def window_of(
         together: ranks that meet before and after every pass.
     """
     rank, group = times.member_rank, times.member_group
-    component, joined = _components(work, shard_groups.of_rank, together)
+    component, joined = round_components(work, shard_groups.of_rank, together)
     member = component[rank]
     total, load = times.member_ns, times.rank_ns
-    length = np.array([times.joined_ns(np.flatnonzero(component == k)) for k in range(len(joined))], dtype=np.int64)
+    length = times.component_ns(component)
     slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
     forward, weights = cuts(times.parts[slowest], load[slowest], work.checkpoint, products)
     length, forward, weights = stretched(length, forward, weights, copied)
@@ -370,7 +370,7 @@ def window_of(
         forward=forward,
         weights=weights,
         apart=apart,
-        shard_groups=joined,
+        shard_groups=tuple(map(tuple, joined)),
         held=np.array([sum(shard_groups.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
         nic=times.nic_ns,
         link=times.link_ns,
@@ -400,37 +400,6 @@ def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
     before = np.empty_like(sums)
     before[order] = sums - np.repeat(sums[first], repeats)
     return before
-
-
-def _components(
-    work: StageMicroBatch, shard_group_of: dict[int, int], together: tuple[int, ...]
-) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
-    """(int64[ranks] component of every rank at work, else -1; shard groups of every component)."""
-    parent: dict[int, int] = {}
-
-    def root(shard_group: int) -> int:
-        while parent.setdefault(shard_group, shard_group) != shard_group:
-            parent[shard_group] = parent[parent[shard_group]]
-            shard_group = parent[shard_group]
-        return shard_group
-
-    parties = [group.party for group in work.groups]
-    if work.linear is not None:  # ranks that have tokens in linear layers only
-        parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
-    parties += [together] * bool(together)
-    for party in parties:
-        touched = {shard_group_of[rank] for rank in party}
-        first = min(touched)
-        for shard_group in touched:
-            parent[root(shard_group)] = root(first)
-    members: dict[int, list[int]] = {}
-    for shard_group in sorted(parent):
-        members.setdefault(root(shard_group), []).append(shard_group)
-    number = {key: k for k, key in enumerate(members)}
-    component = np.full(max(shard_group_of) + 1, -1, dtype=np.int64)
-    for rank in {rank for party in parties for rank in party}:
-        component[rank] = number[root(shard_group_of[rank])]
-    return component, tuple(tuple(joined) for joined in members.values())
 
 
 # ---- merged: simulate.price
@@ -503,7 +472,7 @@ def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
     costs = [(0, 0)]
     for pipeline in plan.pipelines:
         if len(pipeline.stages) > 1:
-            costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.hosts))]
+            costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.ranks_by_pp_rank))]
             continue
         own = cost.with_tensor(pipeline.stages[0].tensor)
         for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
@@ -517,7 +486,7 @@ def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tup
 
     Stages of a host have one tensor degree, or are priced by that of the first.
     """
-    stages, ranks = pipeline.stages_of(host), pipeline.hosts[host]
+    stages, ranks = pipeline.stages_of(host), pipeline.ranks_by_pp_rank[host]
     own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
     shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
     return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))

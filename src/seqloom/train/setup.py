@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.data import Batch, Limited, Sampler, Source, open_source
+from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp
@@ -67,13 +67,13 @@ class Planners:
     Attributes:
         stages: of all its plans; a single one: no pipeline; none: every plan has its own.
         planner: of every step.
-        stand_in: of a step whose plan is late or could not be made.
+        fallback: of a step whose plan is late or could not be made.
         strategies: that the planner chooses from; none: it chooses from no list.
     """
 
     stages: tuple[Stage, ...]
     planner: Choice
-    stand_in: Choice
+    fallback: Choice
     strategies: tuple[Strategy, ...] = ()
 
     @property
@@ -122,8 +122,8 @@ class Planners:
         placed = line_of(cost, stages, chunks, folded=folded).stages
         plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
         line = {"stages": stages, "chunks": chunks}
-        planner, stand_in = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
-        return cls(() if cost.sharding == Sharding.FREE else placed, planner, stand_in)
+        planner, fallback = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        return cls(() if cost.sharding == Sharding.FREE else placed, planner, fallback)
 
 
 def _plain(planner: Choice, cost: CostModel) -> Choice:
@@ -367,7 +367,7 @@ def open_documents(config: Config, spec: ModelSpec, *, validation: bool = False)
     source = open_source(path, vocabulary=spec.vocabulary)
     if config.data.max_length is None:
         return source
-    return Limited(source, config.data.max_length, config.data.too_long)
+    return LengthLimitedSource(source, config.data.max_length, config.data.too_long)
 
 
 def make_sampler(config: Config, source: Source, cost: CostModel | None = None) -> Sampler:
@@ -381,7 +381,7 @@ def make_sampler(config: Config, source: Source, cost: CostModel | None = None) 
     if cost is not None and config.data.batches == "hbp":
         assert config.data.tokens is not None  # the section has checked it
         packed = PackedSteps(source.lengths, cost, config.data.tokens, config.run.seed)
-        return Sampler(source.lengths, source.valid, seed=config.run.seed, steps=packed)
+        return Sampler(source.lengths, source.valid, seed=config.run.seed, packed=packed)
     size = {"documents": config.data.sequences, "tokens": config.data.tokens}
     return Sampler(source.lengths, source.valid, seed=config.run.seed, **size)
 

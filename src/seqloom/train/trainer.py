@@ -25,7 +25,6 @@ from seqloom.params import Parameters, scale_gradients
 from seqloom.plan import Plan
 from seqloom.plan.plan import outline
 from seqloom.planners.ahead import PlanAhead, StepPlan
-from seqloom.simulate import predicted_ns
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Config
 from seqloom.train.logging import Metrics, StepRecord, open_display, open_sinks
@@ -103,7 +102,7 @@ def _answer(ahead: PlanAhead, step: int, lengths: Sequence[int] | np.ndarray) ->
         taken = ahead.take(step, lengths)
     except SeqloomError as error:
         return json.dumps({"step": step, "error": str(error)}).encode()
-    names = ("step", "plan_ns", "wait_ns", "fallback", "bound_ns", "idle_share")
+    names = ("step", "plan_ns", "wait_ns", "predicted_ns", "fallback_reason", "bound_ns", "idle_share")
     head = {name: getattr(taken, name) for name in names}
     return (json.dumps(head) + "\n" + taken.plan.to_json()).encode()
 
@@ -274,8 +273,8 @@ class Trainer:
             record = self._train(taken, batch)
             if metrics is not None:
                 metrics.step(record)
-                if taken.fallback:
-                    metrics.note(number, f"the {taken.plan.planner} plan stood in: {taken.fallback}")
+                if taken.fallback_reason:
+                    metrics.note(number, f"the {taken.plan.planner} plan stood in: {taken.fallback_reason}")
             self.checkpoints.poll()
             self._evaluate(number, metrics)
             if self._due(self.config.checkpoint.every, number) or number == self.setup.steps:
@@ -315,7 +314,9 @@ class Trainer:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
         bound = self._bound(taken.plan)
-        if any(len(line.hosts) > 1 for line in taken.plan.pipelines):  # if a stage hangs, say for which it waits
+        if any(
+            len(line.ranks_by_pp_rank) > 1 for line in taken.plan.pipelines
+        ):  # if a stage hangs, say for which it waits
             self._at(f"step {taken.step}, plan {taken.plan.hash[:12]}", where=bound.progress.report)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
@@ -343,7 +344,6 @@ class Trainer:
         return rate
 
     def _record(self, batch: Batch, taken: StepPlan, result: StepResult, rate: float, seconds: float) -> StepRecord:
-        predicted = predicted_ns(taken.plan, self.setup.cost)
         return StepRecord(
             step=taken.step,
             loss=result.loss,
@@ -351,14 +351,14 @@ class Trainer:
             lr=rate,
             grad_norm=result.gradient_norm,
             measured_ms=seconds * 1e3,
-            predicted_ms=predicted / 1e6,
+            predicted_ms=taken.predicted_ns / 1e6,
             planner_wait_ms=taken.wait_ns / 1e6,
-            gap_to_bound=None if not taken.bound_ns else predicted / taken.bound_ns - 1,
+            gap_to_bound=None if not taken.bound_ns else taken.predicted_ns / taken.bound_ns - 1,
             idle_share=taken.idle_share,
             planner=taken.plan.planner or "",
             plan_hash=taken.plan.hash,
             shape=outline(taken.plan),
-            fallback=bool(taken.fallback),
+            fallback=bool(taken.fallback_reason),
         )
 
     def _slowest(self, seconds: float) -> float:
@@ -425,7 +425,7 @@ class Trainer:
         limit = self.config.run.timeout_s / 2  # other ranks wait as well
         patience = {"patience_s": min(PATIENCE_S, limit), "first_patience_s": min(FIRST_PATIENCE_S, limit)}
         chosen = self.setup.planners
-        ahead = PlanAhead(self.setup.cost, chosen.planner, stand_in=chosen.stand_in, **patience)
+        ahead = PlanAhead(self.setup.cost, chosen.planner, fallback=chosen.fallback, **patience)
         return self._closing.enter_context(ahead)
 
     def _metrics(self, stream: IO[str] | None) -> Metrics | None:

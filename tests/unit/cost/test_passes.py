@@ -124,7 +124,7 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
             cost.round_times(r.work[0], Variant(r.work[0].checkpoint, Reduce.STEP, resident=True))
             for r in pipeline.rounds
         ]
-        ends = [int(each.joined_ns(range(4))) for each in (step[0], step[-1])]
+        ends = [int(each.busy_ns[:4].max()) for each in (step[0], step[-1])]
         return exposed_reshard_ns(cost, [pipeline], [tuple(ends)])
 
     more = rounds * (2 * times.gather + times.sum) + relayed(line) - relayed(whole.pipelines[0])
@@ -146,7 +146,7 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
             for action, move in zip(row, pass_moves(row, stages_per_pass(line)), strict=True):
                 if move is not None:
                     own = pass_times(cost, line.stages[action.stage], line.parts[action.stage]).of(move)
-                    spent |= {rank: spent[rank] + own for rank in line.hosts[host]}
+                    spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[host]}
     events = found.events
     chosen = np.isin(events.kind, (EventKind.GATHER, EventKind.SUM))
     taken = np.bincount(events.rank[chosen], (events.stop - events.start)[chosen], 8)
@@ -170,7 +170,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
         for stage, own in enumerate(line.stages):
             memory = StageMemory(cost.with_tensor(own.tensor), line.parts[stage])
             each = memory.holding(kept, offload=False)
-            row = [action for action in line.actions[line.host_of(stage)] if str(action.kind) in "FB"]
+            row = [action for action in line.actions[line.pp_rank_of(stage)] if str(action.kind) in "FB"]
             for rank in own.ranks:
                 most = live = 0.0
                 for action in row:

@@ -34,7 +34,7 @@ def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(
     """
     sharding, offloads = more.pop("sharding", Sharding.FULL), more.pop("offload", False)
     schedule = schedule_of(name, hosts, len(step.lengths), pieces, chunks)
-    stages = stages_on(schedule.hosts, width, step.spec.layers)
+    stages = stages_on(schedule.pp_ranks, width, step.spec.layers)
     groups = groups or (lambda _, ranks, spans: [Group(ranks, len(ranks), 1, spans)])
     rounds = []
     for number, (document, piece, count) in enumerate(schedule.units):

@@ -12,7 +12,7 @@ from torch import nn
 from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.tensor_parallel import Region, team_layers
 from seqloom.layout import Span
 from seqloom.models.adapter import LossOf
@@ -42,7 +42,7 @@ def assert_same(
     one_by_one(plain, ids)
 
     def body(transport):
-        own = network(models[transport.rank])
+        own = model_adapter(models[transport.rank])
         if split:
             own = replace(own, weights=split_weights(own.layers))
         recompute_layers(own.layers)
@@ -126,7 +126,7 @@ def test_norms_around_both_parts():
 )
 def test_models_that_cannot_be_cut(family, keys, words):
     config = getattr(hf, f"{family}Config")(**{**SIZES, **keys})
-    own = network(attach(getattr(hf, f"{family}ForCausalLM")(config)))
+    own = model_adapter(attach(getattr(hf, f"{family}ForCausalLM")(config)))
     own.check_tensor(1)
     assert not own.cuts
     with pytest.raises(SeqloomError, match=rf"degree 2: {family}ForCausalLM cannot be cut: .*{words}.*tensor = 1"):
@@ -139,18 +139,18 @@ def test_a_decoder_whose_hidden_states_depend_on_positions():
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=29, n_positions=64, bos_token_id=0, eos_token_id=0, **keys))
     own = attach(model)
     own._tp_plan = {"transformer.h.*.mlp": "replicated_with_grad_allreduce"}
-    assert "its forward cannot be followed" in network(own).uncuttable
+    assert "its forward cannot be followed" in model_adapter(own).uncuttable
 
 
 def test_adapters_are_not_cut():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
-    found = network(attach(model)).uncuttable
+    found = model_adapter(attach(model)).uncuttable
     assert re.search(r"self_attn.q_proj is a peft\..*Linear, and only plain linear layers are cut", found)
 
 
 def test_degrees_that_shapes_do_not_allow():
-    own = network(attach(tiny_model("llama", **WIDE, intermediate_size=30)))
+    own = model_adapter(attach(tiny_model("llama", **WIDE, intermediate_size=30)))
     own.check_tensor(2)
     with pytest.raises(SeqloomError, match=r"degree 4: LlamaForCausalLM has mlp width 30, and .* \(possible: 1, 2\)"):
         own.check_tensor(4)

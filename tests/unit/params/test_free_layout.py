@@ -341,7 +341,7 @@ def test_models_without_a_free_layout_are_refused():
 @pytest.mark.parametrize("shapes", [TEAMS, (Shape(1, 2, 2),)])
 def test_models_of_transformers(threads, shapes):
     from seqloom.integrations.transformers import attach
-    from seqloom.integrations.transformers import network as described
+    from seqloom.integrations.transformers import model_adapter as described
 
     made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
     context = bind_single_rank(STEP.lengths)

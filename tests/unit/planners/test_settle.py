@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.planners.fill import NEVER
 from seqloom.planners.flex.assign_ranks import settle
 from seqloom.planners.flex.decode import decode
@@ -43,6 +44,23 @@ def test_seated_groups_make_a_valid_plan_of_that_time(drawn):
     # a round may keep more activations than it was drafted with, which only makes it shorter
     assert ends == step + overhead if len(problem.cost.variants) == 1 else ends <= step + overhead
     assert step == search.seats.load.max()
+
+
+@given(drafts())
+def test_the_compiled_clock_is_that_of_the_closed_form(drawn):
+    _, search = drawn
+    if settle(search.tables, search.draft, search.shard_group, search.seats) >= NEVER:
+        return
+    count, size = int(search.draft.count[0]), search.shard_group
+    number, start = search.seats.round_of[:count], search.seats.start[:count]
+    stop = start + search.tables.shape_degree[search.draft.group_shape[:count]]
+    slowest = np.zeros((number.max() + 1, len(search.seats.load)), dtype=np.int64)
+    np.maximum.at(slowest, (number, start // size), search.seats.time[:count])
+    touched = [
+        range(first // size, -(-last // size)) for first, last in zip(start.tolist(), stop.tolist(), strict=True)
+    ]
+    joined = [join_shard_groups(touched[g] for g in np.flatnonzero(number == r)) for r in range(len(slowest))]
+    assert search.seats.load.tolist() == finish_times(slowest, joined).tolist()
 
 
 @given(drafts())

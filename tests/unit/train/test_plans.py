@@ -26,7 +26,9 @@ class Fixed:
     def take(self, step, lengths):
         if self.error:
             raise SeqloomError(self.error)
-        return StepPlan(step if self.step is None else self.step, make_plan("flex", lengths, COST), 5, 7, "it was late")
+        return StepPlan(
+            step if self.step is None else self.step, make_plan("flex", lengths, COST), 5, 7, 9, "it was late"
+        )
 
 
 def take(ahead, lengths_of=lambda rank: LENGTHS):
@@ -42,7 +44,9 @@ def test_all_ranks_hold_the_root_s_plan_and_its_story():
     ahead = Fixed()
     taken = take(ahead)
     assert {one.plan.hash for one in taken} == {make_plan("flex", LENGTHS, COST).hash}
-    assert {(one.step, one.plan_ns, one.wait_ns, one.fallback) for one in taken} == {(3, 5, 7, "it was late")}
+    assert {(one.step, one.plan_ns, one.wait_ns, one.predicted_ns, one.fallback_reason) for one in taken} == {
+        (3, 5, 7, 9, "it was late")
+    }
     assert ahead.submitted == [4], "only the root asks"
 
 

@@ -46,9 +46,9 @@ def test_without_a_pipeline_the_config_s_planner_plans_and_static_stands_in():
 )
 def test_all_plans_of_a_run_have_its_stages(pipeline, plain):
     planners = Planners.of(config(**pipeline), cost(), pipeline["stages"])
-    assert planners.stand_in.options["schedule"] == plain
+    assert planners.fallback.options["schedule"] == plain
     for batch in BATCHES:
-        for each in (planners.planner, planners.stand_in):
+        for each in (planners.planner, planners.fallback):
             assert each.plan(batch, cost()).pipelines[0].stages == planners.stages
 
 

@@ -57,7 +57,7 @@ def test_a_proposed_list_covers_the_ranks_is_written_and_is_the_same_when_read(t
 def test_plans_may_have_any_stages_and_static_stands_in(tmp_path):
     planners = Setup.of(config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
     assert (planners.stages, planners.cut, planners.tensor_degrees) == ((), True, (1, 2))
-    assert planners.stand_in.name == "static"
+    assert planners.fallback.name == "static"
     assert str(planners.planner) == "strategies:2x1, 1x2"
 
 

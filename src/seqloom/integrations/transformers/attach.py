@@ -203,7 +203,7 @@ def head(model: nn.Module) -> Head:
     return Head(weight, weight is causal.get_input_embeddings().weight)
 
 
-def network(model: nn.Module) -> ModelAdapter:
+def model_adapter(model: nn.Module) -> ModelAdapter:
     """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
 
     From now on its layers follow plans that remap around the MLP, see `integrations.remap`. Where its parts can be

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.attach import attach, network
+from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.deferred_init import Values, without_values
 from seqloom.models.files import opened
@@ -157,7 +157,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     if dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped products have no float64
     try:
-        found = network(attach(model.train()))
+        found = model_adapter(attach(model.train()))
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
     if read is None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables, Variant
+from seqloom.cost.plan_cost import finish_round, join_shard_groups
 from seqloom.planners.fill import NEVER
 from seqloom.planners.zones.fill import Aim, Seating, fill, level
 from seqloom.planners.zones.prices import Prices
@@ -50,17 +51,8 @@ def finish(prices: Prices, seating: Seating, times: np.ndarray, ready: np.ndarra
     """
     size = prices.cost.shard_group_size
     slowest = times.reshape(-1, size).max(axis=1)
-    if len(ready) == 1:
-        return ready + slowest
-    root = np.arange(len(ready))
-    for members, _ in seating.cut:
-        joined = root[np.unique(np.array(members) // size)]
-        root[np.isin(root, joined)] = joined.min()
-    done = ready.copy()
-    for first in np.unique(root[slowest > 0]):
-        shard_groups = root == first
-        done[shard_groups] = ready[shard_groups].max() + slowest[shard_groups].max()
-    return done
+    joined = join_shard_groups({rank // size for rank in members} for members, _ in seating.cut)
+    return finish_round(ready, slowest, joined)
 
 
 # ---- merged: planners.zones.bounds
