@@ -228,7 +228,7 @@ class Context:
         mlp_redistribute: from the model's tokens to those of the MLP; None where these are the same.
         node_size: ranks per node; None: not known.
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
-        kv_cache: where attention keeps what it carries from piece to piece (`attention.Carry`); None: nowhere.
+        kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
     """
 
@@ -322,7 +322,7 @@ def bind(
         shard groups, family: where tokens may change places if the work has a linear layout, see `bind_crossing`; a team
             that is a block of the family meets on its communicator.
         pieces: for every document that the plan has in several pieces, all of them, in order.
-        kv_cache: an `attention.Carry`, the same for all rounds of a step; needed where the work has such a document.
+        kv_cache: an `attention.KVCache`, one for all rounds of a step; needed where the work has such a document.
         tensor: ranks that share the weights, the inner part of every group's Ulysses axis; see `team`.
     """
     check_work(work, transport, node_size, tensor)

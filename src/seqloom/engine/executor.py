@@ -123,7 +123,7 @@ def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) ->
     parameters.zero_grad()
     parameters.prefetch(bound.plan)
     parameters.weight_gradients.clear()
-    parameters.weight_gradients.wanted = any(action.kind == W for action in bound.actions)
+    parameters.weight_gradients.enabled = any(action.kind == W for action in bound.actions)
     run = _Run(bound, parameters, rows, valid, backward=True)
     run.run()
     return run.result()

@@ -124,7 +124,7 @@ class Parameters(Protocol):
 class ReplicatedParameters:
     """Every rank has all parameters; gradients are summed over all ranks once per step, through the transport."""
 
-    def __init__(self, network: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
+    def __init__(self, adapter: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
         """Take a network that has the same values on all ranks.
 
         Args:
@@ -132,10 +132,10 @@ class ReplicatedParameters:
             transport: this rank's. Its family has the block of all ranks.
             chunk: as in `summed_loss`.
         """
-        network.fill()
-        self._network, self._transport = network, transport
+        adapter.materialize()
+        self._adapter, self._transport = adapter, transport
         self._head = HeadGradients()
-        self._loss = LossOf(network, chunk, self._head)
+        self._loss = LossOf(adapter, chunk, self._head)
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
@@ -145,11 +145,11 @@ class ReplicatedParameters:
     @property
     def weight_gradients(self) -> WeightGradients:
         """See `Parameters.weight_gradients`."""
-        return self._network.weights
+        return self._adapter.weight_gradients
 
     def empty_hidden_states(self, tokens: int) -> torch.Tensor:
         """See `Parameters.empty_hidden_states`."""
-        head = cast("torch.Tensor", self._network.head.weight)
+        head = cast("torch.Tensor", self._adapter.head.weight)
         return head.new_empty(tokens, head.shape[1])
 
     def prefetch(self, plan: Plan) -> None:
@@ -198,21 +198,21 @@ class ReplicatedParameters:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.full_parameters`."""
-        for name, parameter in self._network.module.named_parameters():
+        for name, parameter in self._adapter.module.named_parameters():
             yield name, parameter.detach()
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """See `Parameters.master_weights`."""
-        return trained(self._network.module)
+        return trained(self._adapter.module)
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """See `Parameters.compute_weights`."""
-        yield from self._network.module.parameters()
+        yield from self._adapter.module.parameters()
 
     def zero_grad(self) -> None:
         """See `Parameters.zero_grad`."""
         self._head.clear()
-        self._network.module.zero_grad(set_to_none=True)
+        self._adapter.module.zero_grad(set_to_none=True)
 
 
 def check_whole(plan: Plan) -> None:
