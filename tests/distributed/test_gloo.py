@@ -68,7 +68,7 @@ def background(transport):
 
 
 def test_parcels_aside_do_not_mix_with_others(gloo_pool):
-    assert gloo_pool.run(aside, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
+    assert gloo_pool.run(background, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
 
 
 def refusals(transport):

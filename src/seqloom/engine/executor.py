@@ -318,6 +318,6 @@ def _check(bound: RankPlan, parameters: Parameters, valid: int) -> None:
     if not set(parameters.shard_ranks) <= {*bound.shard_group, rank}:
         raise SeqloomError(
             f"a plan with {bound.plan.sharding} sharding, in which rank {rank} runs the rounds of ranks "
-            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.shard_ranks}: some would wait for "
-            "rounds that others skip; plan with the sharding and the node size of the parameters"
+            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.shard_ranks}: some would wait "
+            "for rounds that others skip; plan with the sharding and the node size of the parameters"
         )
