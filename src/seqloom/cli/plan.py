@@ -137,7 +137,7 @@ def _levels(packing: Packing) -> list[dict[str, Any]]:
                 "pack_tokens": level.tokens,
                 "ulysses": level.shape.ulysses,
                 "ring": level.shape.ring,
-                "checkpoint": level.variant.checkpoint.value,
+                "checkpoint": level.policy.checkpoint.value,
                 "packs_per_step": level.packs,
                 "steps": int(own.sum()),
                 "documents": sum(map(len, batches)),

@@ -44,7 +44,7 @@ class Repacked:
 def repacked(batches: Sequence[np.ndarray], cost: CostModel) -> Repacked:
     """Pack the documents of these batches, int64[n] tokens each, into steps as large as the batches are on average."""
     lengths = np.concatenate(list(batches))
-    occupied = cost.tokens(lengths)
+    occupied = cost.padded_lengths(lengths)
     most = max(-(-int(occupied.sum()) // len(batches)), int(occupied.max()))
     try:
         found = {name: packing(lengths, cost, most).balance for name, packing in PACKINGS.items()}
@@ -281,9 +281,9 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Plann
             raise SeqloomError(f"{name}: document {document}: {error}") from None
         return
     degree = max(shape.degree for shape in cost.shapes)
-    capacity = max(cost.capacity(variant) for variant in cost.variants)
-    room = degree * capacity // cost.granule * cost.granule
-    if int(cost.tokens(length)[0]) > room:
+    capacity = max(cost.capacity(policy) for policy in cost.policies)
+    room = degree * capacity // cost.pad_multiple * cost.pad_multiple
+    if int(cost.padded_lengths(length)[0]) > room:
         raise SeqloomError(
             f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
             f"ranks x {capacity:,} tokens) holds {room:,}; set data.max_length to {room} with data.too_long 'truncate' "

@@ -73,7 +73,7 @@ def test_capacities_halve_from_memory_to_the_mean_load():
     assert capacities(tokens(4_000, 4_000), COST) == [2_000, 1_000, 500]
     assert capacities(tokens(30_000), COST) == [2_000]
     free = cost_model("2x8xA800", "llama-7b")
-    held = {free.capacity(variant) for variant in free.variants}
+    held = {free.capacity(policy) for policy in free.policies}
     assert set(capacities(tokens(5), free, halved=False)) == held
     long = tokens(16 * max(held))
     assert capacities(long, free) == [max(held)]

@@ -149,13 +149,13 @@ def test_prices_are_near_the_cost_model():
     """Documents alone on a rank, on heads, on positions and in a team: within a tenth over all lengths."""
     for scheme in (ParallelConfig(1, 1), ParallelConfig(1, 1, 4), ParallelConfig(1, 2), ParallelConfig(1, 1, 1, 2)):
         priced = fit(COST, scheme)
-        inside = COST.on_ranks(scheme.ranks, scheme.tensor)
+        inside = COST.for_submesh(scheme.ranks, scheme.tensor)
         lengths = np.array([512, 4096, 16_384, 65_536])
         ulysses = scheme.tensor * scheme.ulysses
         shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring) == (ulysses, scheme.ring)]
-        tables = inside.tables(lengths, inside.variants[0], shapes)
+        tables = inside.tables(lengths, inside.policies[0], shapes)
         assert priced.documents_ns(lengths) == pytest.approx(tables.cost.max(axis=0).min(axis=0), rel=0.15)
-        assert priced.longest >= inside.capacity(inside.variants[-1]) * scheme.width
+        assert priced.longest >= inside.capacity(inside.policies[-1]) * scheme.width
     a, b = relative_fit(np.array([100.0, 1000.0]), np.array([3e4 + 700, 3e6 + 7000]))
     assert (a, b) == pytest.approx((3.0, 7.0))
 

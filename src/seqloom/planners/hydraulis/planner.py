@@ -244,7 +244,7 @@ def quickly(
     if stay and any(shares == {part.block: part.documents for part in made.parts} for made in known):
         return []
     parts = []
-    least = cost.engine.alone if any(block.scheme.stages > 1 for block in shares) else 1.0
+    least = cost.engine.solo_time_ratio if any(block.scheme.stages > 1 for block in shares) else 1.0
     for block in sorted(shares, key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines)):
         planned = _planned(block, shares[block], assignment, lengths, cost, seed, quick=True)
         parts.append(Part(block, shares[block], *planned))
@@ -285,7 +285,7 @@ def _planned(
     quick: bool,
 ) -> tuple[Plan, int]:
     """A plan of documents for the ranks of a block, and what it takes, ns."""
-    inside, own = cost.on_ranks(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
+    inside, own = cost.for_submesh(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
     if block.scheme.gathered:
         place = {document: number for number, document in enumerate(documents)}
         batches = [[place[each] for each in batch] for batch in assignment.batches[block.pipelines[0]]]
