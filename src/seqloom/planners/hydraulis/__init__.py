@@ -1,4 +1,4 @@
-"""Planner ``strategies`` (Hydraulis): pipelines of different parallel configs side by side, others at every step.
+"""Planner ``hydraulis``: pipelines of different parallel configs side by side, others at every step.
 
 Before a run, the lengths of its data give a short list of strategies (`propose_strategies`). At every step, the batch
 takes one of them, in two stages: dispatch documents to pipelines, then pack micro-batches (`plan_strategies`).

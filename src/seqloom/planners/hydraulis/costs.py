@@ -21,9 +21,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.resharding import pass_times, reshard_times, tokens_in_passes
-from seqloom.cost.stages import StageMemory, host_bytes, pipeline_checkpoints
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.resharding import microbatch_tokens, reshard_times, unshard_times
+from seqloom.cost.stages import StageMemory, pipeline_checkpoints, pp_rank_bytes
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, StageMicroBatch
@@ -82,7 +82,7 @@ def legal_configs(cost: CostModel) -> Iterator[ParallelConfig]:
         for stages in (count for count in STAGES if count <= cost.model.layers):
             for width in (size for size in cost.family.sizes if size % tensor == 0):
                 if fits_nodes(ParallelConfig(stages, tensor, width // tensor), cost.ranks, node):
-                    shapes = cost.on_ranks(stages * width, tensor).engine.shapes
+                    shapes = cost.for_submesh(stages * width, tensor).engine.shapes
                     own = dict.fromkeys((s.ulysses, s.ring) for s in shapes if s.degree == width and not s.routed)
                     for ulysses, ring in own:
                         yield ParallelConfig(stages, tensor, ulysses // tensor, ring)
@@ -91,7 +91,7 @@ def legal_configs(cost: CostModel) -> Iterator[ParallelConfig]:
 @lru_cache(maxsize=4096)
 def fit_config(cost: CostModel, config: ParallelConfig) -> ConfigCost | None:
     """Fit the costs of one config; None if it holds no token."""
-    inside = cost.on_ranks(config.ranks, config.tensor)
+    inside = cost.for_submesh(config.ranks, config.tensor)
     shapes = _shapes(inside, config)
     if not shapes:
         width = config.ranks_per_stage
@@ -106,12 +106,12 @@ def fit_config(cost: CostModel, config: ParallelConfig) -> ConfigCost | None:
     if not capacity:
         return None
     longest = max(capacity.values())
-    constants = [inside.tables([1], variant, shapes).fixed.max(axis=0).min() // config.stages for variant in capacity]
+    constants = [inside.tables([1], policy, shapes).fixed.max(axis=0).min() // config.stages for policy in capacity]
     fixed = int(min(constants)) + gathering_ns(inside, config)
     lengths = np.unique(np.geomspace(min(SHORTEST, longest), longest, PROBES).astype(np.int64))
     prices = np.full(len(lengths), np.inf)
-    for variant, tokens in capacity.items():
-        own = inside.tables(lengths, variant, shapes).cost.max(axis=0).min(axis=0) / config.stages
+    for policy, tokens in capacity.items():
+        own = inside.tables(lengths, policy, shapes).cost.max(axis=0).min(axis=0) / config.stages
         own = own + fixed * lengths * (1.0 / tokens - 1.0 / longest)
         prices = np.where(lengths <= tokens, np.minimum(prices, own), prices)
     square, linear = relative_fit(lengths.astype(np.float64), prices)
@@ -139,7 +139,7 @@ def gains_memory(cost: CostModel, config: ParallelConfig, longest: int) -> bool:
     """Whether memory binds a config for documents up to `longest` tokens, and resharding after forward leaves more."""
     if config.ranks_per_stage == config.tensor:
         return False
-    inside = cost.on_ranks(config.ranks, config.tensor)
+    inside = cost.for_submesh(config.ranks, config.tensor)
     stays, resharded = (
         {v.checkpoint: tokens for v, tokens in token_capacity(inside, own).items()}
         for own in (config, config._replace(reshard_after_forward=True))
@@ -149,17 +149,17 @@ def gains_memory(cost: CostModel, config: ParallelConfig, longest: int) -> bool:
     return any(tokens > stays.get(checkpoint, 0) for checkpoint, tokens in resharded.items())
 
 
-def token_capacity(inside: CostModel, config: ParallelConfig) -> dict[Variant, int]:
-    """Tokens of a micro-batch that a rank holds under every variant, with as many in flight as 1F1B has."""
+def token_capacity(inside: CostModel, config: ParallelConfig) -> dict[MemoryPolicy, int]:
+    """Tokens of a micro-batch that a rank holds under every policy, with as many in flight as 1F1B has."""
     return _token_capacity(inside, config.stages, config.reshard_after_forward)
 
 
 @lru_cache(maxsize=4096)
-def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) -> dict[Variant, int]:
-    capacity: dict[Variant, int] = {}
+def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) -> dict[MemoryPolicy, int]:
+    capacity: dict[MemoryPolicy, int] = {}
     if stages == 1 and not reshard_after_forward:
-        with suppress(SeqloomError):  # no variant holds a token
-            capacity = {variant: inside.capacity(variant) for variant in inside.variants}
+        with suppress(SeqloomError):  # no policy holds a token
+            capacity = {policy: inside.capacity(policy) for policy in inside.policies}
         return capacity
     layout = StageLayout.of(inside, stages)
     replicas = layout.ranks_per_stage // layout.tensor
@@ -170,12 +170,12 @@ def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool)
         for pp_rank, layers in enumerate(layout.layer_ranges):
             in_flight = stages - pp_rank
             if reshard_after_forward:
-                tokens.append(tokens_in_passes(inside, layers, replicas, checkpoint, in_flight))
+                tokens.append(microbatch_tokens(inside, layers, replicas, checkpoint, in_flight))
             else:
-                free = inside.budget_bytes - host_bytes(inside, (layers,), layout.shard_group_size(inside))
-                own = StageMemory(inside, layers).holding(checkpoint, offload=False)
+                free = inside.budget_bytes - pp_rank_bytes(inside, (layers,), layout.shard_group_size(inside))
+                own = StageMemory(inside, layers).activation_bytes(checkpoint, offload=False)
                 tokens.append(int(free // (in_flight * own.held + max(own.forward, own.backward))))
-        capacity[Variant(checkpoint, Reduce.STEP, resident=True)] = min(tokens)
+        capacity[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(tokens)
     return capacity
 
 
@@ -184,7 +184,7 @@ def gathering_ns(inside: CostModel, config: ParallelConfig) -> int:
     if not config.reshard_after_forward:
         return 0
     layout = StageLayout.of(inside, config.stages)
-    times = [pass_times(inside, *each) for each in zip(layout.stages, layout.layer_ranges, strict=True)]
+    times = [unshard_times(inside, *each) for each in zip(layout.stages, layout.layer_ranges, strict=True)]
     return max(2 * each.gather + each.sum for each in times)
 
 
@@ -273,7 +273,7 @@ def switch_ns(strategy: Strategy, cost: CostModel) -> int:
 
 def _empty_pipeline(pipe: PipelineConfig, cost: CostModel) -> Pipeline:
     """A pipeline without rounds, whose actions only say whether its stages are gathered for every pass."""
-    layout = StageLayout.of(cost.on_ranks(len(pipe.ranks), pipe.parallel.tensor), pipe.parallel.stages)
+    layout = StageLayout.of(cost.for_submesh(len(pipe.ranks), pipe.parallel.tensor), pipe.parallel.stages)
     stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in layout.stages)
     gathers = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.parallel.stages))
     return Pipeline(tuple(stages), (), gathers if pipe.parallel.reshard_after_forward else ())
@@ -291,33 +291,33 @@ def plan_resharding_pipeline(
         config: of the pipeline.
     """
     width = config.ranks_per_stage
-    capacity = {variant: tokens for variant, tokens in token_capacity(cost, config).items() if tokens > 0}
-    needs = [-(-int(cost.tokens(lengths[list(batch)]).sum()) // width) for batch in batches]
+    capacity = {policy: tokens for policy, tokens in token_capacity(cost, config).items() if tokens > 0}
+    needs = [-(-int(cost.padded_lengths(lengths[list(batch)]).sum()) // width) for batch in batches]
     if config.stages > 1:  # several are in flight, and each may have as much of the memory as the largest
         needs = [max(needs)] * len(needs)
     stages = StageLayout.of(cost, config.stages).stages
     shapes = _shapes(cost, config)
     rounds = []
     for batch, need in zip(batches, needs, strict=True):
-        variant = next((variant for variant, tokens in capacity.items() if tokens >= need), None)
-        if variant is None:
+        policy = next((policy for policy, tokens in capacity.items() if tokens >= need), None)
+        if policy is None:
             raise SeqloomError(
                 f"a micro-batch of {need * width} tokens for pipeline {config}, which holds "
                 f"{max(capacity.values(), default=0) * width}; raise the memory budget or use more GPUs"
             )
-        tables = cost.tables(lengths[list(batch)], variant, shapes)
+        tables = cost.tables(lengths[list(batch)], policy, shapes)
         times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
         shape = shapes[times.index(min(times))]
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
         groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
-        rounds.append(Round(tuple(StageMicroBatch((group,), variant.checkpoint) for group in groups)))
+        rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
     rows = schedule_of("1f1b", config.stages, len(batches)).rows_of_plan()
-    limits = tuple((variant.checkpoint, tokens) for variant, tokens in capacity.items())
+    limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())
     return Plan(
-        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.granule),
+        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.pad_multiple),
         sharding=cost.sharding,
         reduce=Reduce.STEP,
         documents=tuple(lengths.tolist()),
         pipelines=(gathered_for_passes(Pipeline(stages, tuple(rounds), rows)),),
-        planner="strategies",
+        planner="hydraulis",
     )

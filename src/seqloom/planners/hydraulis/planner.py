@@ -1,4 +1,4 @@
-"""Planner ``strategies``: choose the strategy for a batch, and plan every pipeline of it in full.
+"""Planner ``hydraulis``: choose the strategy for a batch, and plan every pipeline of it in full.
 
 Four numbers per parallel config rank the strategies and dispatch the documents. Then every block of ranks is planned
 like a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one; a pipeline that
@@ -127,7 +127,7 @@ def require_free(cost: CostModel) -> None:
     """Refuse any sharding under which parameters cannot move to where the next step needs them."""
     if cost.sharding != Sharding.FREE:
         raise SeqloomError(
-            f"planner strategies under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
+            f"planner hydraulis under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
             "must be free to move; use sharding free (--sharding free), or another planner"
         )
 
@@ -220,7 +220,7 @@ class _BlockPlanner:
         resharding = any(block.config.reshard_after_forward for block in shares)  # their micro-batches matter too
         if not resharding and shares in ({part.block: part.documents for part in each.blocks} for each in known):
             return []
-        least = self.cost.engine.alone if any(block.config.stages > 1 for block in shares) else 1.0
+        least = self.cost.engine.solo_time_ratio if any(block.config.stages > 1 for block in shares) else 1.0
         parts = []
         for block in sorted(shares, key=lambda block: -max(assignment.pipelines_ns[k] for k in block.pipelines)):
             parts.append(self._plan_block(block, shares[block], assignment, quick=True))
@@ -244,7 +244,7 @@ class _BlockPlanner:
         return merged if merged.ns < quick.ns else quick
 
     def _plan_block(self, block: Block, documents: list[int], assignment: Assignment, *, quick: bool) -> BlockPlan:
-        inside = self.cost.on_ranks(block.ranks, block.config.tensor)
+        inside = self.cost.for_submesh(block.ranks, block.config.tensor)
         lengths = self.lengths[documents]
         if block.config.reshard_after_forward:
             number = {document: k for k, document in enumerate(documents)}
@@ -275,7 +275,7 @@ class _BlockPlanner:
         )
         pipelines = tuple(_moved(pipeline, part) for part in ordered for pipeline in part.plan.pipelines)
         documents = tuple(self.lengths.tolist())
-        plan = Plan(limits, self.cost.sharding, Reduce.STEP, documents, pipelines, "strategies")
+        plan = Plan(limits, self.cost.sharding, Reduce.STEP, documents, pipelines, "hydraulis")
         return StrategyPlan(plan, predicted_ns(plan, self.cost), assignment, tuple(parts))
 
 

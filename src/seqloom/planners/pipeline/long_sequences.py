@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.shapes import LANES
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.shapes import STREAMS
 from seqloom.errors import PlanError
 from seqloom.layout import Span
 from seqloom.plan import Method
@@ -68,30 +68,30 @@ class DocumentCosts:
         tokens: int64[n] tokens that documents occupy, padding included.
         offsets: for every shape where its groups may begin in a stage.
         degree: int64[S].
-        lanes: int64[lanes, S, n] what a document adds to every lane of its group.
-        prefix: float64[lanes, S] what every token before a piece adds.
+        streams: int64[streams, S, n] what a document adds to every stream of its group.
+        prefix: float64[streams, S] what every token before a piece adds.
     """
 
     cost: CostModel
     layout: StageLayout
-    variant: Variant
+    policy: MemoryPolicy
     lengths: np.ndarray
     tokens: np.ndarray
     shapes: tuple[GroupShape, ...]
     offsets: tuple[tuple[int, ...], ...]
     degree: np.ndarray
-    lanes: np.ndarray
+    streams: np.ndarray
     prefix: np.ndarray
 
     @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, variant: Variant) -> DocumentCosts:
-        """Price the documents under a variant."""
+    def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy) -> DocumentCosts:
+        """Price the documents under a policy."""
         offsets = stage_group_shapes(cost, layout)
-        tables = cost.tables(lengths, variant, tuple(offsets))
-        prefix = np.array([_prefix_rates(cost, shape, variant) for shape in tables.shapes]).T
+        tables = cost.tables(lengths, policy, tuple(offsets))
+        prefix = np.array([_prefix_rates(cost, shape, policy) for shape in tables.shapes]).T
         starts = tuple(offsets.values())
         return cls(
-            cost, layout, variant, lengths, tables.tokens, tables.shapes, starts, tables.degree, tables.cost, prefix
+            cost, layout, policy, lengths, tables.tokens, tables.shapes, starts, tables.degree, tables.cost, prefix
         )
 
     @property
@@ -102,7 +102,7 @@ class DocumentCosts:
     @cached_property
     def document_ns(self) -> np.ndarray:
         """int64[S, n]: time of a whole document."""
-        return self.lanes.max(axis=0)
+        return self.streams.max(axis=0)
 
     @property
     def total_work(self) -> int:
@@ -125,19 +125,19 @@ class DocumentCosts:
         rows = self._shapes_of(degree)
         pieces = -(-self.document_ns[rows, document] // target_ns)
         again = (pieces - 1) * int(self.tokens[document]) / 2
-        lanes = self.lanes[:, rows, document] + np.rint(self.prefix[:, rows] * again)
-        return rows[int(lanes.max(axis=0).argmin())]
+        streams = self.streams[:, rows, document] + np.rint(self.prefix[:, rows] * again)
+        return rows[int(streams.max(axis=0).argmin())]
 
     def _shapes_of(self, degree: int) -> list[int]:
         return [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
 
 
-def _prefix_rates(cost: CostModel, shape: GroupShape, variant: Variant) -> list[float]:
-    """ns per token of a prefix, by lane."""
+def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> list[float]:
+    """ns per token of a prefix, by stream."""
     if shape.ring == 1:
-        return [0.0] * len(LANES)
-    rates = cost.engine.prefix_rates(shape, variant, cost.aligned(shape))
-    return [sum(rate for name, rate in rates.items() if name in lane) for lane in LANES]
+        return [0.0] * len(STREAMS)
+    rates = cost.engine.prefix_token_ns(shape, policy, cost.aligned_traffic(shape))
+    return [sum(rate for name, rate in rates.items() if name in stream) for stream in STREAMS]
 
 
 def equal_cuts(
@@ -186,10 +186,10 @@ def cut_document(
         max_tokens: that a rank may hold in a micro-batch.
     """
     length = int(costs.lengths[document])
-    multiple = costs.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
+    multiple = costs.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
     step = max(multiple, -(-length // GRID))
     grid = np.minimum(np.arange(0, length + step, step), length)
-    time = costs.cost.tables(grid, costs.variant, (shape,)).cost.max(axis=0)[0].tolist()
+    time = costs.cost.tables(grid, costs.policy, (shape,)).cost.max(axis=0)[0].tolist()
 
     def upto(tokens: int) -> int:
         at = min(tokens // step, len(time) - 2)

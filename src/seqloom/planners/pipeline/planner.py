@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
-from seqloom.cost.stages import StageMemory, host_bytes, pipeline_limits
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.stages import StageMemory, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
 from seqloom.errors import PlanError, SeqloomError, unknown
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
@@ -246,8 +246,10 @@ class PipelineSearch:
     def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
         """(the batch priced under a policy, tokens that a rank may hold in a micro-batch)."""
         checkpoint = self.policies[base].checkpoint
-        variant = Variant(checkpoint, Reduce.STEP, resident=True)
-        return DocumentCosts.of(self.lengths, self.cost, self.layout, variant), dict(self.limits.capacity)[checkpoint]
+        memory_policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        return DocumentCosts.of(self.lengths, self.cost, self.layout, memory_policy), dict(self.limits.capacity)[
+            checkpoint
+        ]
 
     def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
         """Micro-batches of every size to try, so small that a rank could hold `in_flight` of them at a time.
@@ -256,7 +258,7 @@ class PipelineSearch:
         micro-batches are, the more work they are: once that alone takes longer than the best candidate, none is tried.
         """
         costs, capacity = self._document_costs(base)
-        max_tokens = max(self.cost.granule, capacity // in_flight)
+        max_tokens = max(self.cost.pad_multiple, capacity // in_flight)
         seen = set()
         if int(costs.tokens.max()) > max_tokens * self.layout.ranks_per_stage * self.most_micro_batches:
             return  # more pieces than a plan may have micro-batches
@@ -305,7 +307,7 @@ class PipelineSearch:
         degree = costs.degrees[-1]
         target_ns = max(1, 2 * costs.longest_ns(degree) // self.most_micro_batches)
         least = -(-2 * int(costs.tokens.max()) // (degree * self.most_micro_batches))
-        sizes = [max(self.cost.granule, min(capacity, size)) for size in (capacity // 4, capacity // 16, least)]
+        sizes = [max(self.cost.pad_multiple, min(capacity, size)) for size in (capacity // 4, capacity // 16, least)]
         for max_tokens in dict.fromkeys(sizes):
             made = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
             if self.pieces is None and len(made.units) <= 4 * self.most_micro_batches:
@@ -410,16 +412,16 @@ class PipelineSearch:
         cost, shard_group = self.cost, self.layout.shard_group_size(self.cost)
         fits = []
         for ranges in self.layout.ranges_by_pp_rank:
-            free = float(cost.budget_bytes - host_bytes(cost, ranges, shard_group))
+            free = float(cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group))
             per_token = working = 0.0
             for layers in ranges:
                 memory = StageMemory(cost, layers)
-                own = memory.holding(*policy)
+                own = memory.activation_bytes(*policy)
                 working = max(working, own.forward, own.backward)
-                per_token += own.held / group.degree + sum(memory.carried_bytes(group, PROBE)) / PROBE
+                per_token += own.held / group.degree + sum(memory.kv_cache_bytes(group, PROBE)) / PROBE
             first_piece = 2 / (group.degree * self.most_micro_batches)  # share of the tokens, on a rank
             fits.append(int(max(0.0, free) / max(per_token + first_piece * working, 1.0)))
-        return min(fits) - min(fits) % cost.granule
+        return min(fits) - min(fits) % cost.pad_multiple
 
     def too_long(self) -> SeqloomError:
         """The error that says which document no candidate holds, and what would fit."""

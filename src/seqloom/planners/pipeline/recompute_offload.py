@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import copy_ns
-from seqloom.cost.plan_cost import NAMES, compose, of_part, parts_of_ranks
-from seqloom.cost.stages import StageMemory, host_bytes
+from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
+from seqloom.cost.stages import StageMemory, pp_rank_bytes
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, in_order
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
 from seqloom.simulate.tasks import stage_message_ns
-from seqloom.simulate.windows import WHOLE, between, cuts, stretched
+from seqloom.simulate.windows import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
 """Walks along a row of actions before it is given up."""
@@ -110,35 +110,37 @@ class MicroBatchCosts:
                 for size, layers in dict(zip(sizes, ranges, strict=True)).items()
             }
             columns = [np.stack([by_size[size][k] for size in sizes]) for k in range(3)]
-            split = [[self.cost.engine.split_ns(count)] for count, _ in sizes]
+            split = [[self.cost.engine.split_overhead_ns(count)] for count, _ in sizes]
             self._times[policy] = Times(*columns, apart=np.array(split, dtype=np.int64))
         return self._times[policy]
 
     def _stage_times(self, layers: LayerRange, policy: ActivationPolicy) -> tuple[np.ndarray, ...]:
         """int64[micro-batches] each of forward, input half, weight half on one stage."""
         width, count = self.layout.ranks_per_stage, len(self.micro_batches.groups)
-        table = of_part(layers, self._table(policy.checkpoint))
+        table = scale_to_layers(layers, self._table(policy.checkpoint))
         degrees = np.array([len(group.ranks) for group in self._groups])
         group = np.repeat(np.arange(len(degrees)), degrees)
         rank = np.concatenate([np.array(group.ranks) for group in self._groups]) + width * self._owner[group]
-        parts = parts_of_ranks(table, rank, group, width * count)
-        rank_ns, _ = compose(parts, table, rank, group, degrees == 1)
+        parts = rank_costs(table, rank, group, width * count)
+        rank_ns, _ = rank_times(parts, table, rank, group, degrees == 1)
         slowest = rank_ns.reshape(count, width).argmax(axis=1) + width * np.arange(count)
-        length = np.maximum(rank_ns[slowest], parts[:, NAMES.index("link")].reshape(count, width).max(axis=1))
-        forward, weights = cuts(parts[slowest], rank_ns[slowest], policy.checkpoint, self.cost.engine.products)
+        length = np.maximum(rank_ns[slowest], parts[:, COST_COLUMNS.index("link")].reshape(count, width).max(axis=1))
+        forward, weights = forward_and_weight_cuts(
+            parts[slowest], rank_ns[slowest], policy.checkpoint, self.cost.engine.matmul_share
+        )
         if policy.offload:
-            held = StageMemory(self.cost, layers).holding(policy.checkpoint, offload=False).held
+            held = StageMemory(self.cost, layers).activation_bytes(policy.checkpoint, offload=False).held
             copied = np.array([copy_ns(held * tokens) for tokens in self.tokens.tolist()])
-            length, forward, weights = stretched(length, forward, weights, copied)
-        edges = (np.zeros_like(forward), forward, weights, np.full_like(forward, WHOLE))
-        return tuple(between(length, low, high) for low, high in pairwise(edges))
+            length, forward, weights = extend_for_offload(length, forward, weights, copied)
+        edges = (np.zeros_like(forward), forward, weights, np.full_like(forward, FULL_SHARE))
+        return tuple(share_between(length, low, high) for low, high in pairwise(edges))
 
     def _table(self, checkpoint: Checkpoint) -> np.ndarray:
-        """int64[groups, len(NAMES)]: cost parts of all groups, all layers."""
+        """int64[groups, len(COST_COLUMNS)]: cost parts of all groups, all layers."""
         checkpoint = Checkpoint.FULL if checkpoint == Checkpoint.STAGE else checkpoint
         if checkpoint not in self._tables:
-            priced = self.cost.groups_parts(self._groups, Variant(checkpoint, Reduce.STEP, resident=True))
-            columns = [[getattr(parts, name) for name in NAMES] for parts in priced]
+            priced = self.cost.group_costs(self._groups, MemoryPolicy(checkpoint, Reduce.STEP, resident=True))
+            columns = [[getattr(parts, name) for name in COST_COLUMNS] for parts in priced]
             self._tables[checkpoint] = np.array(columns, dtype=np.int64)
         return self._tables[checkpoint]
 
@@ -147,7 +149,7 @@ class MicroBatchCosts:
         """int64[micro-batches]: tokens on the fullest rank."""
         held = np.zeros((len(self.micro_batches.groups), self.layout.ranks_per_stage), dtype=np.int64)
         for number, group in zip(self._owner.tolist(), self._groups, strict=True):
-            edges = self.cost.tokens(np.array([(start, stop) for _, start, stop in group.spans]))
+            edges = self.cost.padded_lengths(np.array([(start, stop) for _, start, stop in group.spans]))
             held[number, list(group.ranks)] += -(-int((edges[:, 1] - edges[:, 0]).sum()) // group.degree)
         return held.max(axis=1)
 
@@ -170,7 +172,7 @@ class MicroBatchCosts:
                 if stop - start == length:
                     continue
                 for stage, memory in enumerate(memories):
-                    keys, gradients = memory.carried_bytes(group, length)
+                    keys, gradients = memory.kv_cache_bytes(group, length)
                     begun[stage, number, ranks] += keys if start == 0 else 0
                     done[stage, number, ranks] += keys + gradients if start == 0 else 0
                     returning[stage, number, ranks] += gradients if stop == length else 0
@@ -185,13 +187,18 @@ class ActivationMemory:
         self.costs = costs
         cost, layout, policies = costs.cost, costs.layout, costs.policies
         shard_group = layout.shard_group_size(cost)
-        self.free = [cost.budget_bytes - host_bytes(cost, ranges, shard_group) for ranges in layout.ranges_by_pp_rank]
+        self.free = [
+            cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group) for ranges in layout.ranges_by_pp_rank
+        ]
         capacity = dict(limits.capacity)
         self._allowed = [(costs.tokens <= capacity[policy.checkpoint]).tolist() for policy in policies]
         per_token = np.array(
-            [[StageMemory(cost, layers).holding(*policy) for layers in layout.layer_ranges] for policy in policies]
+            [
+                [StageMemory(cost, layers).activation_bytes(*policy) for layers in layout.layer_ranges]
+                for policy in policies
+            ]
         )
-        by_kind = np.moveaxis(per_token, 2, 0)  # [kind of `Holding`, policy, stage]
+        by_kind = np.moveaxis(per_token, 2, 0)  # [kind of `ActivationBytes`, policy, stage]
         self._bytes = np.ceil(by_kind[..., None] * costs.tokens)
         self._lists = self._bytes.tolist()
         self._kv = [column.tolist() for column in costs.kv_bytes]

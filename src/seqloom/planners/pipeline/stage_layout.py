@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Group, LayerRange, Reduce, Sharding, Stage
@@ -142,9 +142,9 @@ def stage_layers(
     stages = pp_size * chunks
     pp_ranks = tuple(range(pp_size)) * chunks if pp_rank_of_stage is None else tuple(pp_rank_of_stage)
     typical = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH) if length is None else length
-    variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
+    policy = MemoryPolicy(cost.engine.policies[0].checkpoint, Reduce.STEP, resident=True)
     tp_group = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
-    parts = cost.group_parts(tp_group, variant)
+    parts = cost.group_cost(tp_group, policy)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     counts = [1] * stages
     load = [layer * chunks] * pp_size
