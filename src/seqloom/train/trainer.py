@@ -17,7 +17,7 @@ import torch
 from seqloom.attention import warm_up_attention
 from seqloom.data import Batch, rank_rows
 from seqloom.dist import Context, Transport
-from seqloom.dist.torch_transport import broadcast_bytes
+from seqloom.dist.transport import broadcast_bytes
 from seqloom.engine import RankPlan, StepResult, bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
