@@ -25,8 +25,8 @@ import torch
 from seqloom.attention.kernels.dispatch import default
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import Point, Times
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, under
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.describe import ModelSpec
@@ -108,13 +108,13 @@ class Calibrator:
         known = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only the exposed rest counts
             known.append(f"{self._links}.collective.bytes")
-        calibration = calibrate(under(cost, start), trials, dict.fromkeys(known, 1.0))
+        calibration = calibrate(with_profile(cost, start), trials, dict.fromkeys(known, 1.0))
         if stages == 1:
             return calibration
         report("ranks by themselves")
         profile = self._measure_solo_ratio(calibration.profile, longest)
         report(f"handovers between {stages} stages, backwards in halves")
-        profile = measure_stage_costs(under(cost, profile), self.transport, self.device, self.dtype, stages)
+        profile = measure_stage_costs(with_profile(cost, profile), self.transport, self.device, self.dtype, stages)
         return replace(calibration, profile=profile)
 
     def _measure_solo_ratio(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
@@ -284,7 +284,7 @@ class StepTimer:
         compute_dtype = None if dtype == torch.float32 else dtype
         self._parameters = shard_parameters(adapter, transport, stages, cost, compute_dtype)
         self._settings = Optimiser()
-        self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
+        self._optimiser = make_optimiser(self._parameters.master_weights(), self._settings)
         self.last_result: StepResult | None = None
 
     def bind(self, plan: Plan) -> RankPlan:
@@ -298,7 +298,7 @@ class StepTimer:
         self.last_result = result = self.gradients(self.bind(plan))
         clip_gradients(self._parameters, result.gradient_norm, self._settings.clip)
         self._optimiser.step()
-        self._parameters.clear()
+        self._parameters.zero_grad()
         synchronize(self._device)
         return max_over_ranks(time.perf_counter() - begin, self._transport, self._device)
 
@@ -339,12 +339,12 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
     are gathered: these differ in the cost of a document and of a token, and plans have all of them. `widest` limits the
     ranks of a group.
     """
-    variants = [variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE]
-    if not variants:
+    policies = [policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE]
+    if not policies:
         raise SeqloomError(
             f"{cost.model.name} holds no token without recomputing; measure a smaller model or more ranks"
         )
-    capacity = min(cost.capacity(variant) for variant in variants)
+    capacity = min(cost.capacity(policy) for policy in policies)
     shapes = candidate_shapes(cost.family, cost.model.heads, cost.model.kv_heads)
     sizes = [size for size in cost.family.sizes if size & (size - 1) == 0 and size <= (widest or cost.ranks)]
     for degree in sizes:
@@ -359,28 +359,28 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
         if degree == 1:
             in_pieces = [GroupLoad(1, size, pieces=min(size, PIECES)) for size in (longest_here // 8, longest_here)]
         first, *others = (shape for shape in shapes if shape.degree == degree)
-        yield from (equal_groups_plan(cost, first, load, variants[0]) for load in (*loads, *in_pieces))
-        for variant in variants if degree == 1 else variants[:1]:  # gradients reduced per round, and per step
-            yield equal_groups_plan(cost, first, GroupLoad(1, TINY * degree, rounds=3), variant)
+        yield from (equal_groups_plan(cost, first, load, policies[0]) for load in (*loads, *in_pieces))
+        for policy in policies if degree == 1 else policies[:1]:  # gradients reduced per round, and per step
+            yield equal_groups_plan(cost, first, GroupLoad(1, TINY * degree, rounds=3), policy)
         narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
         rings = [shape for shape in narrow if shape.method == Method.RING]
         gathers = [shape._replace(method=Method.GATHER) for shape in (first, *rings) if shape.ring > 1]
         for shape in rings:
-            yield from (equal_groups_plan(cost, shape, load, variants[0]) for load in (loads[0], loads[2]))
+            yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in (loads[0], loads[2]))
         for shape in gathers:
-            yield from (equal_groups_plan(cost, shape, load, variants[0]) for load in loads)
+            yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in loads)
 
 
 def solo_and_full_plans(cost: CostModel, tokens: int) -> tuple[Plan, Plan]:
     """Return a plan with a document of at most so many tokens on the first rank only, and one with it on every rank."""
-    variant = next(variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE)
-    load = GroupLoad(1, min(tokens, cost.capacity(variant)))
-    solo, full = (equal_groups_plan(cost, GroupShape(1, 1), load, variant, groups) for groups in (1, cost.ranks))
+    policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE)
+    load = GroupLoad(1, min(tokens, cost.capacity(policy)))
+    solo, full = (equal_groups_plan(cost, GroupShape(1, 1), load, policy, groups) for groups in (1, cost.ranks))
     return solo, full
 
 
 def equal_groups_plan(
-    cost: CostModel, shape: GroupShape, load: GroupLoad, variant: Variant, groups: int | None = None
+    cost: CostModel, shape: GroupShape, load: GroupLoad, policy: MemoryPolicy, groups: int | None = None
 ) -> Plan:
     """Return the plan in which every block of the shape's degree, or the first `groups` of them, has the same load."""
     blocks = cost.family.blocks(shape.degree)[:groups]
@@ -391,13 +391,13 @@ def equal_groups_plan(
             firsts = range(first, first + per_round, load.documents)
             spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in firsts)
             work = tuple(cost.group(shape, block, tuple(part)) for block, part in zip(blocks, spans, strict=True))
-            rounds.append(Round((StageMicroBatch(work, variant.checkpoint),)))
+            rounds.append(Round((StageMicroBatch(work, policy.checkpoint),)))
     plan = Plan(
-        limits=cost.limits(variant.reduce),
+        limits=cost.limits(policy.reduce),
         sharding=cost.sharding,
-        reduce=variant.reduce,
+        reduce=policy.reduce,
         documents=(load.length,) * (load.rounds * per_round),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce),),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, rounds, policy.reduce),),
         planner="trial",
     )
     plan.validate()
@@ -439,7 +439,7 @@ def measure_stage_costs(
     profile = cost.profile
     assert isinstance(profile, AnalyticProfile)
     if cost.sharding == Sharding.FREE:
-        cost = under(cost, profile, Sharding.FULL)
+        cost = with_profile(cost, profile, Sharding.FULL)
     documents = np.full(UNITS * stages, STAGE_TOKENS)
     plans = [plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")]
     pipeline = plans[0].pipelines[0]
@@ -474,6 +474,6 @@ def solve_handover_us(plan: Plan, cost: CostModel, measured: StepTimes) -> float
     low, high = 0, MOST_HANDOVER_US
     while low < high:  # the least whole number that is enough
         middle = (low + high) // 2
-        enough = predicted_ns(plan, under(cost, replace(profile, handover_us=float(middle)))) >= wanted
+        enough = predicted_ns(plan, with_profile(cost, replace(profile, handover_us=float(middle)))) >= wanted
         low, high = (low, middle) if enough else (middle + 1, high)
     return float(low)

@@ -19,7 +19,7 @@ from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, Packing, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.registry import Choice, parse_name
+from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_memory
@@ -78,7 +78,7 @@ class RunCheck:
     def has_baseline(self) -> bool:
         """Whether planner and fallback differ, so that comparing them says something."""
         planner, fallback = self.setup.planners.planner, self.setup.planners.fallback
-        return (parse_name(planner.name)[0], planner.options) != (fallback.name, fallback.options)
+        return (parse_planner(planner.name)[0].name, planner.options) != (fallback.name, fallback.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +151,9 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPl
             raise SeqloomError(f"{name}: document {document}: {error}") from None
         return
     degree = max(shape.degree for shape in cost.shapes)
-    capacity = max(cost.capacity(variant) for variant in cost.variants)
-    most = degree * capacity // cost.granule * cost.granule
-    if int(cost.tokens(length)[0]) > most:
+    capacity = max(cost.capacity(policy) for policy in cost.policies)
+    most = degree * capacity // cost.pad_multiple * cost.pad_multiple
+    if int(cost.padded_lengths(length)[0]) > most:
         raise SeqloomError(
             f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
             f"ranks x {capacity:,} tokens) holds {most:,}; set data.max_length to {most} with data.too_long 'truncate' "
@@ -188,14 +188,18 @@ def predict_steps(run: RunCheck, progress: Progress | None = None) -> list[Predi
     planner, fallback = run.setup.planners.planner, run.setup.planners.fallback
     predictions = [_predict(planner, fallback, lengths, cost, progress)]
     if run.has_baseline:
-        if fallback == Choice("static"):
-            fallback = Choice(f"static:{fastest_static_degree(lengths, cost)}")
+        if fallback == PlannerChoice("static"):
+            fallback = PlannerChoice(f"static:{fastest_static_degree(lengths, cost)}")
         predictions.append(_predict(fallback, fallback, lengths, cost, progress))
     return predictions
 
 
 def _predict(
-    planner: Choice, fallback: Choice, lengths: Sequence[np.ndarray], cost: CostModel, progress: Progress | None
+    planner: PlannerChoice,
+    fallback: PlannerChoice,
+    lengths: Sequence[np.ndarray],
+    cost: CostModel,
+    progress: Progress | None,
 ) -> PredictedSteps:
     """Plan every batch as a run does: by the fallback planner, with the reason, where the planner cannot."""
     _plan(planner, fallback, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
@@ -223,7 +227,7 @@ def _predict(
     )
 
 
-def _plan(planner: Choice, fallback: Choice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
+def _plan(planner: PlannerChoice, fallback: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
     try:
         return planner.plan(lengths, cost), ""
     except SeqloomError as error:
@@ -297,7 +301,7 @@ class PackingComparison:
 def compare_packings(batches: Sequence[np.ndarray], cost: CostModel) -> PackingComparison:
     """Pack the documents of these batches, int64[n] tokens each, into steps as large as the batches are on average."""
     lengths = np.concatenate(list(batches))
-    padded = cost.tokens(lengths)
+    padded = cost.padded_lengths(lengths)
     most = max(-(-int(padded.sum()) // len(batches)), int(padded.max()))
     try:
         balance = {name: packing(lengths, cost, most).balance for name, packing in PACKINGS.items()}

@@ -23,7 +23,7 @@ from seqloom.models import ModelAdapter, Transformer
 from seqloom.params import ReplicatedParameters, ReshardingParameters
 from seqloom.plan import Plan, Sharding
 from seqloom.planners import make_plan
-from seqloom.planners.registry import Choice
+from seqloom.planners.registry import PlannerChoice
 from seqloom.train.model import prepare_layers
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -66,7 +66,7 @@ def verify(
     source: Source,
     batch: Batch,
     cost: CostModel,
-    planners: Sequence[str | Choice],
+    planners: Sequence[str | PlannerChoice],
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -88,7 +88,7 @@ def verify(
     one_rank = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
     reference = run_plan(make_plan("static:1", batch.lengths, one_rank), source, batch, build)
     for each in planners:
-        planner = Choice(each, seed=seed) if isinstance(each, str) else each
+        planner = PlannerChoice(each, seed=seed) if isinstance(each, str) else each
         plan = planner.plan(batch.lengths, cost)
         outcome = run_plan(plan, source, batch, build)
         yield _compare(str(planner), plan, outcome, reference, TOLERANCE[dtype])
@@ -103,7 +103,7 @@ def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Model
         parameters = parameter_class(prepare_layers(adapters[transport.rank]), transport)
         rows = partial(rank_rows, source, batch=batch)
         result = run_step(bind_plan(plan, transport), parameters, rows, batch.valid_tokens)
-        gradients = {name: each for name, each in parameters.gradients() if transport.rank == 0}
+        gradients = {name: each for name, each in parameters.full_gradients() if transport.rank == 0}
         return None if transport.rank else StepOutcome(result.loss, result.gradient_norm, gradients)
 
     first = run_ranks(plan.limits.ranks, body, strict=True, timeout_s=600)[0]

@@ -113,12 +113,12 @@ def shard_parameters(
     """
     parameters: Parameters
     if cost.sharding == Sharding.FREE:
-        parameters = ReshardingParameters(adapter, transport, compute=compute)
+        parameters = ReshardingParameters(adapter, transport, param_dtype=compute)
     elif len(stages) > 1:
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
-        parameters = PipelineFSDP(adapter, transport, placement, compute=compute)
+        parameters = PipelineFSDP(adapter, transport, placement, param_dtype=compute)
     else:
-        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, param_dtype=compute)
     if adapter.deferred is not None:
         adapter.deferred.close()
     return parameters
@@ -129,7 +129,7 @@ def gather_state_dict(module: nn.Module, parameters: Parameters, *, keep: bool) 
 
     All ranks take part, one tensor after the other; those without `keep` get nothing.
     """
-    state = {name: full.cpu() for name, full in parameters.values() if keep}
+    state = {name: full.cpu() for name, full in parameters.full_parameters() if keep}
     if not keep:
         return state
     saved = module.state_dict(keep_vars=True)

@@ -29,7 +29,7 @@ from seqloom.planners.hydraulis.assign import Assignment
 from seqloom.planners.hydraulis.planner import build
 from seqloom.planners.pipeline.search import FOLDED, require_order
 from seqloom.planners.pipeline.stage_layout import check_stages, line_of
-from seqloom.planners.registry import Choice, chooses_strategies, makes_stages
+from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
 
@@ -160,8 +160,8 @@ class RunPlanners:
     """
 
     stages: tuple[Stage, ...]
-    planner: Choice
-    fallback: Choice
+    planner: PlannerChoice
+    fallback: PlannerChoice
     strategies: tuple[Strategy, ...] = ()
 
     @property
@@ -174,14 +174,14 @@ class RunPlanners:
         """Tensor degrees of the strategies."""
         return tuple(sorted({pipe.scheme.tensor for strategy in self.strategies for pipe in strategy.pipelines}))
 
-    def alternatives(self, lengths: np.ndarray) -> list[Choice]:
+    def alternatives(self, lengths: np.ndarray) -> list[PlannerChoice]:
         """Return a planner for every strategy that holds documents of these lengths, tokens; and that of the run.
 
         The latter is left out where it makes only plans of these strategies.
         """
         able = [strategy for strategy in self.strategies if strategy.longest >= lengths.max()]
-        choices = [replace(self.planner, name="strategies", options={"strategies": (strategy,)}) for strategy in able]
-        return choices if choices and makes_stages(self.planner.name) else [*choices, self.planner]
+        choices = [replace(self.planner, name="hydraulis", options={"strategies": (strategy,)}) for strategy in able]
+        return choices if choices and parse_planner(self.planner.name)[0].makes_stages else [*choices, self.planner]
 
     @classmethod
     def load(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> RunPlanners:
@@ -189,7 +189,7 @@ class RunPlanners:
         if stages > 1:
             return cls._one_pipeline(config, cost, stages)
         options = {"strategies": tuple(strategies)} if strategies else {}
-        planner, static = Choice(config.plan.planner, options, config.run.seed), Choice("static")
+        planner, static = PlannerChoice(config.plan.planner, options, config.run.seed), PlannerChoice("static")
         if cost.sharding == Sharding.FREE:
             try:
                 static.plan([cost.max_length or 1], cost)
@@ -214,7 +214,7 @@ class RunPlanners:
         folded = schedule in FOLDED
         simple = schedule if folded else "1f1b" if chunks == 1 else "interleaved"
         options = {"stages": stages, "chunks": chunks}
-        planner, fallback = (Choice("pipeline", {**options, "schedule": each}) for each in (schedule, simple))
+        planner, fallback = (PlannerChoice("pipeline", {**options, "schedule": each}) for each in (schedule, simple))
         placed = () if cost.sharding == Sharding.FREE else line_of(cost, stages, chunks, folded=folded).stages
         return cls(placed, planner, fallback)
 
@@ -249,15 +249,15 @@ def load_strategies(config: Config, cost: CostModel, lengths: np.ndarray) -> tup
 
     The result is empty where the planner chooses from no list. `lengths` are those of all documents.
     """
-    planner, path = config.plan.planner, config.plan.strategies
-    if not chooses_strategies(planner, config.plan.sharding) or config.pipeline.stages != 1:
+    planner, path = parse_planner(config.plan.planner)[0], config.plan.strategies
+    if not planner.reads_strategies or config.plan.sharding != Sharding.FREE or config.pipeline.stages != 1:
         return ()
     if path == "auto":
         try:
             tokens = mean_step_tokens(config, lengths)
             return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
         except SeqloomError:
-            if makes_stages(planner):
+            if planner.makes_stages:
                 raise
             return ()  # plans of one stage may do
     try:

@@ -82,7 +82,7 @@ class Trainer:
         adapter = model_family.build(config, self.device, parameter_dtype)
         self.adapter = prepare_layers(adapter, compiled=config.model.compile, split_backward=setup.planners.multi_stage)
         self.parameters = shard_parameters(self.adapter, transport, setup.planners.stages, setup.cost, compute_dtype)
-        self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
+        self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
         self._resumed_strategies: list[Any] | None = None
@@ -170,7 +170,7 @@ class Trainer:
         rate = learning_rate(step, steps=self.setup.steps, peak=settings.lr, schedule=schedule)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
-        self.parameters.clear()
+        self.parameters.zero_grad()
         return rate
 
     def _record(self, step_plan: StepPlan, batch: Batch, result: StepResult, rate: float, seconds: float) -> StepRecord:
@@ -230,7 +230,7 @@ class Trainer:
         strategies = [strategy.as_dict() for strategy in self.setup.planners.strategies]
         extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict(), "strategies": strategies}
         state = state_by_name(self.optimiser)
-        self.checkpoints.save(step, model=self.parameters.masters(), optimiser=state, extra=extra)
+        self.checkpoints.save(step, model=self.parameters.master_weights(), optimiser=state, extra=extra)
 
     def load_checkpoint(self) -> int:
         """Load the checkpoint that the config says to resume from, if any; return the steps that are done."""
@@ -245,7 +245,7 @@ class Trainer:
         if path is None:
             return 0
         state = state_by_name(self.optimiser)
-        manifest = self.checkpoints.load(path, model=self.parameters.masters(), optimiser=state)
+        manifest = self.checkpoints.load(path, model=self.parameters.master_weights(), optimiser=state)
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._resumed_strategies = manifest.extra.get("strategies", [])
         return manifest.step
@@ -397,7 +397,7 @@ def run_dummy_step(rank_plan: RankPlan, parameters: Parameters) -> None:
         return ids, ids
 
     run_step(rank_plan, parameters, rows, sum(rank_plan.plan.documents))
-    parameters.clear()
+    parameters.zero_grad()
 
 
 def max_over_ranks(value: float, transport: Transport, device: torch.device) -> float:

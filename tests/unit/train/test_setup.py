@@ -19,7 +19,7 @@ from seqloom.planners.hydraulis import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.registry import Choice
+from seqloom.planners.registry import PlannerChoice
 from seqloom.profiling.check import inspect_run
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Data, Model, Pipelining, Planning, Run
@@ -50,7 +50,9 @@ def cost(cluster="1x4xCPU", sharding="full", layers=4):
 
 def test_without_a_pipeline_the_config_s_planner_plans_and_static_is_the_fallback():
     planners = RunPlanners.load(pipeline_config("flex"), cost(), 1)
-    assert planners == RunPlanners((Stage((0, 1, 2, 3), (0, 4)),), Choice("flex", seed=3), Choice("static"))
+    assert planners == RunPlanners(
+        (Stage((0, 1, 2, 3), (0, 4)),), PlannerChoice("flex", seed=3), PlannerChoice("static")
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def test_a_run_that_was_left_open_goes_on_with_a_number():
 
 
 def test_a_choice_says_what_it_is():
-    assert str(Choice("static:4")) == "static:4"
-    assert str(Choice("pipeline", {"stages": 4, "schedule": "1f1b"})) == "pipeline:4,1f1b"
+    assert str(PlannerChoice("static:4")) == "static:4"
+    assert str(PlannerChoice("pipeline", {"stages": 4, "schedule": "1f1b"})) == "pipeline:4,1f1b"
 
 
 RANKS = 4
@@ -119,7 +121,7 @@ SIDE_BY_SIDE = Strategy(
 
 def strategy_config(tmp_path, *settings):
     few = ["data.source=toy:40", "data.max_length=300", "plan.budget_gib=", f"run.output={tmp_path / 'run'}"]
-    return Config.load(RECIPES / "strategies-cpu.toml", [*few, *settings])
+    return Config.load(RECIPES / "hydraulis-cpu.toml", [*few, *settings])
 
 
 def listed(tmp_path, *strategies):
@@ -151,7 +153,7 @@ def test_plans_may_have_any_stages_and_static_is_the_fallback(tmp_path):
     planners = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
     assert (planners.stages, planners.multi_stage, planners.tensor_degrees) == ((), True, (1, 2))
     assert planners.fallback.name == "static"
-    assert str(planners.planner) == "strategies:2x1, 1x2"
+    assert str(planners.planner) == "hydraulis:2x1, 1x2"
 
 
 def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp_path):
@@ -166,7 +168,7 @@ def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_pat
         strategy_config(tmp_path, "plan.planner=auto", listed(tmp_path, SIDE_BY_SIDE)), RANKS
     ).planners
     assert planners.strategies == (SIDE_BY_SIDE,) == planners.planner.options["strategies"]
-    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["strategies:2x1, 1x2", "auto:2x1, 1x2"]
+    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["hydraulis:2x1, 1x2", "auto:2x1, 1x2"]
     proposed = RunSetup.load(strategy_config(tmp_path, "plan.planner=auto"), RANKS).planners
     assert proposed.strategies == RunSetup.load(strategy_config(tmp_path), RANKS).planners.strategies
     assert (
@@ -243,7 +245,7 @@ def test_a_list_that_cannot_be_is_refused_by_the_command(seqloom_here, tmp_path,
     settings = ["data.source=toy:40", "data.max_length=300", "plan.budget_gib=", f"run.output={tmp_path}", setting]
     done = seqloom_here(
         "train",
-        RECIPES / "strategies-cpu.toml",
+        RECIPES / "hydraulis-cpu.toml",
         "--ranks",
         RANKS,
         *(word for each in settings for word in ("--set", each)),
@@ -256,7 +258,7 @@ def test_a_list_that_cannot_be_is_refused_by_the_command(seqloom_here, tmp_path,
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["plan.sharding=full"], "plan.planner = 'strategies' with plan.sharding = 'full'"),
+        (["plan.sharding=full"], "plan.planner = 'hydraulis' with plan.sharding = 'full'"),
         (["plan.planner=flex", "plan.strategies=list.json"], "which chooses from no list"),
         (["plan.strategies=list"], "give a .json of seqloom propose, or 'auto'"),
         (["pipeline.stages=2"], "beside pipeline.stages = 2"),
