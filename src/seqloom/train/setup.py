@@ -25,10 +25,10 @@ from seqloom.planners.hydraulis import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.hydraulis.assign import Assignment
-from seqloom.planners.hydraulis.planner import build
-from seqloom.planners.pipeline.search import FOLDED, require_order
-from seqloom.planners.pipeline.stage_layout import check_stages, line_of
+from seqloom.planners.hydraulis.dispatch import Assignment
+from seqloom.planners.hydraulis.planner import plan_assignment
+from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule
+from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages
 from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
@@ -172,14 +172,14 @@ class RunPlanners:
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
         """Tensor degrees of the strategies."""
-        return tuple(sorted({pipe.scheme.tensor for strategy in self.strategies for pipe in strategy.pipelines}))
+        return tuple(sorted({pipe.parallel.tensor for strategy in self.strategies for pipe in strategy.pipelines}))
 
     def alternatives(self, lengths: np.ndarray) -> list[PlannerChoice]:
         """Return a planner for every strategy that holds documents of these lengths, tokens; and that of the run.
 
         The latter is left out where it makes only plans of these strategies.
         """
-        able = [strategy for strategy in self.strategies if strategy.longest >= lengths.max()]
+        able = [strategy for strategy in self.strategies if strategy.max_tokens >= lengths.max()]
         choices = [replace(self.planner, name="hydraulis", options={"strategies": (strategy,)}) for strategy in able]
         return choices if choices and parse_planner(self.planner.name)[0].makes_stages else [*choices, self.planner]
 
@@ -203,7 +203,7 @@ class RunPlanners:
         """One pipeline over all ranks."""
         chunks, schedule = config.pipeline.chunks, config.pipeline.schedule
         check_stages(cost, stages, chunks)
-        require_order(schedule, stages, chunks)
+        check_schedule(schedule, stages, chunks)
         width, node = cost.ranks // stages, cost.node_size
         if cost.sharding == Sharding.HYBRID and width % node and node % width:
             raise SeqloomError(
@@ -211,11 +211,11 @@ class RunPlanners:
                 "many ranks in every node that it touches; use 'full' or 'none', or stages that fill nodes or divide "
                 "them"
             )
-        folded = schedule in FOLDED
-        simple = schedule if folded else "1f1b" if chunks == 1 else "interleaved"
+        v_shape = schedule in V_SHAPED
+        simple = schedule if v_shape else "1f1b" if chunks == 1 else "interleaved"
         options = {"stages": stages, "chunks": chunks}
         planner, fallback = (PlannerChoice("pipeline", {**options, "schedule": each}) for each in (schedule, simple))
-        placed = () if cost.sharding == Sharding.FREE else line_of(cost, stages, chunks, folded=folded).stages
+        placed = () if cost.sharding == Sharding.FREE else StageLayout.of(cost, stages, chunks, v_shape=v_shape).stages
         return cls(placed, planner, fallback)
 
 
@@ -270,7 +270,7 @@ def load_strategies(config: Config, cost: CostModel, lengths: np.ndarray) -> tup
         ) from None
     except SeqloomError as error:
         raise SeqloomError(f"plan.strategies = {path!r}: {error}") from None
-    most, longest = max(strategy.longest for strategy in strategies), int(lengths.max())
+    most, longest = max(strategy.max_tokens for strategy in strategies), int(lengths.max())
     if most < longest:
         raise SeqloomError(
             f"document {int(lengths.argmax())} has {longest:,} tokens, but no pipeline of plan.strategies = {path!r} "
@@ -304,7 +304,7 @@ def strategy_notes(config: Config, strategies: Sequence[Strategy], resumed: Sequ
     if strategies:
         where = config.run.output / STRATEGIES_FILE if config.plan.strategies == "auto" else config.plan.strategies
         yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
-    if config.model.compile and any(pipe.scheme.tensor > 1 for each in strategies for pipe in each.pipelines):
+    if config.model.compile and any(pipe.parallel.tensor > 1 for each in strategies for pipe in each.pipelines):
         yield "model.compile = true: layers of stages that split weights (tensor > 1) run uncompiled, others compiled"
     if resumed is not None and list(resumed) != [strategy.as_dict() for strategy in strategies]:
         other = f"{len(resumed)} other strategies" if resumed else "no strategies"
@@ -315,8 +315,10 @@ def warm_up_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]
     """Return a plan with next to no tokens for every strategy: two documents in each of its pipelines."""
     plans = []
     for strategy in strategies:
-        lengths = [min(WARM_UP_TOKENS * len(pipe.ranks), pipe.longest) for pipe in strategy.pipelines for _ in range(2)]
+        lengths = [
+            min(WARM_UP_TOKENS * len(pipe.ranks), pipe.max_tokens) for pipe in strategy.pipelines for _ in range(2)
+        ]
         batches = tuple(((2 * number,), (2 * number + 1,)) for number in range(len(strategy.pipelines)))
         assignment = Assignment(0, batches, (0,) * len(batches))
-        plans.append(build(np.array(lengths), strategy, assignment, cost, seed=0).plan)
+        plans.append(plan_assignment(np.array(lengths), strategy, assignment, cost))
     return plans
