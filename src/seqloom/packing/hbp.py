@@ -7,7 +7,6 @@ many there are.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +19,7 @@ from seqloom.errors import SeqloomError
 from seqloom.packing.levels import Level, level_sets
 from seqloom.packing.packing import Packing
 from seqloom.planners.compiled import kernels
+from seqloom.planners.packing import first_fit, least_loaded
 
 # ---- merged: planners.hbp.steps
 # Packs become steps: those of a level by attention work, as many as a step has; and the order of the steps.
@@ -86,26 +86,6 @@ def running_order(levels: np.ndarray, *, short_first: int, seed: int) -> np.ndar
         own = levels[rest] == level
         place[own] = (np.arange(own.sum()) + 0.5) / own.sum()  # evenly over the run
     return np.concatenate([lowest, rest[np.lexsort((levels[rest], place))]])
-
-
-def dealt(sizes: np.ndarray, packs: int, room: int) -> np.ndarray | None:
-    """int64[n]: documents dealt to so many packs, longest first, each to the one with the least; None: one overflows.
-
-    Args:
-        sizes: int64[n] tokens.
-        packs: to deal to.
-        room: tokens of a pack.
-    """
-    heap = [(0, pack) for pack in range(packs)]
-    chosen = np.empty(len(sizes), dtype=np.int64)
-    for document in np.argsort(-sizes, kind="stable").tolist():
-        held, pack = heap[0]
-        held += int(sizes[document])
-        if held > room:
-            return None
-        chosen[document] = pack
-        heapq.heapreplace(heap, (held, pack))
-    return chosen
 
 
 # ---- merged: planners.hbp.planner
@@ -176,8 +156,8 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
     """
     array = _checked_lengths(lengths, tokens_per_step)
     (top,) = next(level_sets(array, cost, tokens_per_step))
-    pack = np.empty(len(array), dtype=np.int64)
-    count = kernels().first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple, pack)
+    pack = first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple)
+    count = int(pack.max()) + 1
     starts = np.append(np.arange(0, count, top.packs), count)
     steps = Steps(np.arange(count), starts, np.zeros(len(starts) - 1, dtype=np.int64))
     return _packing("first-fit", array, cost, (top,), pack, steps)
@@ -231,11 +211,14 @@ def _even_end(
     if not len(members):
         return pack, pack_levels
     count = min(level.packs, len(members))
-    chosen = dealt(sizes[members], count, level.tokens // granule)
-    if chosen is None:
+    own = sizes[members].tolist()
+    order = np.argsort(-sizes[members], kind="stable").tolist()
+    bins = least_loaded(order, own, own, count, level.tokens // granule)
+    if bins is None:
         return pack, pack_levels
     whole = len(pack_levels) - rest
-    pack[members] = whole + chosen
+    for number, documents in enumerate(bins):
+        pack[members[documents]] = whole + number
     return pack, np.append(pack_levels[:whole], [index] * count)
 
 

@@ -24,9 +24,9 @@ from seqloom.cost import CostModel
 from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.cost.resharding import exposed_reshard_ns
 from seqloom.errors import SeqloomError
-from seqloom.layout import Span
 from seqloom.packing.levels import Level
-from seqloom.plan import Pipeline, Plan, Round, Sharding, StageMicroBatch, in_order
+from seqloom.plan import Pipeline, Plan, Sharding, StageMicroBatch, in_order
+from seqloom.planners.problem import build_plan, whole_documents
 from seqloom.simulate import predicted_ns
 
 
@@ -166,13 +166,11 @@ class Packing:
         rounds = []
         for first in range(0, len(packs), len(blocks)):
             groups = [
-                cost.group(level.shape, block, [Span(k, 0, lengths[k]) for k in pack])
+                whole_documents(cost, level.shape, block, pack, lengths)
                 for block, pack in zip(blocks, packs[first:], strict=False)
             ]
-            rounds.append(Round((StageMicroBatch(in_order(groups, cost.node_size), level.policy.checkpoint),)))
-        reduce = level.policy.reduce
-        pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
-        return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(lengths), (pipeline,), self.name)
+            rounds.append(StageMicroBatch(in_order(groups, cost.node_size), level.policy.checkpoint))
+        return build_plan(cost, lengths, rounds, level.policy.reduce, self.name)
 
     @cached_property
     def pack_tokens(self) -> np.ndarray:

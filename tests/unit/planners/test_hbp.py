@@ -9,9 +9,9 @@ from seqloom.cost import GroupShape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp, plain_packing, profiled
-from seqloom.packing.hbp import cut, dealt, running_order
+from seqloom.packing.hbp import cut, running_order
 from seqloom.packing.levels import Level, level_lengths, level_sets, packs_per_step
-from seqloom.planners.loops import fill_packs, first_fit
+from seqloom.planners.loops import fill_packs
 from seqloom.simulate import predicted_ns
 from support.strategies import roomy_cost_model
 
@@ -72,20 +72,6 @@ def test_greedy_fill_on_every_tiny_case():
                     assert not left or len(packs) % per_step == 0  # whole steps while shorter ones are left
                     assert all(room - sum(pack) < min(left, default=room) for pack in packs)  # nothing left would fit
             assert 9 * len(filled(sizes, 6, 0, 1)[0]) <= 11 * fewest_packs(sizes, 6) + 6
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_first_fit_takes_the_first_pack_with_room(seed):
-    sizes = np.random.default_rng(seed).integers(1, 12, 40)
-    out = np.empty(40, dtype=np.int64)
-    count = first_fit(sizes, 12, out)
-    packs: list[int] = []
-    for size, pack in zip(sizes.tolist(), out.tolist(), strict=True):
-        expected = next((k for k, used in enumerate(packs) if used + size <= 12), len(packs))
-        packs += [0] * (expected == len(packs))
-        packs[expected] += size
-        assert pack == expected
-    assert count == len(packs)
 
 
 # -- levels -------------------------------------------------------------------------------------------------------
@@ -201,11 +187,6 @@ def test_levels_alternate_in_proportion_after_short_ones():
     assert not levels[first[:12]].any() and levels[first[12:]].any() and sorted(first.tolist()) == list(range(42))
     assert not levels[running_order(levels, short_first=99, seed=0)[:30]].any()  # as far as there are any
     assert running_order(levels, short_first=0, seed=1).tolist() != order.tolist()
-
-
-def test_documents_are_dealt_to_the_pack_with_the_least():
-    assert dealt(np.array([5, 4, 3, 1]), 2, 7).tolist() == [0, 1, 1, 0]
-    assert dealt(np.array([5, 4, 4]), 2, 7) is None
 
 
 def test_the_last_step_is_even():
