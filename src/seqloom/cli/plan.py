@@ -153,7 +153,7 @@ def _print(packing: Packing, plain: Packing, workload: Workload, took: int, file
 
     from seqloom.cli.shared import heading
     from seqloom.view import balance_table
-    from seqloom.view.numbers import duration
+    from seqloom.view.format import duration
 
     [batch] = workload.batches
     console = Console(highlight=False)
@@ -177,8 +177,7 @@ def _table(packing: Packing) -> Table:
     from rich import box
     from rich.table import Table
 
-    from seqloom.view.charts import bar
-    from seqloom.view.numbers import milliseconds, percent
+    from seqloom.view.format import bar, milliseconds, percent
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     for name in ("pack of", "shape", "keeps", "packs", "steps", "sequences", "step ms", "tokens %", ""):
@@ -348,7 +347,7 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: O
 
 def _print_end(planner: str, outcome: Outcome, out: Path | None, profile: str) -> None:
     from seqloom.planners.published.verdicts import verdicts
-    from seqloom.view.numbers import duration
+    from seqloom.view.format import duration
 
     typer.echo(outcome.summary())
     chosen = "" if planner == outcome.plan.planner else f" (chose {outcome.plan.planner})"
