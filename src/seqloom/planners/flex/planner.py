@@ -2,22 +2,22 @@
 
 The decoder (`loops.decode`) answers "can this batch finish within this time, and how?". ``flex`` asks it:
 
-1. bisection on the time, with the real shard groups and with wider virtual ones, for every variant;
+1. bisection on the time, with the real shard groups and with wider virtual ones, for every policy;
 2. a local search around the best answer, at a slightly shorter time than it reached: change where a round's limit is
    set, which degree a long document starts from, or (small batches) the order of placement; keep what leaves less work
    unplaced; when nothing is left, the time is beaten and the next one is tried;
-3. where memory made it choose a variant that recomputes: part of the batch in rounds of a faster one.
+3. where memory made it choose a policy that recomputes: part of the batch in rounds of a faster one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.plan import Plan
 from seqloom.planners.flex.search import LARGE_PROBLEM, REORDERED_BELOW, FlexSearch
 from seqloom.planners.loops import NEVER, BatchTables, DecodedRounds, RankAssignment
-from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
+from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
 
 SMALL_CLUSTER = 16
 """Up to this many ranks every virtual shard group is tried."""
@@ -26,7 +26,7 @@ NEAR_BOUND = 64
 QUICK_PART = 24
 """A quick plan has one in so many of the usual decodings for its local search."""
 MIXTURES = (15, 30, 45, 60, 75)
-"""Parts of the step, per cent, that rounds of a faster variant are tried for."""
+"""Parts of the step, per cent, that rounds of a faster policy are tried for."""
 
 
 def plan_flex(
@@ -35,26 +35,26 @@ def plan_flex(
     *,
     evaluations: int | None = None,
     seed: int = 0,
-    only: Variant | None = None,
+    only: MemoryPolicy | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Plan a batch: start every variant that can still win, and search the best one further.
+    """Plan a batch: start every policy that can still win, and search the best one further.
 
     Args:
         lengths: int64[n] tokens.
         evaluations: decodings for the local search; None chooses by size.
         seed: start of its pseudo-random choices.
-        only: the one variant to plan for; None tries all.
+        only: the one policy to plan for; None tries all.
         quick: whether a small part of the local search is enough: to compare batches or clusters, not to run the plan.
     """
-    problems = fitting_problems(lengths, cost) if only is None else [Problem.of(lengths, cost, only)]
-    bounds = [work_bound(problem.search) for problem in problems]
-    overheads = [cost.step_overhead_ns(problem.variant) for problem in problems]
+    problems = fitting_problems(lengths, cost) if only is None else [BatchProblem.of(lengths, cost, only)]
+    bounds = [work_bound(problem.batch_tables) for problem in problems]
+    overheads = [cost.step_overhead_ns(problem.policy) for problem in problems]
     best: tuple[int, int, list[FlexSearch]] | None = None
     for index in sorted(range(len(problems)), key=lambda index: bounds[index] + overheads[index]):
         if best is not None and bounds[index] + overheads[index] >= best[0]:
-            break  # even at its bound this variant would not win
-        searches = start_searches(problems[index].search, bounds[index])
+            break  # even at its bound this policy would not win
+        searches = start_searches(problems[index].batch_tables, bounds[index])
         step = searches[0].best_ns + overheads[index]
         if best is None or step < best[0]:
             best = (step, index, searches)
@@ -66,7 +66,8 @@ def plan_flex(
     assert search.best is not None
     rounds = rounds_of(problems[index], *search.best)
     faster = faster_variants(problems[index]) if only is None else []
-    return to_plan(problems[index], mix_checkpoints(problems[index], faster, rounds, search.best_ns), "flex")
+    rounds = mix_checkpoints(problems[index], faster, rounds, search.best_ns)
+    return problems[index].plan(rounds, "flex")
 
 
 def work_bound(tables: BatchTables) -> int:
@@ -128,7 +129,7 @@ def default_evaluations(tables: BatchTables, shard_group: int) -> int:
 
 
 def rounds_of(
-    problem: Problem, rounds: DecodedRounds, ranks: RankAssignment, documents: np.ndarray | None = None
+    problem: BatchProblem, rounds: DecodedRounds, ranks: RankAssignment, documents: np.ndarray | None = None
 ) -> list[list[GroupPlacement]]:
     """List the groups of every round of an assignment, in running order.
 
@@ -147,40 +148,40 @@ def rounds_of(
     return [placed[index] for index in sorted(placed)]
 
 
-def faster_variants(problem: Problem) -> list[Problem]:
-    """The same batch under the variants that keep more activations and reduce gradients at the same time."""
-    cost, variant = problem.cost, problem.variant
-    faster = CHECKPOINTS[: CHECKPOINTS.index(variant.checkpoint)]
+def faster_variants(problem: BatchProblem) -> list[BatchProblem]:
+    """The same batch under the policies that keep more activations and reduce gradients at the same time."""
+    cost, policy = problem.cost, problem.policy
+    faster = CHECKPOINTS[: CHECKPOINTS.index(policy.checkpoint)]
     return [
-        Problem(problem.lengths, cost, v, cost.tables(problem.lengths, v))
-        for v in cost.variants
-        if v.reduce == variant.reduce and v.checkpoint in faster
+        BatchProblem(problem.lengths, cost, v, cost.tables(problem.lengths, v))
+        for v in cost.policies
+        if v.reduce == policy.reduce and v.checkpoint in faster
     ]
 
 
 def mix_checkpoints(
-    problem: Problem, faster: list[Problem], rounds: list[list[GroupPlacement]], best_ns: int
+    problem: BatchProblem, faster: list[BatchProblem], rounds: list[list[GroupPlacement]], best_ns: int
 ) -> list[list[GroupPlacement]]:
     """Return these rounds, or better ones of which the first keep more activations than the rest.
 
-    Where memory is tight, a slow variant that recomputes holds the batch in fewer rounds. Part of the batch may still
-    run in rounds of a faster variant: they are filled up to a part of the step, the rest is planned as before.
+    Where memory is tight, a slow policy that recomputes holds the batch in fewer rounds. Part of the batch may still
+    run in rounds of a faster policy: they are filled up to a part of the step, the rest is planned as before.
     """
     for other in faster:
-        shard_group = other.search.shard_group
-        soonest = FlexSearch.over(other.search, shard_group).tables.solo_ns.min(axis=0)
+        shard_group = other.batch_tables.shard_group
+        soonest = FlexSearch.over(other.batch_tables, shard_group).tables.solo_ns.min(axis=0)
         for part in MIXTURES:
             target = best_ns * part // 100
             early = np.flatnonzero(soonest <= target)
             if not len(early):
                 continue
-            first = FlexSearch.over(subset(other.search, early), shard_group)
+            first = FlexSearch.over(subset(other.batch_tables, early), shard_group)
             left = first.attempt(target, first.params)
             late = np.setdiff1d(np.arange(len(problem.lengths)), early[first.rounds.group_of >= 0])
             if left == 0 or not first.rounds.count[0] or not len(late):
-                continue  # all or nothing in the faster variant: that has been planned already
+                continue  # all or nothing in the faster policy: that has been planned already
             spent = first.assign_ranks()
-            rest = subset(problem.search, late)
+            rest = subset(problem.batch_tables, late)
             second = start_searches(rest, work_bound(rest))[0]
             if second.best is not None and spent + second.best_ns < best_ns:
                 best_ns = spent + second.best_ns
