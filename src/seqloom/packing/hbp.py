@@ -22,10 +22,11 @@ from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.cost.resharding import exposed_reshard_ns
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.layout import Span
 from seqloom.packing.levels import PackingLevel, level_sets
-from seqloom.plan import Pipeline, Plan, Round, Sharding, StageMicroBatch, in_order
+from seqloom.plan import Pipeline, Plan, Sharding, StageMicroBatch, in_order
 from seqloom.planners.compiled import kernels
+from seqloom.planners.packing import first_fit
+from seqloom.planners.problem import build_plan, whole_documents
 from seqloom.simulate import predicted_ns
 
 TRIED = 50_000
@@ -81,9 +82,8 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
     """
     array = _checked_lengths(lengths, tokens_per_step)
     (top,) = next(level_sets(array, cost, tokens_per_step))
-    pack = np.empty(len(array), dtype=np.int64)
-    count = kernels().first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple, pack)
-    no_order = np.zeros(count, dtype=np.int64)
+    pack = first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple)
+    no_order = np.zeros(pack.max() + 1, dtype=np.int64)
     return _in_running_order("first-fit", array, cost, (top,), pack, cut_into_steps(no_order, no_order, (top,)))
 
 
@@ -282,13 +282,11 @@ class Packing:
         rounds = []
         for first in range(0, len(packs), len(blocks)):
             groups = [
-                cost.group(level.shape, block, [Span(k, 0, lengths[k]) for k in pack])
+                whole_documents(cost, level.shape, block, pack, lengths)
                 for block, pack in zip(blocks, packs[first:], strict=False)
             ]
-            rounds.append(Round((StageMicroBatch(in_order(groups, cost.node_size), level.policy.checkpoint),)))
-        reduce = level.policy.reduce
-        pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
-        return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(lengths), (pipeline,), self.name)
+            rounds.append(StageMicroBatch(in_order(groups, cost.node_size), level.policy.checkpoint))
+        return build_plan(cost, lengths, rounds, level.policy.reduce, self.name)
 
     @cached_property
     def _pack_levels(self) -> np.ndarray:

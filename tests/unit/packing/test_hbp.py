@@ -11,7 +11,7 @@ from seqloom.errors import SeqloomError
 from seqloom.packing import cheapest_level, choose_levels, hbp, plain_packing
 from seqloom.packing.hbp import cut_into_steps, running_order
 from seqloom.packing.levels import PackingLevel, level_lengths, level_sets, packs_per_step
-from seqloom.planners.loops import fill_packs, first_fit, least_loaded
+from seqloom.planners.loops import fill_packs, least_loaded
 from seqloom.simulate import predicted_ns
 from support.strategies import roomy_cost_model
 
@@ -72,20 +72,6 @@ def test_greedy_fill_on_every_tiny_case():
                     assert not left or len(packs) % per_step == 0  # whole steps while shorter ones are left
                     assert all(room - sum(pack) < min(left, default=room) for pack in packs)  # nothing left would fit
             assert 9 * len(filled(sizes, 6, 0, 1)[0]) <= 11 * fewest_packs(sizes, 6) + 6
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_first_fit_takes_the_first_pack_with_room(seed):
-    sizes = np.random.default_rng(seed).integers(1, 12, 40)
-    out = np.empty(40, dtype=np.int64)
-    count = first_fit(sizes, 12, out)
-    packs: list[int] = []
-    for size, pack in zip(sizes.tolist(), out.tolist(), strict=True):
-        expected = next((k for k, used in enumerate(packs) if used + size <= 12), len(packs))
-        packs += [0] * (expected == len(packs))
-        packs[expected] += size
-        assert pack == expected
-    assert count == len(packs)
 
 
 # -- levels -------------------------------------------------------------------------------------------------------
