@@ -155,7 +155,7 @@ def explanation_table(explanation: Explanation) -> Table:
 
 def bounds_lines(explanation: Explanation) -> list[str]:
     """Say in words from which lengths on cutting a document pays, and from which memory or time force it."""
-    bounds = explanation.bounds
+    bounds = explanation.thresholds
     lost = percent(bounds.break_even)
     lines = [f"break-even: {lost} % of the work is lost to waiting and fixed costs; a cut may cost as much"]
     for zone, pays, forced in (
