@@ -12,7 +12,7 @@ from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.placement import Level, Seat, work_of
 from seqloom.planners.pipeline.stage_layout import Line
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 
 def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, tokens: int) -> Plan:
@@ -33,13 +33,13 @@ def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, 
             packs.append(pack := [])
         pack.append(Span(k, 0, length))
     chains += [[tuple(pack)] for pack in packs]
-    order = schedule_of("seq1f1b", line.hosts, len(chains), [len(chain) for chain in chains], 1)
+    order = build_schedule("seq1f1b", line.hosts, len(chains), [len(chain) for chain in chains], 1)
     rounds = []
     for spans in (spans for chain in chains for spans in chain):
         seats = (Seat(shape, 0, tuple(sorted(spans))),)
         works = [work_of(cost, line, seats, host, Level(Checkpoint.NONE)) for host in line.places]
         rounds.append(Round(tuple(works)))
-    pipeline = Pipeline(line.stages, tuple(rounds), order.rows_of_plan())
+    pipeline = Pipeline(line.stages, tuple(rounds), order.pipeline_actions())
     plan = Plan(limits, cost.sharding, Reduce.STEP, tuple(lengths.tolist()), (pipeline,), f"chunks of {tokens}")
     plan.validate()
     return plan

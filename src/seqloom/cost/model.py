@@ -16,7 +16,7 @@ from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.shapes import LANES, PROBED, CostBreakdown, CostTables, GroupShape, Variant, ordered, useful_shapes
 from seqloom.cost.traffic import GroupTraffic, group_traffic
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
@@ -204,7 +204,7 @@ class CostModel:
         require_sizes(budget_gib, max_length)
         self.cluster, self.model, self.max_length = cluster, model, max_length
         if sharding not in list(Sharding):
-            raise unknown("sharding", str(sharding), list(Sharding))
+            raise unknown_name("sharding", str(sharding), list(Sharding))
         self.sharding = Sharding(sharding)
         self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
@@ -261,7 +261,7 @@ class CostModel:
     def _relative(self, ranks: int, tensor: int) -> CostModel:
         known = self.whole._kin
         if (ranks, tensor) not in known:
-            part = self.whole.cluster.part(ranks)
+            part = self.whole.cluster.subcluster(ranks)
             known[ranks, tensor] = CostModel(part, self.model, *self._asked, tensor=tensor, whole=self.whole)
         return known[ranks, tensor]
 

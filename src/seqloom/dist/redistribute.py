@@ -157,8 +157,8 @@ def bind_redistribute(
     shard_group = next((tuple(each) for each in shard_groups or (everyone,) if transport.rank in each), (transport.rank,))
     shard_group = tuple(sorted(shard_group))
     near = tuple(group for group in work.groups if not set(group.ranks).isdisjoint(shard_group))
-    attention = StageMicroBatch(near, work.checkpoint).attention_layout().among(shard_group)
-    linear = work.linear.among(shard_group)
+    attention = StageMicroBatch(near, work.checkpoint).attention_layout().restrict(shard_group)
+    linear = work.linear.restrict(shard_group)
     move = _move(linear, attention, shard_group, transport.rank)
     if not move.remote.any():
         return None

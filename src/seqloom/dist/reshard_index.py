@@ -149,7 +149,7 @@ class Index:
 
 def boxes_of(layout: Layout, rank: int) -> dict[int, Box]:
     """Return what a rank holds, by weight; refuse several boxes of one weight."""
-    mine = layout.among([rank])
+    mine = layout.restrict([rank])
     found = {item: Box(*box) for item, *box in zip(*(column.tolist() for column in mine.columns()[1:]), strict=True)}
     if len(found) < len(mine):
         raise SeqloomError(f"rank {rank} holds several boxes of one weight; a relay moves one box per rank and weight")

@@ -26,9 +26,9 @@ from seqloom.dist.transport import Transport
 from seqloom.dist.transport import exchange_filled
 from seqloom.errors import SeqloomError
 from seqloom.layout.layout import Layout
-from seqloom.layout.move import hops_of_rank
+from seqloom.layout.move import reshard_moves_of_rank
 from seqloom.plan.parameter_layout import Weight
-from seqloom.plan.parameter_layout import bundles as bundles_of
+from seqloom.plan.parameter_layout import layer_buckets as bundles_of
 from typing import NamedTuple
 
 
@@ -312,7 +312,7 @@ class Resharder:
         self._names = [weight.name for weight in weights]
         self._device, self._streams = torch.device(device), transport.waits_in_stream
         # A rank lands only what it wants: after the first hop that is in the tensors of its target boxes.
-        moves = hops_of_rank(transport.rank, source, target, node_size=node_size)
+        moves = reshard_moves_of_rank(transport.rank, source, target, node_size=node_size)
         self._hops = [
             ReshardHop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
             for move, held in zip(moves, (self.source, self.target), strict=False)

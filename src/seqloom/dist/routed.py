@@ -25,7 +25,7 @@ from seqloom.dist.transport import P2PTensor
 from seqloom.dist.transport import Transport
 from seqloom.layout import Move
 from seqloom.layout import Route
-from seqloom.layout.route import staged
+from seqloom.layout.route import route_move
 from typing import NamedTuple
 
 
@@ -88,7 +88,7 @@ class Passage:
             rank: the one asked for.
         """
         holdings, stages = _Holdings(move, rank), []
-        for stage in staged(move, route, node_size):
+        for stage in route_move(move, route, node_size):
             sends = _loads(stage, stage.sender == rank, stage.receiver, holdings.find)
             receives = _loads(stage, stage.receiver == rank, stage.sender, holdings.take_in)
             if sends or receives:

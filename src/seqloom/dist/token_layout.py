@@ -41,7 +41,7 @@ def pieces_of_plan(plan: Plan) -> dict[int, tuple[Span, ...]]:
     found: dict[int, list[Span]] = {}
     for pipeline in plan.pipelines:
         for current in pipeline.rounds:
-            for span in current.work[0].spans():  # all stages of a pipeline work on the same tokens
+            for span in current.by_stage[0].spans():  # all stages of a pipeline work on the same tokens
                 if span.tokens < plan.documents[span.document]:
                     found.setdefault(span.document, []).append(span)
     return {document: tuple(sorted(spans)) for document, spans in found.items()}
@@ -111,7 +111,7 @@ def _check_ranks(work: StageMicroBatch, transport: Transport) -> None:
             )
         if len(set(group.ranks)) < group.degree or group.ulysses * group.ring != group.degree or not group.ranks:
             raise SeqloomError(f"{name}: it needs ulysses x ring different ranks; list every rank once")
-        for block in group.blocks():
+        for block in group.ulysses_groups():
             if block != tuple(range(block[0], block[0] + group.ulysses)):
                 raise SeqloomError(
                     f"{name}: ranks {block} exchange heads and must be an ascending run, "
@@ -388,14 +388,14 @@ def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
     for group in work.groups:
         if rank in group.ranks:
             index = group.ranks.index(rank) // group.ulysses
-            block = Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
+            block = Group(group.ulysses_groups()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
             layouts.append(block.token_layout())
     return layouts
 
 
 def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
     ring_index, ulysses_index = divmod(group.ranks.index(rank), group.ulysses)
-    block = group.blocks()[ring_index]
+    block = group.ulysses_groups()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
     held = [layout.spans(peer) for peer in block]
     order, places = sorting([span for share in held for span in share], spans, device)

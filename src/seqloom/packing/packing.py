@@ -26,7 +26,7 @@ from seqloom.cost.resharding import exposed_reshard_ns
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.packing.levels import Level
-from seqloom.plan import Pipeline, Plan, Round, Sharding, StageMicroBatch, in_order
+from seqloom.plan import Pipeline, Plan, Round, Sharding, StageMicroBatch, sort_groups
 from seqloom.simulate import predicted_ns
 
 
@@ -81,9 +81,9 @@ def imbalances(plan: Plan, cost: CostModel) -> np.ndarray:
     for pipeline in plan.pipelines:
         paced = np.zeros((len(pipeline.ranks_by_pp_rank), 2))
         hosts = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
-        shares = [(part.stop - part.first) / part.of for part in pipeline.parts]
+        shares = [(part.stop - part.first) / part.model_layers for part in pipeline.layer_ranges]
         for current in pipeline.rounds:
-            for host, share, work in zip(hosts, shares, current.work, strict=True):
+            for host, share, work in zip(hosts, shares, current.by_stage, strict=True):
                 loads = share * _on_ranks(work, cost)
                 total += loads
                 paced[host] += loads.max(axis=1)
@@ -94,7 +94,7 @@ def imbalances(plan: Plan, cost: CostModel) -> np.ndarray:
 def _communicating(plan: Plan) -> int:
     """Tokens of documents in groups of several ranks."""
     rounds = (current for pipeline in plan.pipelines for current in pipeline.rounds)
-    return sum(group.tokens for current in rounds for group in current.work[0].groups if group.degree > 1)
+    return sum(group.tokens for current in rounds for group in current.by_stage[0].groups if group.degree > 1)
 
 
 def _on_ranks(work: StageMicroBatch, cost: CostModel) -> np.ndarray:
@@ -169,7 +169,7 @@ class Packing:
                 cost.group(level.shape, block, [Span(k, 0, lengths[k]) for k in pack])
                 for block, pack in zip(blocks, packs[first:], strict=False)
             ]
-            rounds.append(Round((StageMicroBatch(in_order(groups, cost.node_size), level.variant.checkpoint),)))
+            rounds.append(Round((StageMicroBatch(sort_groups(groups, cost.node_size), level.variant.checkpoint),)))
         reduce = level.variant.reduce
         pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
         return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(lengths), (pipeline,), self.name)

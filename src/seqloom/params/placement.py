@@ -109,10 +109,10 @@ def parameters_of(network: ModelAdapter, part: LayerRange) -> dict[str, nn.Param
         raise SeqloomError(network.uncut)
     names = {id(parameter): name for name, parameter in network.module.named_parameters()}
     modules = list(network.layers[part.first : part.stop])
-    modules = [network.embedding, *modules] if part.begins else modules
-    modules = [*modules, network.norm, network.head] if part.ends else modules
+    modules = [network.embedding, *modules] if part.has_embedding else modules
+    modules = [*modules, network.norm, network.head] if part.has_head else modules
     found = {names[id(parameter)]: parameter for module in modules for parameter in module.parameters()}
-    if part.begins and part.ends and len(found) != len(names):
+    if part.has_embedding and part.has_head and len(found) != len(names):
         lost = next(name for name in names.values() if name not in found)
         raise SeqloomError(
             f"parameter {lost} is neither of the embedding nor of a layer, the final norm or the head, so no stage "

@@ -124,14 +124,14 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
     seen: dict[Placement, list[Figures]] = defaultdict(list)
     spent = 0
     for pipeline, index, round_ns in times:
-        work = plan.pipelines[pipeline].rounds[index].work[0]
+        work = plan.pipelines[pipeline].rounds[index].by_stage[0]
         for placement, figures in _placed(work, Variant(work.checkpoint, plan.reduce), round_ns, cost):
             seen[placement].append(figures)
             spent += figures.cost_ns
     classes = [_class(placement, rows) for placement, rows in seen.items()]
     classes.sort(key=lambda one: (-one.longest, -one.shortest, one.placement))
     longest_round = max(time for _, _, time in times)
-    first = plan.pipelines[times[0][0]].rounds[times[0][1]].work[0]
+    first = plan.pipelines[times[0][0]].rounds[times[0][1]].by_stage[0]
     total = cost.ranks * cost.plan_ns(plan)
     bounds = zone_bounds(cost, Variant(first.checkpoint, plan.reduce), longest_round, max(0, total - spent) / spent)
     return Explanation(bounds, tuple(classes))
@@ -173,7 +173,7 @@ def _placed(
         best = int(open_to[rank_ns[open_to, k].argmin()]) if len(open_to) else None
         placement = Placement(
             octave=tokens.bit_length() - 1,
-            zone=ZONES[group.turn(cost.node_size)],
+            zone=ZONES[group.order_key(cost.node_size)],
             shape=shape,
             remapped=remapped,
             reason=_reason(bool(fits[0, k]), bool(ends[0, k]), best is None or rank_ns[own, k] <= rank_ns[best, k]),

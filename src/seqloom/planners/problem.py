@@ -19,7 +19,7 @@ from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Pipeline, Plan, Round, StageMicroBatch, in_order
+from seqloom.plan import Checkpoint, Pipeline, Plan, Round, StageMicroBatch, sort_groups
 from seqloom.planners.fill import NEVER, Tables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
@@ -142,7 +142,7 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[GroupPlacement]], planne
             )
             for seat in sorted(seats, key=lambda seat: seat.start)
         )
-        built.append(Round((StageMicroBatch(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
+        built.append(Round((StageMicroBatch(sort_groups(groups, cost.node_size), problem.checkpoint(seats)),)))
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce, cost.tensor)
     return Plan(
         limits=cost.limits(problem.variant.reduce),

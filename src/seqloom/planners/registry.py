@@ -11,7 +11,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Plan, Sharding
 
 PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "strategies", "exact", "auto")
@@ -74,7 +74,7 @@ def planner(name: str) -> Callable[..., Plan]:
         from seqloom.planners.published import RIVAL_PLANNERS
 
         return RIVAL_PLANNERS[name]
-    raise unknown("planner", name, (*PLANNERS, *RIVALS))
+    raise unknown_name("planner", name, (*PLANNERS, *RIVALS))
 
 
 WARMED: tuple[str, ...] = ("static", "adaptive", "flex", "zones", "pipeline", "strategies", "auto")
@@ -93,7 +93,7 @@ def parse_name(name: str) -> tuple[str, dict[str, Any]]:
             "seqloom plan --planner hbp --tokens-per-step N for its steps, or choose flex for your batches"
         )
     if base not in (*PLANNERS, *RIVALS):
-        raise unknown("planner", base, (*PLANNERS, *RIVALS))
+        raise unknown_name("planner", base, (*PLANNERS, *RIVALS))
     if not colon:
         return base, {}
     if base not in _OPTIONS or not option.isdecimal() or int(option) < 1:

@@ -183,7 +183,7 @@ def equal_groups(cost: CostModel, shape: GroupShape, load: Load, variant: Varian
 def described(plan: Plan) -> str:
     """For example: 8 of 2x1, each 16 x 256 tokens, 3 rounds."""
     rounds = plan.pipelines[0].rounds
-    groups = rounds[0].work[0].groups
+    groups = rounds[0].by_stage[0].groups
     first, length = groups[0], plan.documents[0]
     what = "rounds" if first.spans[0].tokens == length else "pieces"
     more = f", {len(rounds)} {what}" if len(rounds) > 1 else ""

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 def stage_shares(pipeline: Pipeline) -> list[LayerRange | None]:
     """What every stage has of the model; None: all of it."""
-    return [None] if len(pipeline.stages) == 1 else [*pipeline.parts]
+    return [None] if len(pipeline.stages) == 1 else [*pipeline.layer_ranges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class IdenticalStages:
             for group in work.groups
         )
         joined = place.stage in self.together
-        return share.stop - share.first, share.ends, self.tensors[place.stage], work.offload, joined, groups
+        return share.stop - share.first, share.has_head, self.tensors[place.stage], work.offload, joined, groups
 
     def moved(self, window: Window, stage: int, other: int) -> Window:
         """The window of a stage on the ranks of another one that is alike."""
@@ -450,7 +450,7 @@ def _alike(plan: Plan, cost: CostModel) -> dict[tuple[Variant, int, int], list[t
     for p, pipeline in enumerate(plan.pipelines):
         resident = len(pipeline.stages) > 1 or bool(priced_passes(cost, pipeline))
         for r, current in enumerate(pipeline.rounds):
-            for s, work in enumerate(current.work):
+            for s, work in enumerate(current.by_stage):
                 variant = Variant(work.checkpoint, plan.reduce, resident)
                 works[variant, p, pipeline.stages[s].tensor].append((Place(p, s, r), work))
     return works
@@ -475,7 +475,7 @@ def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
             costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.ranks_by_pp_rank))]
             continue
         own = cost.with_tensor(pipeline.stages[0].tensor)
-        for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
+        for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
             variant = Variant(checkpoint, plan.reduce, bool(priced_passes(cost, pipeline)))
             costs.append((own.step_overhead_ns(variant), own.step_communication_ns(variant)))
     return max(costs)
@@ -489,4 +489,6 @@ def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tup
     stages, ranks = pipeline.stages_of(host), pipeline.ranks_by_pp_rank[host]
     own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
     shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
-    return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))
+    return stage_end_ns(
+        own, [pipeline.layer_ranges[stage] for stage in stages], len(ranks), min(map(len, shard_groups))
+    )

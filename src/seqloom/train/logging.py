@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.view.numbers import duration, percent
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def open_sinks(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any
     kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
     for name in names:
         if name not in kinds:
-            raise unknown("tracker", name, kinds)
+            raise unknown_name("tracker", name, kinds)
     modules = [_imported(name) for name in names]  # all of them before the first one starts anything
     return [kinds[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
 

@@ -23,7 +23,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.params import Parameters, scale_gradients
 from seqloom.plan import Plan
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.ahead import PlanAhead, StepPlan
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Config
@@ -184,7 +184,7 @@ def rehearse(bound: RankPlan, parameters: Parameters) -> None:
 
 def _degrees(plan: Plan) -> Iterator[int]:
     for line in plan.pipelines:
-        yield from (group.ulysses for each in line.rounds for work in each.work for group in work.groups)
+        yield from (group.ulysses for each in line.rounds for work in each.by_stage for group in work.groups)
 
 
 def _tell(note: Callable[[str], None], degree: int, done: int, total: int) -> None:
@@ -292,7 +292,7 @@ class Trainer:
         longest = setup.cost.max_length or int(setup.source.lengths.max())
         warm_up(self._network, [first, *rehearsed], longest, self._compute, self.device, note)
         for plan in rehearsed:
-            self._at(f"rehearsal of {outline(plan)}, plan {plan.hash[:12]}")
+            self._at(f"rehearsal of {plan_shape(plan)}, plan {plan.hash[:12]}")
             rehearse(self._bound(plan), self.parameters)
 
     def _at(self, place: str, *, limited: bool = True, where: Callable[[], str] | None = None) -> None:
@@ -357,7 +357,7 @@ class Trainer:
             idle_share=taken.idle_share,
             planner=taken.plan.planner or "",
             plan_hash=taken.plan.hash,
-            shape=outline(taken.plan),
+            shape=plan_shape(taken.plan),
             fallback=bool(taken.fallback_reason),
         )
 

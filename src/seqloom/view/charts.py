@@ -16,7 +16,7 @@ from rich.text import Text
 
 from seqloom.plan.action import ActionKind
 from seqloom.schedules.schedule import IDLE, Schedule, grid
-from seqloom.schedules.timing import Played
+from seqloom.schedules.timing import ScheduleTiming
 from seqloom.view.numbers import percent, tokens
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class ScheduleChart:
     """What every host does when."""
 
     schedule: Schedule
-    played: Played
+    played: ScheduleTiming
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines of the chart and its legend."""
@@ -210,7 +210,7 @@ class ScheduleChart:
         return "\n".join(lines)
 
 
-def schedule_chart(schedule: Schedule, played: Played) -> ScheduleChart:
+def schedule_chart(schedule: Schedule, played: ScheduleTiming) -> ScheduleChart:
     """Draw who does what when."""
     return ScheduleChart(schedule, played)
 

@@ -32,7 +32,7 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     many = len(plan.pipelines) > 1
     for entry in simulation.rounds:
         current = plan.pipelines[entry.pipeline].rounds[entry.round]
-        lengths = [span.tokens for span in current.work[0].spans()]
+        lengths = [span.tokens for span in current.by_stage[0].spans()]
         table.add_row(
             f"{entry.pipeline}.{entry.round}" if many else str(entry.round),
             groups_of_round(current),
@@ -58,7 +58,7 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
 
 def groups_of_round(current: Round) -> str:
     """Write the groups of a round by degree: ``2x32 1x16``; stages with others after a bar."""
-    texts = dict.fromkeys(degree_text(work.groups) for work in current.work)
+    texts = dict.fromkeys(degree_text(work.groups) for work in current.by_stage)
     return " | ".join(texts)
 
 

@@ -23,7 +23,7 @@ from seqloom.planners.hydraulis.assign import (
 )
 from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, PipelineConfig, Strategy
 from seqloom.planners.published.hydraulis import published_model
-from seqloom.schedules import Times, play, schedule_of
+from seqloom.schedules import Times, build_schedule, simulate_schedule
 from support.exhaustive_strategies import best_assignment
 
 PUBLISHED = published_model("32b").costs()
@@ -58,7 +58,7 @@ def test_clock_is_the_recurrence_of_the_schedule(seed):
     times = draw.integers(1, 1000, count)
     forward = np.tile(times // 3, (stages, 1))
     backward = np.tile(times - times // 3, (stages, 1))
-    played = play(schedule_of("1f1b", stages, count), Times(forward, backward, np.zeros_like(forward)))
+    played = simulate_schedule(build_schedule("1f1b", stages, count), Times(forward, backward, np.zeros_like(forward)))
     assert one_f_one_b(times, stages) == played.makespan
     level = np.full(count, 300)
     assert one_f_one_b(level, stages) == 300 * (stages - 1 + count)

@@ -39,7 +39,7 @@ def test_its_clock_is_the_cost_models():
         answer = partition(prices, deal_apart(prices, 1), 3)
         plan = build_plan(prices, answer.rounds, lengths)
         for seating, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
-            [work] = current.work
+            [work] = current.by_stage
             if work.checkpoint == variant.checkpoint:
                 expected = NODES.round_times(work, variant).rank_ns
                 assert rank_times(prices, seating).tolist() == expected.tolist()

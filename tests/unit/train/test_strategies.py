@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.hydraulis import (
     ParallelConfig,
     PipelineConfig,
@@ -89,7 +89,7 @@ def test_a_rehearsal_has_work_for_every_pipeline(tmp_path):
     setup = Setup.of(config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS)
     [plan] = small_plans(setup.planners.strategies, setup.cost)
     plan.validate()
-    assert outline(plan) == "1x2/2, 2x1/2" and len(plan.documents) == 4 and plan.tokens < 32
+    assert plan_shape(plan) == "1x2/2, 2x1/2" and len(plan.documents) == 4 and plan.tokens < 32
 
 
 def test_a_step_has_so_many_tokens(tmp_path):

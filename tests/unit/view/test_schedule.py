@@ -6,16 +6,16 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from seqloom.schedules import Times, play, schedule_of
+from seqloom.schedules import Times, build_schedule, simulate_schedule
 from seqloom.view import schedule_chart
 
 
 def drawn(name, micro_batches, width=80, colours=None, times=(1, 1, 1)):
-    schedule = schedule_of(name, 2, micro_batches)
+    schedule = build_schedule(name, 2, micro_batches)
     console = Console(
         file=StringIO(), width=width, color_system=colours, force_terminal=colours is not None, legacy_windows=False
     )
-    console.print(schedule_chart(schedule, play(schedule, Times.equal(schedule, *times))))
+    console.print(schedule_chart(schedule, simulate_schedule(schedule, Times.uniform(schedule, *times))))
     return console.file.getvalue()
 
 

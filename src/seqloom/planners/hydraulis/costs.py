@@ -36,7 +36,7 @@ from seqloom.plan import (
     Stage,
     StageMicroBatch,
 )
-from seqloom.plan.pipeline import gathered_for_passes
+from seqloom.plan.pipeline import with_reshard_after_forward
 from seqloom.planners.hydraulis.assign import estimate
 from seqloom.planners.hydraulis.config import (
     ConfigCost,
@@ -47,7 +47,7 @@ from seqloom.planners.hydraulis.config import (
     fits_nodes,
 )
 from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of stages that are looked at."""
@@ -343,14 +343,14 @@ def plan_gathered(
         shape = _fastest(lengths[list(batch)], cost, scheme, fitting[0])
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
         rounds.append(Round(tuple(_work(stage, shape, spans, fitting[0].checkpoint) for stage in stages)))
-    rows = schedule_of("1f1b", scheme.stages, len(batches)).rows_of_plan()
+    rows = build_schedule("1f1b", scheme.stages, len(batches)).pipeline_actions()
     capacity = tuple((variant.checkpoint, tokens) for variant, tokens in holding.items())
     return Plan(
         limits=Limits(cost.ranks, cost.node_size, cost.model.heads, capacity, cost.granule),
         sharding=cost.sharding,
         reduce=Reduce.STEP,
         documents=tuple(lengths.tolist()),
-        pipelines=(gathered_for_passes(Pipeline(stages, tuple(rounds), rows)),),
+        pipelines=(with_reshard_after_forward(Pipeline(stages, tuple(rounds), rows)),),
         planner="strategies",
     )
 

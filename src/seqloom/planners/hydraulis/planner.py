@@ -63,7 +63,7 @@ def merge(parts: Sequence[Planned], lengths: np.ndarray, cost: CostModel, planne
 
 def _moved(pipeline: Pipeline, part: Planned) -> Pipeline:
     stages = tuple(replace(stage, ranks=_shifted(stage.ranks, part.start)) for stage in pipeline.stages)
-    rounds = tuple(Round(tuple(_work(work, part) for work in current.work)) for current in pipeline.rounds)
+    rounds = tuple(Round(tuple(_work(work, part) for work in current.by_stage)) for current in pipeline.rounds)
     return Pipeline(stages, rounds, pipeline.actions)
 
 

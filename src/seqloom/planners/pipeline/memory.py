@@ -110,7 +110,7 @@ class Ledger:
             choice: to begin with; only levels after it are taken.
             times: under every level.
         """
-        total = [(each.forward + each.backward + each.weights).tolist() for each in times]
+        total = [(each.forward + each.backward_input + each.backward_weight).tolist() for each in times]
         chosen = choice.tolist()
         here = sum(not level.offload for level in self.levels)
         for host, row in enumerate(order.rows):

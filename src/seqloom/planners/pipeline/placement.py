@@ -15,7 +15,7 @@ import numpy as np
 from seqloom.cost import CostModel, GroupShape, Variant
 from seqloom.cost.shapes import LANES
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch, in_order
+from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.stage_layout import Line, host_shapes
 
 
@@ -139,4 +139,4 @@ def work_of(cost: CostModel, line: Line, seats: Sequence[Seat], host: int, level
         )
         for seat in seats
     ]
-    return StageMicroBatch(in_order(groups, cost.node_size), level.checkpoint, offload=level.offload)
+    return StageMicroBatch(sort_groups(groups, cost.node_size), level.checkpoint, offload=level.offload)

@@ -107,6 +107,6 @@ def build(search: Search, answer: Answer) -> Plan:
         sharding=cost.sharding,
         reduce=Reduce.STEP,
         documents=tuple(search.lengths.tolist()),
-        pipelines=(Pipeline(line.stages, tuple(rounds), answer.order.rows_of_plan()),),
+        pipelines=(Pipeline(line.stages, tuple(rounds), answer.order.pipeline_actions()),),
         planner="pipeline",
     )

@@ -56,7 +56,7 @@ class UnitPrices:
             found = {size: self._stage_times(table, share, level) for size, share in alike.items()}
             columns = [np.stack([found[_size(share)][k] for share in shares]) for k in range(3)]
             apart = [[self.cost.engine.split_ns(share.stop - share.first)] for share in shares]
-            self._times[level] = Times(*columns, apart=np.array(apart, dtype=np.int64))
+            self._times[level] = Times(*columns, split_overhead=np.array(apart, dtype=np.int64))
         return self._times[level]
 
     def _table(self, checkpoint: Checkpoint) -> np.ndarray:
@@ -130,4 +130,4 @@ class UnitPrices:
 
 
 def _size(share: LayerRange) -> tuple[int, bool]:
-    return share.stop - share.first, share.ends
+    return share.stop - share.first, share.has_head

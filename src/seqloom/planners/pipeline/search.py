@@ -9,15 +9,15 @@ import numpy as np
 
 from seqloom.cost import CostModel, Variant
 from seqloom.cost.stages import StageMemory, host_bytes
-from seqloom.errors import PlanError, SeqloomError, unknown
+from seqloom.errors import PlanError, SeqloomError, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Reduce
 from seqloom.planners.pipeline.memory import Choice, Ledger
 from seqloom.planners.pipeline.micro_batches import Draft, Size, draft
 from seqloom.planners.pipeline.placement import Hall, Level, Seats
 from seqloom.planners.pipeline.prices import UnitPrices
 from seqloom.planners.pipeline.stage_layout import Line, host_shapes, shard_group_of
-from seqloom.schedules import NAMES, Schedule, Times, play, schedule_of
-from seqloom.schedules.search import BUDGET, balanced
+from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
+from seqloom.schedules.search import BUDGET, balanced_schedule
 
 B, W = ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
@@ -27,13 +27,13 @@ WHOLE = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *FOL
 """Orders that cut no document unless memory asks for it."""
 PIECEWISE = ("seq1f1b", "seq1f1b-i")
 """What the orders of whole documents are called when these come in pieces."""
-ALL_NAMES = tuple(dict.fromkeys((*NAMES, "balanced")))
+ALL_NAMES = tuple(dict.fromkeys((*SCHEDULE_NAMES, "balanced")))
 
 
 def names_of(schedule: str, chunks: int) -> tuple[str, ...]:
     """The orders that are tried when a run asks for this one: all that suit the chunks, or the one it names."""
     if schedule not in ("auto", *ALL_NAMES):
-        raise unknown("schedule", schedule, ("auto", *ALL_NAMES))
+        raise unknown_name("schedule", schedule, ("auto", *ALL_NAMES))
     if schedule != "auto":
         return (schedule,)
     if chunks == 1:
@@ -60,20 +60,27 @@ def order_of(
         whole = ledger.whole(choice)
         try:
             held, caps = ledger.held(choice), ledger.caps(choice)
-            found = balanced(places, units, fused(times, whole), held, caps, message=prices.message, budget=budget)
+            found = balanced_schedule(
+                places, units, fused(times, whole), held, caps, message=prices.message, budget=budget
+            )
         except PlanError:
             return None
         return joined(found, whole)
     counts = [unit.pieces for unit in units if unit.piece == 0]
     if name in FOLDED and max(counts) > 1:
         return None
-    return schedule_of(name, hosts, len(counts), counts, len(places) // hosts, times)
+    return build_schedule(name, hosts, len(counts), counts, len(places) // hosts, times)
 
 
 def fused(times: Times, whole: np.ndarray) -> Times:
     """The same work with nothing left for the weight half where backwards shall be whole, bool[stages, units]."""
-    late = np.where(whole, times.weights, 0)
-    return Times(times.forward, times.backward + late, times.weights - late, np.where(whole, 0, times.apart))
+    late = np.where(whole, times.backward_weight, 0)
+    return Times(
+        times.forward,
+        times.backward_input + late,
+        times.backward_weight - late,
+        np.where(whole, 0, times.split_overhead),
+    )
 
 
 def joined(order: Schedule, whole: np.ndarray) -> Schedule:
@@ -93,7 +100,7 @@ def joined(order: Schedule, whole: np.ndarray) -> Schedule:
 def require_order(name: str, hosts: int, chunks: int) -> None:
     """Refuse a named order that such a pipeline cannot have, before any planning."""
     if name not in ("auto", "balanced"):
-        schedule_of(name, hosts, 1, 1, chunks)
+        build_schedule(name, hosts, 1, 1, chunks)
 
 
 # ---- merged: planners.pipelines.search
@@ -347,7 +354,7 @@ class Search:
         if kept is None:
             return None
         filled = [peak / max(free, 1) for peak, free in zip(ledger.peaks(order, kept), ledger.free, strict=True)]
-        makespan = play(order, self._times(prices, kept), message=prices.message).makespan
+        makespan = simulate_schedule(order, self._times(prices, kept), message=prices.message).makespan
         return Answer(prices.draft, order, kept, makespan, max(filled))
 
     def _times(self, prices: UnitPrices, choice: Choice) -> Times:
@@ -358,7 +365,7 @@ class Search:
         times = [prices.times(level) for level in self.levels]
         columns = zip(*(each[:3] for each in times), strict=True)
         picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in columns]
-        return Times(*picked, apart=times[0].apart)
+        return Times(*picked, split_overhead=times[0].split_overhead)
 
 
 def _fastest(best: Mapping[str, Answer]) -> Answer | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, GroupShape
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, StageMicroBatch, in_order
+from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.problem import CHECKPOINTS, fitting_problems
 
 
@@ -153,4 +153,4 @@ def _groups(places: Iterable[Place], lengths: np.ndarray, cost: CostModel) -> tu
         spans = [Span(document, 0, int(lengths[document])) for document in place.documents]
         method = place.method if len(place.ranks) > 1 else Method.RING  # one rank has nothing to gather
         groups.append(cost.group(GroupShape(1, len(place.ranks), method, place.routed), place.ranks, spans))
-    return in_order(groups, cost.node_size)
+    return sort_groups(groups, cost.node_size)
