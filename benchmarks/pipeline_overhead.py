@@ -63,7 +63,7 @@ class Hollow:
     """Parameters of stages that hand on what they are given; adds up the time of what is not the executor's."""
 
     def __init__(self) -> None:
-        self.weights, self.sharers, self.seconds = WeightGradients(), (RANK,), 0.0
+        self.weight_gradients, self.sharers, self.seconds = WeightGradients(), (RANK,), 0.0
 
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run a stage's work."""

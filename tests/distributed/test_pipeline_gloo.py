@@ -68,8 +68,8 @@ def planned(name, hosts, width, pieces, sharding):
 def run(transport, plan, kind):
     placement = Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
     make = {
-        "layers": lambda network, own: FSDPParameters(network, own, plan.sharding),
-        "stages": lambda network, own: PipelineFSDP(network, own, placement),
+        "layers": lambda adapter, own: FSDPParameters(adapter, own, plan.sharding),
+        "stages": lambda adapter, own: PipelineFSDP(adapter, own, placement),
     }
     return STEP.spread(plan, transport, make[kind])
 
