@@ -131,7 +131,7 @@ def schedules():
 def test_torch_runs_our_files_and_gets_the_gradients_of_one_process(gloo_pool, schedules, tmp_path):
     files = []
     for name, made in schedules.items():
-        for form, rows in (("compute_only", made.rows), ("compute_comms", made.rows_of_plan())):
+        for form, rows in (("compute_only", made.rows), ("compute_comms", made.pipeline_actions())):
             path = tmp_path / f"{name}.{form}.csv"
             path.write_text(to_csv(rows))
             files.append((str(path), form, made.pp_ranks, made.units))

@@ -35,7 +35,7 @@ def test_every_schedule_keeps_every_rule(schedule):
     schedule.validate()
     peak = simulate_schedule(schedule, Times.uniform(schedule)).peak_memory
     schedule.validate(cap=peak)
-    rows = schedule.rows_of_plan()
+    rows = schedule.pipeline_actions()
     table = Table("plan", schedule.pp_ranks, len(schedule.units), rows)
     complete(table)
     matched(table)

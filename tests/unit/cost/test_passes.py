@@ -148,7 +148,7 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
                     own = pass_times(cost, line.stages[action.stage], line.layer_ranges[action.stage]).of(move)
                     spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[host]}
     events = found.events
-    chosen = np.isin(events.kind, (EventKind.GATHER, EventKind.SUM))
+    chosen = np.isin(events.kind, (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER))
     taken = np.bincount(events.rank[chosen], (events.stop - events.start)[chosen], 8)
     assert taken.tolist() == list(spent.values())
 

@@ -35,7 +35,7 @@ def alive(plan, cost, host, rank):
         for span in current.by_stage[0].spans():
             spans.setdefault(span.document, []).append(r)
     own = pipeline.stages_of(host)
-    state = sum(memories[s].state_bytes(len(pipeline.hosts[host])) for s in own)
+    state = sum(memories[s].state_bytes(len(pipeline.ranks_by_pp_rank[host])) for s in own)
     state += max(memories[s].working_bytes() for s in own)
     for k, now in enumerate(row):
         done, units = set(row[:k]), 0.0
