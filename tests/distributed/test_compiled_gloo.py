@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Route, Span
@@ -16,6 +15,7 @@ from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from support.transports import CountingTransport
 from support.two_layouts import shifted
 
 pytestmark = pytest.mark.distributed
@@ -52,9 +52,9 @@ def compiled_step(transport, adapter, rows, valid, plan):
         parameters = ReshardingParameters(adapter, transport)
     else:
         parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=1)
-    assert list(parameters.masters()) == names
+    assert list(parameters.master_weights()) == names
     result = run_step(bind_plan(plan, transport), parameters, rows, valid)
-    found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
     again = evaluate(bind_plan(plan, transport), parameters, rows, valid)
     assert again == pytest.approx(result.loss, rel=1e-12)
     return found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])

@@ -18,9 +18,10 @@ from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
 from seqloom.plan import LayerRange, Sharding, Stage
-from seqloom.train.checkpoint import Checkpoints, Manifest, latest
+from seqloom.train.checkpoint import Checkpoints, Manifest
 from seqloom.train.config import Optimiser
-from seqloom.train.optim import make_optimiser, named_state
+from seqloom.train.optim import make_optimiser, state_by_name
+from support.runs import latest_checkpoint
 from support.scheduled import fixed_step
 from support.steps import Found, Step, tiny_spec
 from support.tiny_models import randomised, tiny_model
@@ -53,17 +54,17 @@ def run_units(transport, step, placement, parameters, weights=None):
     parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
     open_units, kept, sent = {}, {}, []
     for stage in mine:
-        parameters.acquire(parts[stage])
+        parameters.unshard(parts[stage])
     for stage in range(len(placement.stages)):
         for number in numbers if stage in mine else ():
             part, given = parts[stage], ids[number]
             if stage:
                 given = kept.pop((stage - 1, number), None)
                 if given is None:
-                    given = parameters.room(len(ids[number]))
+                    given = parameters.empty_hidden_states(len(ids[number]))
                     dist.recv(given, peer(stage - 1))
                 given.requires_grad_()
-            out = parameters.run(part, given, labels[number] if part.has_head else None, contexts[number])
+            out = parameters.forward(part, given, labels[number] if part.has_head else None, contexts[number])
             open_units[stage, number] = given, out
             if part.has_head:
                 total += out.item() / step.valid
@@ -94,8 +95,8 @@ def run_units(transport, step, placement, parameters, weights=None):
         handle.wait()
     for stage in mine:
         parameters.reduce(parts[stage])
-        parameters.release(parts[stage])
-    parameters.finish()
+        parameters.reshard(parts[stage])
+    parameters.finish_gradients()
     loss = torch.tensor(total, dtype=torch.float64)
     dist.all_reduce(loss)
     return loss.item()
@@ -104,11 +105,11 @@ def run_units(transport, step, placement, parameters, weights=None):
 def one_step(transport, step, placement, compute=None):
     adapter = step.model_adapter()
     weights = defer_weight_gradients(adapter.layers)
-    parameters = PipelineFSDP(adapter, transport, placement, compute=compute)
+    parameters = PipelineFSDP(adapter, transport, placement, param_dtype=compute)
     loss = run_units(transport, step, placement, parameters, weights)
-    found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.gradients()})
-    held = {name: tuple(master.to_local().shape) for name, master in parameters.masters().items()}
-    assert {each.grad.dtype for each in parameters.masters().values()} == {step.dtype}
+    found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.full_gradients()})
+    held = {name: tuple(master.to_local().shape) for name, master in parameters.master_weights().items()}
+    assert {each.grad.dtype for each in parameters.master_weights().values()} == {step.dtype}
     copies = sum(each.untyped_storage().nbytes() for each in adapter.module.parameters() if not each.is_meta)
     return found, held, copies
 
@@ -157,7 +158,7 @@ def of_transformers(step, lora):
 def run_transformers(transport, step, plan, lora):
     parameters = PipelineFSDP(of_transformers(step, lora), transport, Placement.of(plan))
     result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
-    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -200,13 +201,13 @@ def kept(transport, step, placement):
         parameters = FSDPParameters(adapter, transport, Sharding.FULL)
     else:
         parameters = PipelineFSDP(adapter, transport, placement)
-    return parameters, make_optimiser(parameters.masters(), Optimiser(lr=0.1))
+    return parameters, make_optimiser(parameters.master_weights(), Optimiser(lr=0.1))
 
 
 def everything(parameters, optimiser):
     """Values of the whole model, and this rank's moments, whole."""
-    moments = {name: state["exp_avg_sq"].full_tensor() for name, state in named_state(optimiser).items()}
-    return {name: value.clone() for name, value in parameters.values()}, moments
+    moments = {name: state["exp_avg_sq"].full_tensor() for name, state in state_by_name(optimiser).items()}
+    return {name: value.clone() for name, value in parameters.full_parameters()}, moments
 
 
 def handed_on(transport, step, placements, folder):
@@ -215,12 +216,12 @@ def handed_on(transport, step, placements, folder):
     for number, placement in enumerate(placements):
         parameters, optimiser = kept(transport, step, placement)
         with Checkpoints(Path(folder) / str(number)) as checkpoints:
-            state = {"model": parameters.masters(), "optimiser": named_state(optimiser)}
+            state = {"model": parameters.master_weights(), "optimiser": state_by_name(optimiser)}
             if number == 0:
                 run_units(transport, step, placement, parameters)
                 optimiser.step()
             else:
-                checkpoints.load(latest(Path(folder) / str(number - 1)), **state)
+                checkpoints.load(latest_checkpoint(Path(folder) / str(number - 1)), **state)
             checkpoints.save(1, **state, extra={})
         found.append(everything(parameters, optimiser))
     return found
@@ -232,7 +233,7 @@ def test_checkpoints_go_from_stages_to_other_stages_and_to_fsdp_and_back(gloo_po
     fold = placed((2, 1, 1, 1), 2, order=(0, 1, 1, 0))
     placements = [placed((1, 1, 2, 1), 4), None, placed((3, 2), 2, Sharding.HYBRID), fold]
     results = gloo_pool.run(handed_on, step, placements, str(tmp_path), ranks=RANKS)
-    manifests = [Manifest.read(latest(tmp_path / str(number))) for number in range(4)]
+    manifests = [Manifest.read(latest_checkpoint(tmp_path / str(number))) for number in range(4)]
     begin = dict(step.model().named_parameters())
     assert all(each.model.keys() == begin.keys() for each in manifests)
     values, moments = results[0][0][0], {}
@@ -264,7 +265,7 @@ def refused(transport, step):
             messages[name] = str(error)
     parameters = PipelineFSDP(adapter, transport, placed((3, 2), 2))
     try:
-        parameters.acquire(LayerRange(1, 2, 5))
+        parameters.unshard(LayerRange(1, 2, 5))
     except SeqloomError as error:
         messages["part"] = str(error)
     return messages

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, remapped
+from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, run_in_mlp_layout
 from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor
         context: of the round. A rank that is in no group may not know its team, and has no tokens either; a ticket, as
             compiled layers have it, has no team.
     """
-    team = None if isinstance(context, torch.Tensor) else context.team
+    team = None if isinstance(context, torch.Tensor) else context.tp_group
     members = 1 if team is None else len(team.ranks)
     if weight.shape[0] * members != rows and (team is None or members > 1):
         raise SeqloomError(
@@ -277,7 +277,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), table, context)
-        return x + remapped(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
+        return x + run_in_mlp_layout(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
 
 
 class Decoder(nn.Module):
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
 
     def body(self, x: torch.Tensor, positions: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
         """Run layers first .. stop - 1 on `x` [tokens, hidden]; the result has its shape."""
-        if context.team is not None:
+        if context.tp_group is not None:
             positions = attention_context(context).positions
         table = self.rope.table(positions, self.dim, x.dtype)  # once, for all layers
         for layer in islice(self.layers, first, stop):

@@ -24,8 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
-from seqloom.dist.reshard_index import Box, boxes_of
-from seqloom.dist.resharding import Pending, Resharder
+from seqloom.dist.resharding import Box, InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import LossOf, ModelAdapter
@@ -139,7 +138,7 @@ class MoveMaker:
             self._weights,
             source,
             target,
-            self._transport.aside,
+            self._transport.background,
             device=self._device,
             node_size=node_size,
             bundles=self.bundles,
@@ -211,7 +210,7 @@ class ParamPrefetch:
 
     def __init__(self) -> None:
         """Start with nothing under way."""
-        self._open: dict[int, Pending] = {}
+        self._open: dict[int, InFlight] = {}
 
     def start(self, relay: Resharder, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
         """Send this rank's rows to all who need them, and receive what this one needs into `room`.
@@ -219,9 +218,9 @@ class ParamPrefetch:
         Returns at once, but waits for first hops where this rank has to begin the second ones.
         """
         for bundle in range(len(relay.bundles)):
-            self._open[bundle] = relay.start(bundle, rows, dtype, into=room)
+            self._open[bundle] = relay.start_copy(bundle, rows, dtype, into=room)
         for pending in self._open.values():
-            pending.go_on()
+            pending.start_second_hop()
 
     def wait(self, bundles: Iterable[int]) -> None:
         """Return when these are there."""
@@ -260,7 +259,7 @@ class GradReduce:
         }
         self._lacking = [set(held) for held in self._held]
         self._left = list(range(len(self._held)))
-        self._started: list[Pending] = []
+        self._started: list[InFlight] = []
 
     def add(self, number: int) -> None:
         """Note that a weight has its whole gradient."""
@@ -289,7 +288,7 @@ class GradReduce:
         self.end()
         sums: dict[int, torch.Tensor] = {}
         for pending in self._started:
-            pending.go_on()
+            pending.start_second_hop()
         for pending in self._started:
             sums |= pending.wait()
         return sums
@@ -298,7 +297,7 @@ class GradReduce:
         """Start what is complete, from the last bundle on."""
         while self._left and not self._lacking[self._left[-1]]:
             bundle = self._left.pop()
-            self._started.append(self._relay.start_sum(bundle, self._take(self._held[bundle]), self._dtype))
+            self._started.append(self._relay.start_reduce(bundle, self._take(self._held[bundle]), self._dtype))
 
 
 # ---- merged: runtime.passes
@@ -353,7 +352,7 @@ class Passes:
         relay = self._relays[part]
         room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
         for bundle in range(len(relay.bundles)):  # one at a time: what is packed stays small
-            relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
+            relay.start_copy(bundle, self._shares, self._copies.dtype, into=room).wait()
         self._there.add(part)
 
     def layer_went_back(self, numbers: Set[int]) -> None:
@@ -414,7 +413,7 @@ class Passes:
     def _sum(self, part: LayerRange, bundle: int) -> None:
         relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
         found = self._copies.take_gradients(relay.bundles[bundle])
-        self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
+        self._gradients |= relay.start_reduce(bundle, found, wide, into=self._gradients).wait()
 
     def _numbers(self, part: LayerRange) -> set[int]:
         return {number for bundle in self._relays[part].bundles for number in bundle}
@@ -452,20 +451,20 @@ class ReshardingParameters:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
+        self, adapter: ModelAdapter, transport: Transport, *, param_dtype: torch.dtype | None = None, chunk: int = CHUNK
     ) -> None:
         """Cut the network in place: between steps its module has shapes and values of the last plan only.
 
         Args:
             network: the model, on the device where it will run, with all its values, or with `values`, one at a time.
             transport: this rank's; where torch.distributed runs, all ranks of the job.
-            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+            param_dtype: dtype of parameters and activations in the model; None: that of the masters. Gradients are
                 added up and summed over ranks in float32 or wider.
             chunk: as in `summed_loss`.
         """
         parameters = list(adapter.module.parameters())
         self._device = device_of(adapter, parameters)
-        _check_dtypes(parameters, compute)
+        _check_dtypes(parameters, param_dtype)
         self._adapter, self._transport = adapter, transport
         self._hidden = cast("torch.Tensor", adapter.head.weight).shape[1]
         self._weights = weights_of(adapter)
@@ -474,7 +473,7 @@ class ReshardingParameters:
         self._bundles = self._maker.bundles
         self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(adapter.layers)), HEAD)}
         self._masters = OptimizerShards(adapter, transport, self._device)
-        self._copies = ComputeCopies(adapter.module, compute, self._masters.shapes)
+        self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes)
         self._moves: dict[Strategy, Moves] = {}
         self._arrivals, self._passes = ParamPrefetch(), Passes({}, {}, self._copies)
         self._departures: GradReduce | None = None
@@ -484,7 +483,7 @@ class ReshardingParameters:
         self._watch()
 
     @property
-    def sharers(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """This rank alone: copies are whole."""
         return (self._transport.rank,)
 
@@ -493,14 +492,14 @@ class ReshardingParameters:
         """See `Parameters.weight_gradients`."""
         return self._adapter.weight_gradients
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         return torch.empty((tokens, self._hidden), dtype=self._copies.dtype, device=self._device)
 
-    def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`. Layers wait for what they need, see `Arrivals.start`."""
+    def prefetch(self, plan: Plan) -> None:
+        """See `Parameters.prefetch`. Layers wait for what they need, see `Arrivals.start`."""
         self._check(plan)
-        self.settle()
+        self.wait_prefetch()
         rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
         dtype, held, shared = self._copies.dtype, moves.values.target, moves.shared
         same = moves.values.source.items() & held.items()
@@ -514,18 +513,20 @@ class ReshardingParameters:
         self._departures = GradReduce(moves.gradients, self._taken, sum_dtype(dtype), parts)
         self._last = False
 
-    def settle(self) -> None:
-        """See `Parameters.settle`."""
+    def wait_prefetch(self) -> None:
+        """See `Parameters.wait_prefetch`."""
         self._arrivals.wait_for_all()
 
-    def acquire(self, part: LayerRange) -> None:
-        """See `Parameters.acquire`; `arrange` has brought the parameters, or shares to be gathered."""
+    def unshard(self, part: LayerRange) -> None:
+        """See `Parameters.unshard`; `arrange` has brought the parameters, or shares to be gathered."""
         if part in self._passes:
             self._arrivals.wait(self._bundles_of(part))
             self._passes.acquire(part)
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
-        """See `Parameters.run`."""
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """See `Parameters.forward`."""
         if part.has_embedding:
             self._arrivals.wait(self._wants[EMBEDDING])
         if part.has_head and self._adapter.norm is None:
@@ -554,13 +555,13 @@ class ReshardingParameters:
         self._passes.flush(part, late=self.weight_gradients.enabled)
         self._leaving().end_part(part)
 
-    def release(self, part: LayerRange) -> None:
-        """See `Parameters.release`; what is not in shares stays until the next plan, which often has the same."""
+    def reshard(self, part: LayerRange) -> None:
+        """See `Parameters.reshard`; what is not in shares stays until the next plan, which often has the same."""
         self._passes.release(part)
 
-    def finish(self) -> None:
-        """See `Parameters.finish`."""
-        self.settle()
+    def finish_gradients(self) -> None:
+        """See `Parameters.finish_gradients`."""
+        self.wait_prefetch()
         self._passes.finish(late=self.weight_gradients.enabled)
         self._masters.put_gradients(self._leaving().wait())
         self._departures = None
@@ -569,24 +570,24 @@ class ReshardingParameters:
         """See `Parameters.gradient_norm`."""
         return self._masters.squared_norm().sqrt()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.gradients`; each is gathered when its turn comes."""
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_gradients`; each is gathered when its turn comes."""
         yield from self._masters.gradients()
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.values`; each is gathered when its turn comes."""
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`; each is gathered when its turn comes."""
         yield from self._masters.values()
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.masters`; distributed tensors where torch.distributed runs."""
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`; distributed tensors where torch.distributed runs."""
         return self._masters.trained()
 
-    def computing(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.computing`."""
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.compute_weights`."""
         yield from self._copies.held()
 
-    def clear(self) -> None:
-        """See `Parameters.clear`."""
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
         self._head.clear()
         self._copies.clear()
         for master in self._masters.parameters:
@@ -594,7 +595,7 @@ class ReshardingParameters:
 
     def _leaving(self) -> GradReduce:
         if self._departures is None:
-            raise SeqloomError("gradients of parameters that no plan was arranged for; call arrange(plan) first")
+            raise SeqloomError("gradients of parameters that no plan was arranged for; call prefetch(plan) first")
         return self._departures
 
     def _watch(self) -> None:
@@ -674,5 +675,5 @@ def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | Non
     dtypes = sorted({str(parameter.dtype) for parameter in parameters})
     if compute is None and len(dtypes) > 1:
         raise SeqloomError(
-            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as compute="
+            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as param_dtype="
         )

@@ -4,61 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappush, heapreplace
-from itertools import repeat
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.layout import Span
-from seqloom.plan import Group, Pipeline, Plan, Round, StageMicroBatch
-from seqloom.planners.problem import CHECKPOINTS, Problem
+from seqloom.plan import Group, Plan, StageMicroBatch
+from seqloom.planners.packing import least_loaded
+from seqloom.planners.problem import (
+    BatchProblem,
+    build_plan,
+    checkpoint_capacities,
+    fastest_checkpoint,
+    whole_documents,
+)
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.zones.fill import Seating
 from seqloom.planners.zones.prices import WHOLE, Alone, Prices
 from seqloom.planners.zones.search import best_filling
 
 
-def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
+def build_zones(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
-    cost, reduce = prices.cost, prices.variant.reduce
-    capacities = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == reduce}
+    cost, reduce = prices.cost, prices.policy.reduce
+    capacities = checkpoint_capacities(cost, reduce)
     size = lengths.tolist()
     built = []
     for seating in rounds:
-        fullest = prices.capacity - min(seating.room)
-        checkpoint = next(c for c in CHECKPOINTS if capacities.get(c, -1) >= fullest)
-        built.append(Round((StageMicroBatch(groups_of(prices, seating, size), checkpoint),)))
-    return Plan(
-        limits=cost.limits(reduce),
-        sharding=cost.sharding,
-        reduce=reduce,
-        documents=tuple(size),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce),),
-        planner="zones",
-    )
+        checkpoint = fastest_checkpoint(capacities, prices.capacity - min(seating.room))
+        assert checkpoint is not None
+        built.append(StageMicroBatch(groups_of(prices, seating, size), checkpoint))
+    return build_plan(cost, size, built, reduce, "zones")
 
 
 def groups_of(prices: Prices, seating: Seating, lengths: Sequence[int]) -> tuple[Group, ...]:
     """The groups of a round, slow links first: those that cross nodes, then the wider ones, then whole documents."""
-    node = prices.cost.node_size
+    cost, node = prices.cost, prices.cost.node_size
     cuts = sorted(
         seating.cut.items(),
         key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
     )
-    cost = prices.cost
-    groups = [cost.group(prices.shapes[s], ranks, _spans(members, lengths)) for (ranks, s), members in cuts]
+    groups = [whole_documents(cost, prices.shapes[s], ranks, members, lengths) for (ranks, s), members in cuts]
     for rank, members in enumerate(seating.whole):
         if members:
-            groups.append(cost.group(WHOLE, (rank,), _spans(members, lengths)))
+            groups.append(whole_documents(cost, WHOLE, (rank,), members, lengths))
     return tuple(groups)
-
-
-def _spans(documents: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:
-    ordered = sorted(documents)
-    return tuple(map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False)))
 
 
 # ---- merged: planners.zones.deal
@@ -79,20 +70,8 @@ def deal_apart(prices: Prices, rounds: int) -> list[list[int]]:
     if rounds == 1:
         return [order]
     tokens, whole = prices.listed
-    room = [prices.capacity * prices.cost.ranks] * rounds
-    work = [(0, r) for r in range(rounds)]
-    dealt: list[list[int]] = [[] for _ in range(rounds)]
-    for k in order:
-        size, chosen = tokens[k], work[0]
-        if room[chosen[1]] < size:
-            chosen = min((one for one in work if room[one[1]] >= size), default=max(work, key=lambda one: room[one[1]]))
-            work.remove(chosen)
-            heapify(work)
-            heappush(work, (chosen[0] + whole[k], chosen[1]))
-        else:
-            heapreplace(work, (chosen[0] + whole[k], chosen[1]))
-        room[chosen[1]] -= size
-        dealt[chosen[1]].append(k)
+    dealt = least_loaded(order, tokens, whole, rounds, prices.capacity * prices.cost.ranks, overflow=True)
+    assert dealt is not None
     return dealt
 
 
@@ -113,7 +92,7 @@ def deal_together(prices: Prices, rounds: int) -> list[list[int]]:
 
 
 # ---- merged: planners.zones.planner
-# Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best variant.
+# Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best policy.
 
 
 EVALUATIONS = 1_200
@@ -132,7 +111,7 @@ WORTH = 200
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A partition of the batch under one variant, and the step it leads to."""
+    """A partition of the batch under one policy, and the step it leads to."""
 
     ns: int
     prices: Prices
@@ -140,14 +119,14 @@ class Answer:
 
 
 def plan_zones(
-    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, only: Variant | None = None
+    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, only: MemoryPolicy | None = None
 ) -> Plan:
     """Plan a batch with groups that may share ranks.
 
     Args:
         lengths: int64[n] tokens.
         evaluations: fillings of each round; None chooses by size.
-        only: the one variant to plan for; None tries all that can still win.
+        only: the one policy to plan for; None tries all that can still win.
     """
     if cost.tensor > 1:
         raise SeqloomError(
@@ -155,11 +134,11 @@ def plan_zones(
             "use planner flex, static or pipeline"
         )
     array = Batch.of(lengths).lengths
-    variants = [variant for variant in cost.variants if only in (None, variant)]
-    holding = [Alone.of(array, cost, variant) for variant in variants if holds(array, cost, variant)]
+    policies = [policy for policy in cost.policies if only in (None, policy)]
+    holding = [Alone.of(array, cost, policy) for policy in policies if holds(array, cost, policy)]
     if not holding:
-        widest = max(variants, key=cost.capacity)
-        raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
+        widest = max(policies, key=cost.capacity)
+        raise BatchProblem(array, cost, widest, cost.tables(array, widest)).too_long()
     best: Answer | None = None
     quick = evaluations is None and len(array) >= QUICK_FROM
     least = 1 if len(array) >= ONCE_FROM else LEAST
@@ -174,14 +153,14 @@ def plan_zones(
                     answer = partition(prices, deal(prices, rounds), fillings)
                     best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
-    plan = build_plan(best.prices, best.rounds, array)
+    plan = build_zones(best.prices, best.rounds, array)
     return plan if quick else with_remapping(plan, cost)
 
 
-def holds(lengths: np.ndarray, cost: CostModel, variant: Variant) -> bool:
+def holds(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> bool:
     """Whether the largest group holds the longest document."""
-    most = max(shape.degree for shape in cost.shapes) * cost.capacity(variant)
-    return int(cost.tokens(lengths.max(keepdims=True))[0]) <= most
+    most = max(shape.degree for shape in cost.shapes) * cost.capacity(policy)
+    return int(cost.padded_lengths(lengths.max(keepdims=True))[0]) <= most
 
 
 def rounds_to_try(alone: Alone, quick: bool) -> list[int]:
@@ -217,4 +196,4 @@ def partition(prices: Prices, dealt: list[list[int]], evaluations: int) -> Answe
                 waiting[0] = sorted([*waiting[0], *seating.left], key=lambda k: (-int(prices.whole[k]), k))
             else:
                 waiting.append(seating.left)
-    return Answer(int(ready.max()) + prices.cost.step_overhead_ns(prices.variant), prices, seated)
+    return Answer(int(ready.max()) + prices.cost.step_overhead_ns(prices.policy), prices, seated)
