@@ -115,7 +115,7 @@ def find_schedule(entry: Entry) -> Entry:
     return {
         "hash": _digest([made.to_csv().encode()]),
         "bubble": found.bubble,
-        "makespan": found.makespan,
+        "makespan": found.step_time,
         "peak_memory": found.peak_memory,
     }
 
