@@ -10,7 +10,9 @@ from seqloom.cost import CostModel
 from seqloom.cost.plan_cost import idle_memory, pipeline_memory, tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
 from seqloom.cost.stages import StageMemory
-from seqloom.plan import ActionKind, Pipeline, Plan, StageMicroBatch
+from seqloom.plan import Pipeline, Plan, StageMicroBatch
+from seqloom.plan.action import B, F, I, W
+from seqloom.schedules.memory import UnitMemory, memory_walk
 
 
 def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
@@ -20,34 +22,24 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
         if len(pipeline.stages) == 1:
             peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
             continue
-        for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
-            used = _state(plan, cost, pipeline, host) + _walk(plan, cost, pipeline, host)[list(ranks)]
+        for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
+            used = _state(plan, cost, pipeline, pp_rank) + _walk(plan, cost, pipeline, pp_rank)[list(ranks)]
             peak[list(ranks)] = np.ceil(used).astype(np.int64)
     return peak
 
 
-class _Load(NamedTuple):
-    """What a unit takes on a stage; float64[ranks] bytes each, see `Holding`."""
-
-    held: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
-    deferred: np.ndarray
-    split: np.ndarray
-
-
-def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
-    """float64[ranks of the host] bytes before any token."""
-    stages = {stage: _stage_memory(cost, pipeline, stage) for stage in pipeline.stages_of(host)}
+def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int) -> np.ndarray:
+    """float64[ranks of the pp_rank] bytes before any token."""
+    stages = {stage: _stage_memory(cost, pipeline, stage) for stage in pipeline.stages_of(pp_rank)}
     working = max(stage.working_bytes() for stage in stages.values())
     passes = _passes(cost, pipeline)
     state = {}
-    for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[host]):
+    for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[pp_rank]):
         own = working
         for number, stage in stages.items():
             own += passes[number].always if number in passes else stage.state_bytes(len(shard_group))
         state |= dict.fromkeys(shard_group, own)
-    return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[host]], dtype=np.float64)
+    return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[pp_rank]], dtype=np.float64)
 
 
 def _stage_memory(cost: CostModel, pipeline: Pipeline, stage: int) -> StageMemory:
@@ -63,44 +55,40 @@ def _passes(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMemory]:
     return found
 
 
-def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndarray:
-    """float64[ranks] bytes: the most that units and their documents' keys and values hold at once on a host."""
-    loads, carries = {}, {}
-    for stage in pipeline.stages_of(host):
+def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int) -> np.ndarray:
+    """float64[ranks] bytes: peak of units and of their documents' keys and values on a pipeline rank."""
+    units, passes = {}, _passes(cost, pipeline)
+    for stage in pipeline.stages_of(pp_rank):
         memory = _stage_memory(cost, pipeline, stage)
+        _, copies, layer, _, _ = passes.get(stage, _STAYS)
         for r, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
-            loads[stage, r] = _Load(*(each * tokens for each in memory.activation_bytes(work.checkpoint, work.offload)))
-            carries[stage, r] = carried_changes(plan, memory, work)
-    live, most = np.zeros(cost.ranks), np.zeros(cost.ranks)
-    passes, late = _passes(cost, pipeline), set()
-    for action in pipeline.actions[host]:
-        key = action.stage, action.round
-        if action.kind not in _CHANGES or key not in loads:
-            continue
-        load, carry = loads[key], carries[key]
-        _, copies, layer, rest, halves = passes.get(action.stage, _STAYS)
-        if action.kind == ActionKind.F:
-            live = live + load.held + carry.begun
-            most = np.maximum(most, live + load.forward + copies)
-        elif action.kind == ActionKind.W:
-            live = live + (0 if action.stage in late else halves)
+            sizes = (each * tokens for each in memory.activation_bytes(work.checkpoint, work.offload))
+            unit, carried = UnitMemory(*sizes), carried_changes(plan, memory, work)
+            units[stage, r] = unit._replace(
+                forward=unit.forward + copies,
+                backward=unit.backward + copies + layer,
+                weight=copies,
+                kv=carried.begun,
+                kv_grad=carried.returning,
+                kv_freed=carried.done,
+            )
+    most, weight_gradients, late = np.zeros(cost.ranks), 0, set()
+    row = (action for action in pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
+    for action, peak, after in memory_walk(row, lambda action: units[action.stage, action.round]):
+        _, copies, _, rest, halves = passes.get(action.stage, _STAYS)
+        if action.kind is W and action.stage not in late:
+            weight_gradients += halves
             late.add(action.stage)
-            most = np.maximum(most, live + copies)
-            live = live - load.deferred
-        else:
-            live = live + carry.returning
-            split = action.kind == ActionKind.I
-            most = np.maximum(most, live + load.backward + copies + layer + (load.split if split else 0.0))
-            live = live - load.held - carry.done + (load.deferred if split else 0.0)
-            ending = load.backward + copies + layer + rest if copies else 0.0
-            most = np.maximum(most, live + ending)
+        most = np.maximum(most, peak + weight_gradients)
+        if action.kind in (B, I):
+            ending = units[action.stage, action.round].backward + rest if copies else 0.0
+            most = np.maximum(most, after + weight_gradients + ending)
     return most
 
 
 _STAYS = UnshardMemory(0, 0, 0, 0, 0)  # what a stage has stays for the step: it is in its state
-_CHANGES = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
 
 class Carried(NamedTuple):

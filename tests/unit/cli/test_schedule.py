@@ -35,8 +35,8 @@ def test_text_shows_the_grid_and_the_figures(run):
     text = run("schedule 1f1b --stages 2 --micro-batches 3").out
     assert text.splitlines() == [
         "1f1b: 2 hosts, 1 stage each, 3 micro-batches, 1 piece each",
-        "host 0 | 0F0 0F1  .   .  0B0  -  0F2 0B1  -   .  0B2  -",
-        "host 1 |  .  1F0 1B0  -  1F1 1B1  -  1F2 1B2  -   .   .",
+        "pp_rank 0 | 0F0 0F1  .   .  0B0  -  0F2 0B1  -   .  0B2  -",
+        "pp_rank 1 |  .  1F0 1B0  -  1F1 1B1  -  1F2 1B2  -   .   .",
         "F forward  B backward  . idle",
         "bubble 25.0 %, makespan 12",
         "peak memory per host, in micro-batches: 2 1",
@@ -46,7 +46,7 @@ def test_text_shows_the_grid_and_the_figures(run):
 def test_what_does_not_fit_in_a_few_blocks_is_drawn_with_marks(run):
     text = run("schedule zb-h2 --stages 4 --micro-batches 64").out
     lines = text.splitlines()
-    assert [line[:8] for line in lines[1:5]] == [f"host {h} |" for h in range(4)]
+    assert [line[:11] for line in lines[1:5]] == [f"host {h} |" for h in range(4)]
     assert set(lines[1][8:]) <= set(" FIW.")
     assert "from the first start to the last stop" in " ".join(text.split())
 
@@ -101,7 +101,7 @@ def test_a_broken_file_is_refused_with_its_step_marked(run, folder, kind):
     assert result.code == 2 and result.out == ""
     first, *lines = result.err.splitlines()
     assert first.startswith("seqloom: ") and words in first
-    assert [line[:8] for line in lines] == ["host 0 |", "host 1 |"]
+    assert [line[:11] for line in lines] == ["pp_rank 0 |", "pp_rank 1 |"]
     assert sum(marked in line for line in lines) == 1
 
 

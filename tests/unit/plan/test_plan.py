@@ -40,8 +40,8 @@ def test_islands(plain: Plan) -> None:
     assert replace(plain, sharding=Sharding.NONE).shard_groups == tuple((rank,) for rank in range(8))
 
 
-def test_islands_lie_inside_a_host(plain: Plan) -> None:
-    """Stages on ranks 0-1, 2-5 and 0-1 again: two hosts, of which the second lies in two nodes."""
+def test_islands_lie_inside_a_pp_rank(plain: Plan) -> None:
+    """Stages on ranks 0-1, 2-5 and 0-1 again: two pp_ranks, of which the second lies in two nodes."""
     stages = (Stage((0, 1), (0, 1)), Stage((2, 3, 4, 5), (1, 2)), Stage((0, 1), (2, 4)))
     plan = replace(plain, pipelines=(replace(plain.pipelines[0], stages=stages),))
     assert plan.shard_groups == ((0, 1), (2, 3, 4, 5))
