@@ -26,7 +26,7 @@ from seqloom.engine import bind_plan, run_step
 from seqloom.layout import Span
 from seqloom.models.split_backward import WeightGradients
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 # Name -> pieces of a sequence, stages of a host.
 SCHEDULES = {"1f1b": (1, 1), "seq1f1b": (4, 1), "seq1f1b-zb": (4, 1), "interleaved": (1, 2), "zb-v": (1, 2)}
@@ -63,7 +63,7 @@ class Hollow:
     """Parameters of stages that hand on what they are given; adds up the time of what is not the executor's."""
 
     def __init__(self) -> None:
-        self.weights, self.sharers, self.seconds = WeightGradients(), (RANK,), 0.0
+        self.weight_gradients, self.shard_ranks, self.seconds = WeightGradients(), (RANK,), 0.0
 
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run a stage's work."""
@@ -72,22 +72,22 @@ class Hollow:
         self.seconds += time.thread_time() - begin
         return result
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         return self.timed(lambda: torch.zeros(tokens, 64))
 
-    def run(self, part: Any, given: torch.Tensor, labels: torch.Tensor | None, context: object) -> torch.Tensor:
-        """See `Parameters.run`."""
+    def forward(self, part: Any, given: torch.Tensor, labels: torch.Tensor | None, context: object) -> torch.Tensor:
+        """See `Parameters.forward`."""
         return self.timed(lambda: given * 1.0)
 
     def backward(self, output: Any, gradient: torch.Tensor, *, reduce: bool) -> None:
         """See `Parameters.backward`."""
         self.timed(lambda: torch.autograd.backward(output, gradient))
 
-    def acquire(self, part: Any = None) -> None:
+    def unshard(self, part: Any = None) -> None:
         """Do nothing."""
 
-    arrange = reduce = release = finish = clear = acquire
+    prefetch = reduce = reshard = finish_gradients = zero_grad = unshard
 
     def gradient_norm(self) -> float:
         """Return a number."""
@@ -96,15 +96,15 @@ class Hollow:
 
 def plan_of(name: str, pieces: int, chunks: int) -> Plan:
     """Return a plan with one rank per host, in the order of a schedule."""
-    schedule = schedule_of(name, HOSTS, SEQUENCES, pieces, chunks)
-    cuts = pairwise(range(len(schedule.hosts) + 1))
-    stages = tuple(Stage((host,), layers) for host, layers in zip(schedule.hosts, cuts, strict=True))
+    schedule = build_schedule(name, HOSTS, SEQUENCES, pieces, chunks)
+    cuts = pairwise(range(len(schedule.pp_ranks) + 1))
+    stages = tuple(Stage((host,), layers) for host, layers in zip(schedule.pp_ranks, cuts, strict=True))
     units = [Span(sequence, TOKENS * piece, TOKENS * (piece + 1)) for sequence, piece, _ in schedule.units]
     works = [
         tuple(StageMicroBatch((Group(s.ranks, 1, 1, (span,)),), Checkpoint.NONE) for s in stages) for span in units
     ]
     limits = Limits(HOSTS, HOSTS, 8, ((Checkpoint.NONE, 10**6),))
-    line = Pipeline(stages, tuple(map(Round, works)), schedule.rows_of_plan())
+    line = Pipeline(stages, tuple(map(Round, works)), schedule.pipeline_actions())
     plan = Plan(limits, Sharding.FULL, Reduce.STEP, (TOKENS * pieces,) * SEQUENCES, (line,), name)
     plan.validate()
     return plan

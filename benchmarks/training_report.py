@@ -14,7 +14,7 @@ from common import Check, show, show_checks
 from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.calibrate import Calibration, Trial
 from seqloom.plan import Group
-from seqloom.planners.registry import Planned
+from seqloom.planners.registry import TimedPlan
 
 TIE = 1.01
 """Planners whose predicted times are nearer than this have no order to be right or wrong about."""
@@ -32,10 +32,10 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     @staticmethod
-    def entry(made: Planned, cost: CostModel, seconds: float) -> dict[str, Any]:
+    def entry(made: TimedPlan, cost: CostModel, seconds: float) -> dict[str, Any]:
         """One batch under one planner."""
         rounds = made.plan.pipelines[0].rounds
-        groups = [group for each in rounds for group in each.work[0].groups]
+        groups = [group for each in rounds for group in each.by_stage[0].groups]
         return {
             "measured_ms": 1e3 * seconds,
             "predicted_ms": cost.plan_ns(made.plan) / 1e6,
@@ -126,7 +126,7 @@ def shape_of(group: Group) -> GroupShape:
 def described(trial: Trial, predicted_ns: float) -> dict[str, Any]:
     """One trial of the calibration."""
     rounds = trial.plan.pipelines[0].rounds
-    group = rounds[0].work[0].groups[0]
+    group = rounds[0].by_stage[0].groups[0]
     return {
         "shape": str(shape_of(group)),
         "documents": len(group.spans),

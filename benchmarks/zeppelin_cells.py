@@ -133,7 +133,7 @@ def in_one_layout(plan: Plan) -> Plan:
     """The same plan with linear layers where attention is."""
 
     def kept(current: Round) -> Round:
-        return Round(tuple(replace(work, linear=None) for work in current.work))
+        return Round(tuple(replace(work, linear=None) for work in current.by_stage))
 
     pipelines = (replace(one, rounds=tuple(map(kept, one.rounds))) for one in plan.pipelines)
     return replace(plan, pipelines=tuple(pipelines))
@@ -143,6 +143,6 @@ def with_shapes(cost: CostModel, keep: Callable[[GroupShape], bool]) -> CostMode
     """The same cost model with fewer shapes for planners to choose from, chosen among those as usual."""
     fewer = copy.copy(cost)
     fewer.shapes = tuple(shape for shape in cost.engine.shapes if keep(shape))
-    useful = [useful_shapes(partial(fewer.tables, variant=variant)) for variant in cost.variants]
+    useful = [useful_shapes(partial(fewer.tables, policy=policy)) for policy in cost.policies]
     fewer.shapes = ordered(shape for shapes in useful for shape in shapes)
     return fewer

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Route, Span
@@ -16,6 +15,7 @@ from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from support.transports import CountingTransport
 from support.two_layouts import shifted
 
 pytestmark = pytest.mark.distributed
@@ -40,21 +40,21 @@ def pool():
         yield workers
 
 
-def compiled_step(transport, network, rows, valid, plan):
+def compiled_step(transport, adapter, rows, valid, plan):
     """Loss, norm and gradients of a step with compiled layers, and what was compiled."""
     from torch._dynamo.utils import counters
 
     counters.clear()
-    names = [name for name, _ in network.module.named_parameters()]
-    compile_layers(network.layers, backend="aot_eager")
-    recompute_layers(network.layers)
+    names = [name for name, _ in adapter.module.named_parameters()]
+    compile_layers(adapter.layers, backend="aot_eager")
+    recompute_layers(adapter.layers)
     if plan.sharding == Sharding.FREE:
-        parameters = ReshardingParameters(network, transport)
+        parameters = ReshardingParameters(adapter, transport)
     else:
-        parameters = FSDPParameters(network, transport, plan.sharding, node_size=1)
-    assert list(parameters.masters()) == names
+        parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=1)
+    assert list(parameters.master_weights()) == names
     result = run_step(bind_plan(plan, transport), parameters, rows, valid)
-    found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
     again = evaluate(bind_plan(plan, transport), parameters, rows, valid)
     assert again == pytest.approx(result.loss, rel=1e-12)
     return found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
@@ -66,7 +66,7 @@ def of_reference(transport, plans):
 
 
 def of_llama(transport, plan):
-    from seqloom.integrations.transformers import attach, network
+    from seqloom.integrations.transformers import attach, model_adapter
 
     ids = documents(STEP.lengths)
 
@@ -75,7 +75,7 @@ def of_llama(transport, plan):
         pieces = [(ids[d][a:b], targets(ids[d])[a:b]) for d, a, b in context.spans]
         return tuple(torch.cat([each[k] for each in pieces] or none) for k in (0, 1))
 
-    return compiled_step(transport, network(attach(tiny_model("llama"))), rows, VALID, plan)
+    return compiled_step(transport, model_adapter(attach(tiny_model("llama"))), rows, VALID, plan)
 
 
 def planned(sharding, shift=0):
@@ -98,16 +98,16 @@ def traffic(transport, plan, keeps):
     """Calls and bytes of every verb in the rounds of a plan, with plain layers and with compiled ones."""
     found = []
     for compiles in (False, True):
-        network = ModelAdapter.of(STEP.model())
+        adapter = ModelAdapter.of(STEP.model())
         if compiles:
-            compile_layers(network.layers, backend="aot_eager")
-        recompute_layers(network.layers, keep_exchanged=keeps)
+            compile_layers(adapter.layers, backend="aot_eager")
+        recompute_layers(adapter.layers, keep_exchanged=keeps)
         counting = CountingTransport(transport)
         contexts = [each.context for each in bind_plan(plan, counting).rounds]
         counting.reset()
         for context in contexts:
             if context is not None:
-                LossOf(network)(*STEP.rows()(context), context).backward()
+                LossOf(adapter)(*STEP.rows()(context), context).backward()
         sent = [counting.traffic(verb) for verb in ("all_to_all", "exchange", "all_gather", "all_reduce")]
         found.append([(each.calls, each.bytes) for each in sent])
     return found

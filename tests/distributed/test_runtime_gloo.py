@@ -34,10 +34,10 @@ NODE = 4
 def spread(transport, step, plan):
     """The step under the plan's own sharding."""
 
-    def make(network, transport):
+    def make(adapter, transport):
         if plan.sharding == Sharding.FREE:
-            return ReshardingParameters(network, transport)
-        return FSDPParameters(network, transport, plan.sharding, node_size=NODE)
+            return ReshardingParameters(adapter, transport)
+        return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE)
 
     return step.spread(plan, transport, make)
 
@@ -92,15 +92,15 @@ def test_rounds_may_be_open_together(gloo_pool):
 
 def trained_with(transport, step, plan, compute, kind):
     """Losses of four clipped AdamW steps, and what a rank holds."""
-    network = ModelAdapter.of(step.model())
-    recompute_layers(network.layers)
-    names = [name for name, _ in network.module.named_parameters()]
+    adapter = ModelAdapter.of(step.model())
+    recompute_layers(adapter.layers)
+    names = [name for name, _ in adapter.module.named_parameters()]
     if kind == Sharding.FREE:
-        parameters = ReshardingParameters(network, transport, compute=compute)
+        parameters = ReshardingParameters(adapter, transport, param_dtype=compute)
     else:
-        parameters = FSDPParameters(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
-    assert list(parameters.masters()) == names
-    optimiser = torch.optim.AdamW(parameters.masters().values(), lr=0.02)
+        parameters = FSDPParameters(adapter, transport, kind, node_size=NODE, param_dtype=compute, keep_gathered=True)
+    assert list(parameters.master_weights()) == names
+    optimiser = torch.optim.AdamW(parameters.master_weights().values(), lr=0.02)
     bound, losses = bind_plan(plan, transport), []
     for _ in range(4):
         result = run_step(bound, parameters, step.rows(), step.valid)
@@ -108,14 +108,14 @@ def trained_with(transport, step, plan, compute, kind):
         optimiser.step()
         losses.append(result.loss)
     losses.append(evaluate(bound, parameters, step.rows(), step.valid))
-    held = {parameter.grad.dtype for parameter in parameters.masters().values()}
-    return losses, held, sum(parameter.to_local().numel() for parameter in parameters.masters().values())
+    held = {parameter.grad.dtype for parameter in parameters.master_weights().values()}
+    return losses, held, sum(parameter.to_local().numel() for parameter in parameters.master_weights().values())
 
 
 def idle_then_busy(transport, step, plans, kind):
     """Evaluate everywhere, train where only node 0 works, and return the loss that everyone then finds."""
     parameters = FSDPParameters(ModelAdapter.of(step.model()), transport, kind, node_size=NODE)
-    optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.1)
+    optimiser = torch.optim.SGD(parameters.master_weights().values(), lr=0.1)
     evaluate(bind_plan(plans[0], transport), parameters, step.rows(), step.valid)
     run_step(bind_plan(plans[1], transport), parameters, step.rows(), step.valid)
     optimiser.step()
@@ -167,11 +167,11 @@ def adapted(transport, step, plan):
         found = model.model(ids, context.positions, context)
         return found + model.shift if context.tokens else found
 
-    network = ModelAdapter(model, tuple(model.model.layers), hidden, model.lm_head)
-    recompute_layers(network.layers)
-    parameters = FSDPParameters(network, transport, plan.sharding, node_size=NODE)
+    adapter = ModelAdapter(model, tuple(model.model.layers), hidden, model.lm_head)
+    recompute_layers(adapter.layers)
+    parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=NODE)
     run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
-    return dict(parameters.gradients())
+    return dict(parameters.full_gradients())
 
 
 @pytest.mark.parametrize("reduce", Reduce)
@@ -185,7 +185,7 @@ def test_frozen_parameters_and_parameters_that_some_ranks_do_not_touch(gloo_pool
 
 def with_transformers(transport, name, lora, plan, make):
     """A step of a tiny Hugging Face model on this rank; `make` says how its parameters are kept."""
-    from seqloom.integrations.transformers import attach, network
+    from seqloom.integrations.transformers import attach, model_adapter
 
     model = tiny_model(name)
     if lora:
@@ -197,13 +197,13 @@ def with_transformers(transport, name, lora, plan, make):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=drawn))
-    own = network(attach(model.double()))
+    own = model_adapter(attach(model.double()))
     recompute_layers(own.layers)
     parameters = (
         ReplicatedParameters(own, transport) if make is None else FSDPParameters(own, transport, make, node_size=NODE)
     )
     result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
-    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, shar
 
 def refused(transport, step):
     """Messages of what cannot be done."""
-    network, messages = ModelAdapter.of(step.model()), []
+    adapter, messages = ModelAdapter.of(step.model()), []
     cases = {
-        "no node size": (network, Sharding.HYBRID, None),
-        "odd nodes": (network, Sharding.HYBRID, 3),
-        "free": (network, Sharding.FREE, None),
+        "no node size": (adapter, Sharding.HYBRID, None),
+        "odd nodes": (adapter, Sharding.HYBRID, 3),
+        "free": (adapter, Sharding.FREE, None),
         "meta": (ModelAdapter.of(type(step.model())(step.spec, device="meta")), Sharding.FULL, None),
     }
     for name, (given, kind, node) in cases.items():
@@ -242,9 +242,9 @@ def refused(transport, step):
             FSDPParameters(given, transport, kind, node_size=node)
         except SeqloomError as error:
             messages.append((name, str(error)))
-    network.head.float()
+    adapter.head.float()
     try:
-        FSDPParameters(network, transport, Sharding.FULL)
+        FSDPParameters(adapter, transport, Sharding.FULL)
     except SeqloomError as error:
         messages.append(("dtypes", str(error)))
     return dict(messages)

@@ -13,14 +13,15 @@ from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
+from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
 from seqloom.plan import LayerRange, Sharding, Stage
-from seqloom.train.checkpoint import Checkpoints, Manifest, latest
+from seqloom.train.checkpoint import Checkpoints, Manifest
 from seqloom.train.config import Optimiser
-from seqloom.train.optim import make_optimiser, named_state
+from seqloom.train.optim import make_optimiser, state_by_name
+from support.runs import latest_checkpoint
 from support.scheduled import fixed_step
 from support.steps import Found, Step, tiny_spec
 from support.tiny_models import randomised, tiny_model
@@ -53,19 +54,19 @@ def run_units(transport, step, placement, parameters, weights=None):
     parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
     open_units, kept, sent = {}, {}, []
     for stage in mine:
-        parameters.acquire(parts[stage])
+        parameters.unshard(parts[stage])
     for stage in range(len(placement.stages)):
         for number in numbers if stage in mine else ():
             part, given = parts[stage], ids[number]
             if stage:
                 given = kept.pop((stage - 1, number), None)
                 if given is None:
-                    given = parameters.room(len(ids[number]))
+                    given = parameters.empty_hidden_states(len(ids[number]))
                     dist.recv(given, peer(stage - 1))
                 given.requires_grad_()
-            out = parameters.run(part, given, labels[number] if part.ends else None, contexts[number])
+            out = parameters.forward(part, given, labels[number] if part.has_head else None, contexts[number])
             open_units[stage, number] = given, out
-            if part.ends:
+            if part.has_head:
                 total += out.item() / step.valid
             elif stage + 1 in mine:
                 kept[stage, number] = out.detach().clone()
@@ -74,7 +75,7 @@ def run_units(transport, step, placement, parameters, weights=None):
     for stage in reversed(range(len(placement.stages))):
         for number in numbers if stage in mine else ():
             given, out = open_units[stage, number]
-            last = torch.tensor(1 / step.valid, dtype=out.dtype) if parts[stage].ends else None
+            last = torch.tensor(1 / step.valid, dtype=out.dtype) if parts[stage].has_head else None
             gradient = kept.pop((stage, number), last)
             if gradient is None:
                 gradient = torch.empty_like(out)
@@ -94,22 +95,22 @@ def run_units(transport, step, placement, parameters, weights=None):
         handle.wait()
     for stage in mine:
         parameters.reduce(parts[stage])
-        parameters.release(parts[stage])
-    parameters.finish()
+        parameters.reshard(parts[stage])
+    parameters.finish_gradients()
     loss = torch.tensor(total, dtype=torch.float64)
     dist.all_reduce(loss)
     return loss.item()
 
 
 def one_step(transport, step, placement, compute=None):
-    network = step.network()
-    weights = split_weights(network.layers)
-    parameters = PipelineFSDP(network, transport, placement, compute=compute)
+    adapter = step.model_adapter()
+    weights = defer_weight_gradients(adapter.layers)
+    parameters = PipelineFSDP(adapter, transport, placement, param_dtype=compute)
     loss = run_units(transport, step, placement, parameters, weights)
-    found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.gradients()})
-    held = {name: tuple(master.to_local().shape) for name, master in parameters.masters().items()}
-    assert {each.grad.dtype for each in parameters.masters().values()} == {step.dtype}
-    copies = sum(each.untyped_storage().nbytes() for each in network.module.parameters() if not each.is_meta)
+    found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.full_gradients()})
+    held = {name: tuple(master.to_local().shape) for name, master in parameters.master_weights().items()}
+    assert {each.grad.dtype for each in parameters.master_weights().values()} == {step.dtype}
+    copies = sum(each.untyped_storage().nbytes() for each in adapter.module.parameters() if not each.is_meta)
     return found, held, copies
 
 
@@ -141,7 +142,7 @@ def test_half_precision_adds_up_in_float32(gloo_pool):
 def of_transformers(step, lora):
     """A model of transformers with as many layers."""
     from seqloom.integrations.transformers import attach
-    from seqloom.integrations.transformers import network as described
+    from seqloom.integrations.transformers import model_adapter as described
 
     model = tiny_model("llama" if lora else "qwen3", num_hidden_layers=step.spec.layers)
     if lora:
@@ -149,25 +150,25 @@ def of_transformers(step, lora):
 
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         randomised(model, 1)
-    network = described(attach(model.double()))
-    recompute_layers(network.layers)
-    return replace(network, weights=split_weights(network.layers))
+    adapter = described(attach(model.double()))
+    recompute_layers(adapter.layers)
+    return replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
 
 
 def run_transformers(transport, step, plan, lora):
     parameters = PipelineFSDP(of_transformers(step, lora), transport, Placement.of(plan))
     result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
-    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_models_of_transformers_in_stages(gloo_pool, lora):
     """A tied head, or parameters that are not trained; documents in pieces, backwards in halves."""
     step, plan = fixed_step("seq1f1b-zb", 4, 2, (2, 1, 3))
-    network, context = of_transformers(step, lora), bind_single_rank(step.lengths)
-    loss = LossOf(network)(*step.rows()(context), context) / step.valid
+    adapter, context = of_transformers(step, lora), bind_single_rank(step.lengths)
+    loss = LossOf(adapter)(*step.rows()(context), context) / step.valid
     loss.backward()
-    wanted = {name: each.grad for name, each in network.module.named_parameters() if each.requires_grad}
+    wanted = {name: each.grad for name, each in adapter.module.named_parameters() if each.requires_grad}
     norm = torch.stack([each.norm() for each in wanted.values()]).norm()
     found = gloo_pool.run(run_transformers, step, plan, lora, ranks=RANKS)
     assert max(each.worst(Found(loss.item(), norm.item(), wanted)) for each in found) < 1e-9
@@ -192,21 +193,21 @@ def test_a_rank_holds_its_stages_alone(gloo_pool):
 
 def kept(transport, step, placement):
     """Parameters as a placement says, or sharded by FSDP2, with an optimiser."""
-    network = step.network()
+    adapter = step.model_adapter()
     with torch.no_grad():
-        for each in network.module.parameters():
+        for each in adapter.module.parameters():
             each += placement is None  # other values: a checkpoint must bring all of them
     if placement is None:
-        parameters = FSDPParameters(network, transport, Sharding.FULL)
+        parameters = FSDPParameters(adapter, transport, Sharding.FULL)
     else:
-        parameters = PipelineFSDP(network, transport, placement)
-    return parameters, make_optimiser(parameters.masters(), Optimiser(lr=0.1))
+        parameters = PipelineFSDP(adapter, transport, placement)
+    return parameters, make_optimiser(parameters.master_weights(), Optimiser(lr=0.1))
 
 
 def everything(parameters, optimiser):
     """Values of the whole model, and this rank's moments, whole."""
-    moments = {name: state["exp_avg_sq"].full_tensor() for name, state in named_state(optimiser).items()}
-    return {name: value.clone() for name, value in parameters.values()}, moments
+    moments = {name: state["exp_avg_sq"].full_tensor() for name, state in state_by_name(optimiser).items()}
+    return {name: value.clone() for name, value in parameters.full_parameters()}, moments
 
 
 def handed_on(transport, step, placements, folder):
@@ -215,12 +216,12 @@ def handed_on(transport, step, placements, folder):
     for number, placement in enumerate(placements):
         parameters, optimiser = kept(transport, step, placement)
         with Checkpoints(Path(folder) / str(number)) as checkpoints:
-            state = {"model": parameters.masters(), "optimiser": named_state(optimiser)}
+            state = {"model": parameters.master_weights(), "optimiser": state_by_name(optimiser)}
             if number == 0:
                 run_units(transport, step, placement, parameters)
                 optimiser.step()
             else:
-                checkpoints.load(latest(Path(folder) / str(number - 1)), **state)
+                checkpoints.load(latest_checkpoint(Path(folder) / str(number - 1)), **state)
             checkpoints.save(1, **state, extra={})
         found.append(everything(parameters, optimiser))
     return found
@@ -232,7 +233,7 @@ def test_checkpoints_go_from_stages_to_other_stages_and_to_fsdp_and_back(gloo_po
     fold = placed((2, 1, 1, 1), 2, order=(0, 1, 1, 0))
     placements = [placed((1, 1, 2, 1), 4), None, placed((3, 2), 2, Sharding.HYBRID), fold]
     results = gloo_pool.run(handed_on, step, placements, str(tmp_path), ranks=RANKS)
-    manifests = [Manifest.read(latest(tmp_path / str(number))) for number in range(4)]
+    manifests = [Manifest.read(latest_checkpoint(tmp_path / str(number))) for number in range(4)]
     begin = dict(step.model().named_parameters())
     assert all(each.model.keys() == begin.keys() for each in manifests)
     values, moments = results[0][0][0], {}
@@ -249,22 +250,22 @@ def test_checkpoints_go_from_stages_to_other_stages_and_to_fsdp_and_back(gloo_po
 def refused(transport, step):
     """Messages of what cannot be done."""
     messages = {}
-    network, each = step.network(), Stage((0, 1, 2, 3), (0, 3))
+    adapter, each = step.model_adapter(), Stage((0, 1, 2, 3), (0, 3))
     half = Placement((each, Stage((4, 5), (3, 5))), Sharding.FULL, 2)
     odd = placed((3, 2), 2, Sharding.HYBRID, node_size=3)
-    extra = step.network()
+    extra = step.model_adapter()
     extra.module.shift = torch.nn.Parameter(torch.zeros(3))
-    whole = replace(step.network(), body=None, whole="it is a test")
-    cases = {"ranks": (network, half), "nodes": (network, odd), "extra": (extra, placed((3, 2), 2))}
+    whole = replace(step.model_adapter(), body=None, whole="it is a test")
+    cases = {"ranks": (adapter, half), "nodes": (adapter, odd), "extra": (extra, placed((3, 2), 2))}
     cases |= {"whole": (whole, placed((3, 2), 2))}
     for name, (given, placement) in cases.items():
         try:
             PipelineFSDP(given, transport, placement)
         except SeqloomError as error:
             messages[name] = str(error)
-    parameters = PipelineFSDP(network, transport, placed((3, 2), 2))
+    parameters = PipelineFSDP(adapter, transport, placed((3, 2), 2))
     try:
-        parameters.acquire(LayerRange(1, 2, 5))
+        parameters.unshard(LayerRange(1, 2, 5))
     except SeqloomError as error:
         messages["part"] = str(error)
     return messages

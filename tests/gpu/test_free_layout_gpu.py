@@ -7,7 +7,7 @@ from seqloom.dist import Ranks
 from seqloom.engine import bind_plan, run_step
 from seqloom.models import ModelAdapter
 from seqloom.params import ReshardingParameters
-from seqloom.train.model import made_ready
+from seqloom.train.model import prepare_layers
 from support.shapes import Shape, gathered_per_pass, shaped_plan
 from support.steps import Found, Step, tiny_spec
 
@@ -27,14 +27,14 @@ SHAPES = [
 def spread(plans, transport):
     """Every plan in turn, with one model."""
     parameters, read, found = (
-        ReshardingParameters(made_ready(ModelAdapter.of(STEP.model().cuda())), transport),
+        ReshardingParameters(prepare_layers(ModelAdapter.of(STEP.model().cuda())), transport),
         STEP.rows(),
         [],
     )
     for plan in plans:
         bound = bind_plan(plan, transport, device="cuda")
         result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), STEP.valid)
-        gradients = {name: each.cpu().clone() for name, each in parameters.gradients()}
+        gradients = {name: each.cpu().clone() for name, each in parameters.full_gradients()}
         found.append(Found(result.loss, result.gradient_norm, gradients))
     return found
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
-from seqloom.cost.stages import host_bytes
+from seqloom.cost.stages import pp_rank_bytes
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
-from seqloom.schedules.registry import NAMES
+from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.schedules.registry import SCHEDULE_NAMES
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.scheduled import scheduled_steps
 from support.side_by_side import side_by_side_plans
@@ -70,7 +70,7 @@ def test_random_orders_in_float32(threads, data):
     assert max(differences(threads, step, plan, exact.alone(), floor=0.05)) < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @settings(max_examples=2)
 @given(st.data())
 def test_every_schedule(threads, name, data):
@@ -82,8 +82,8 @@ def test_every_schedule(threads, name, data):
 def tight(stages, room, sharding="full"):
     """A cost model of four ranks in two nodes whose fullest stage has so many bytes for tokens."""
     roomy = cost_model("2x2xH100", tiny_spec(layers=4), sharding=sharding, budget_gib=5.0)
-    line = line_of(roomy, stages)
-    state = max(host_bytes(roomy, shares, shard_group_of(roomy, line)) for shares in line.of_hosts)
+    layout = StageLayout.of(roomy, stages)
+    state = max(pp_rank_bytes(roomy, shares, layout.shard_group_size(roomy)) for shares in layout.ranges_by_pp_rank)
     budget = (state + room) / 2**30
     return CostModel(roomy.cluster, roomy.model, sharding=sharding, budget_gib=budget, stages=stages)
 
@@ -91,7 +91,7 @@ def tight(stages, room, sharding="full"):
 def test_a_tight_budget_makes_the_planner_keep_less():
     lengths = np.array([60, 20, 9, 33, 41])
     plans = [make_plan("pipeline:2", lengths, tight(2, room)) for room in (10_000, 40_000, 100_000)]
-    kept = [{(work.checkpoint, work.offload) for r in p.pipelines[0].rounds for work in r.work} for p in plans]
+    kept = [{(work.checkpoint, work.offload) for r in p.pipelines[0].rounds for work in r.by_stage} for p in plans]
     assert len({frozenset(each) for each in kept}) == 3
 
 

@@ -54,10 +54,10 @@ class HuggingFaceStep(Step):
 
     name: str = "llama"
 
-    def network(self):
-        from seqloom.integrations.transformers import attach, network
+    def model_adapter(self):
+        from seqloom.integrations.transformers import attach, model_adapter
 
-        return network(attach(tiny_model(self.name)))
+        return model_adapter(attach(tiny_model(self.name)))
 
     def alone(self):
         spans = tuple(Span(document, 0, tokens) for document, tokens in enumerate(self.lengths))
@@ -93,7 +93,7 @@ def test_random_plans_in_float32(threads, data):
 def tight(sharding, tokens=25):
     """A cost model of four ranks in two nodes that hold `tokens` each when all activations are kept."""
     two = [cost_model("2x2xH100", tiny_spec(), sharding=sharding, budget_gib=gib) for gib in (4.0, 5.0)]
-    low, high = (cost.capacity(cost.variants[0]) for cost in two)
+    low, high = (cost.capacity(cost.policies[0]) for cost in two)
     gib = 4.0 + (tokens + 0.5 - low) / (high - low)
     return cost_model("2x2xH100", tiny_spec(), sharding=sharding, budget_gib=gib)
 
@@ -102,7 +102,7 @@ def test_a_tight_budget_makes_planners_choose():
     cost = tight("full")
     lengths = np.random.default_rng(3).integers(1, 60, 12)
     plan = make_plan("flex", lengths, cost)
-    works = [each.work[0] for each in plan.pipelines[0].rounds]
+    works = [each.by_stage[0] for each in plan.pipelines[0].rounds]
     assert len(works) > 2 and len({group.degree for work in works for group in work.groups}) > 1
     assert {work.checkpoint for work in works} > {Checkpoint.NONE}
 

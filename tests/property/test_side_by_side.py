@@ -37,7 +37,7 @@ def plans(draw):
         if first >= cost.ranks:
             break
         lengths = np.array(draw(st.lists(st.integers(2, 20_000), min_size=1, max_size=5)))
-        own = cost.on_ranks(size, tensor)
+        own = cost.for_submesh(size, tensor)
         if stages == 1:
             made = plan_flex(lengths, own)
         else:
@@ -73,7 +73,7 @@ def moved(plan, ranks, documents):
 
     [line] = plan.pipelines
     stages = tuple(replace(stage, ranks=tuple(rank + ranks for rank in stage.ranks)) for stage in line.stages)
-    rounds = tuple(replace(one, work=tuple(map(work, one.work))) for one in line.rounds)
+    rounds = tuple(replace(one, by_stage=tuple(map(work, one.by_stage))) for one in line.rounds)
     return replace(plan, pipelines=(replace(line, stages=stages, rounds=rounds),))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from seqloom.dist import bind, run_ranks
-from seqloom.integrations.transformers import attach, head, hidden_states, inputs, network
+from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
 from seqloom.layout import Span
 from seqloom.models.loss import summed_loss
 from seqloom.models.recompute import recompute_layers
@@ -57,7 +57,7 @@ def spread(model, ids, groups, *, by_logits=True, keep=None):
     work = StageMicroBatch(groups, keep or Checkpoint.NONE)
     if keep:
         for own in models:
-            recompute_layers(network(own).layers)
+            recompute_layers(model_adapter(own).layers)
 
     def body(transport):
         own, context = models[transport.rank], bind(work, transport)

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from seqloom.layout import Span
-from seqloom.models import Details
+from seqloom.models import TransformerOptions
 from seqloom.plan import (
     Action,
     ActionKind,
@@ -24,7 +24,7 @@ from seqloom.plan import (
     Sharding,
     Stage,
     StageMicroBatch,
-    in_order,
+    sort_groups,
 )
 from support.steps import Step, tiny_spec
 from support.strategies_groups import Shape, group_shapes
@@ -123,7 +123,7 @@ def pipeline_steps(draw: st.DrawFn, *, longest: int = 24) -> Step:
         tied=draw(st.booleans()),
         windows=tuple(draw(st.sampled_from((None, None, 3, 11))) for _ in range(layers)),
     )
-    details = Details(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
+    details = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
     return Step(tuple(lengths), spec, details, masked=draw(st.sampled_from((0.0, 0.4, 1.1))))
 
@@ -221,7 +221,7 @@ def _works(
         by_shape.setdefault(shape, []).append(span)
     groups = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
     checkpoint, offload = draw(st.sampled_from(Checkpoint)), draw(st.booleans())
-    work = StageMicroBatch(in_order(groups, own.node_size), checkpoint, offload=offload)
+    work = StageMicroBatch(sort_groups(groups, own.node_size), checkpoint, offload=offload)
     if tensor > 1 or draw(st.integers(0, 3)):
         return work
     shift = draw(st.integers(0, 1))

@@ -52,7 +52,7 @@ def later_pieces(rounds: Sequence[Round]) -> list[set[int]]:
     later: list[set[int]] = [set() for _ in rounds]
     last: dict[int, int] = {}
     for r, current in enumerate(rounds):
-        for span in current.work[0].spans():
+        for span in current.by_stage[0].spans():
             if span.document in last:
                 later[last[span.document]].add(r)
             last[span.document] = r
@@ -100,7 +100,7 @@ def rows_with_messages(stages: Sequence[Stage], rows: Sequence[str]) -> Table:
 def _empty(stages: Sequence[Stage]) -> tuple[list[list[Action]], list[int]]:
     """Return an empty row per host, and the host of every stage."""
     line = Pipeline(tuple(stages), (), ())
-    return [[] for _ in line.hosts], [line.host_of(s) for s in range(len(stages))]
+    return [[] for _ in line.ranks_by_pp_rank], [line.pp_rank_of(s) for s in range(len(stages))]
 
 
 def _message(action: Action, host: list[int]) -> tuple[Action, Action] | None:

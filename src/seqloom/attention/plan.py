@@ -95,13 +95,13 @@ def _check_pieces(context: Context, group: Group, call: Call) -> None:
             if start > 0:
                 raise SeqloomError(
                     f"document {document} begins at token {start} in this round: the keys before it are in another "
-                    "round; bind every round with pieces= of the plan and carry= of the step, or plan whole documents"
+                    "round; bind with pieces= of the plan and kv_cache= of the step, or plan whole documents"
                 )
             continue
-        if not isinstance(context.carry, KVCache):
+        if not isinstance(context.kv_cache, KVCache):
             raise SeqloomError(
-                f"document {document} is in pieces, and the context has {context.carry!r} to carry keys from one to "
-                "the next; bind all rounds of a step with carry=one Carry()"
+                f"document {document} is in pieces, and the context has {context.kv_cache!r} to carry keys from one to "
+                "the next; bind all rounds of a step with kv_cache=one KVCache()"
             )
         if not call.causal:
             raise SeqloomError(
@@ -137,7 +137,7 @@ def _check_options(call: Call) -> None:
 # From a bound context to what every group computes: index work and prepared kernels, built once per round.
 
 
-class ModelCall(NamedTuple):
+class AttentionSpec(NamedTuple):
     """An attention call that a model makes, as far as its index work depends on it.
 
     Attributes:
@@ -265,7 +265,7 @@ def _drafts(context: Context, model: AttentionShape, call: Call, kernel: Kernel)
             bound = next(bounds)
             if group.tokens and (group.ring > 1 or any(bound.counts)):
                 drafts.append(_draft(context, bound, model, call, kernel))
-        elif context.rank in group.party and group.tokens and group.ring > 1:
+        elif context.rank in group.participants and group.tokens and group.ring > 1:
             roads = _roads(context, group, HeadSplit.of(model.heads, model.kv_heads, group.ulysses), model, call)
             if roads is not None:
                 relay = ProxyRank(roads)
@@ -284,7 +284,7 @@ def _draft(context: Context, bound: BoundGroup, model: AttentionShape, call: Cal
     exchange = None
     if bound.group.ulysses > 1:
         exchange = Exchange(
-            context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
+            context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.inverse_order
         )
     if carries:
         inner = PrefixAttention.of(context, bound, heads, kernel, call.window)

@@ -64,7 +64,7 @@ def _between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 # Runs a step: the plan's table of actions on one rank, forward, backward, messages, reduction.
 #
 #     bound = bind_plan(plan, transport, device=device)
-#     result = run_step(bound, parameters, rows, valid)    # gradients are in parameters.masters()
+#     result = run_step(bound, parameters, rows, valid)    # gradients are in parameters.master_weights()
 #
 # The loss of a step is the sum of all token losses over the valid tokens of the whole step, so every round's sum is
 # divided by the same number, and neither the loss nor a gradient depends on the plan.
@@ -120,10 +120,10 @@ def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) ->
         valid: labels that count, in the whole step; known from the data before the first round.
     """
     _check(bound, parameters, valid)
-    parameters.clear()
-    parameters.arrange(bound.plan)
-    parameters.weights.clear()
-    parameters.weights.wanted = any(action.kind == W for action in bound.actions)
+    parameters.zero_grad()
+    parameters.prefetch(bound.plan)
+    parameters.weight_gradients.clear()
+    parameters.weight_gradients.enabled = any(action.kind == W for action in bound.actions)
     run = _Run(bound, parameters, rows, valid, backward=True)
     run.run()
     return run.result()
@@ -132,11 +132,11 @@ def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) ->
 def evaluate(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
     """Return the loss of a plan's documents, without gradients. All ranks call it."""
     _check(bound, parameters, valid)
-    parameters.arrange(bound.plan)
+    parameters.prefetch(bound.plan)
     run = _Run(bound, parameters, rows, valid, backward=False)
     with torch.no_grad():
         run.run()
-    parameters.settle()
+    parameters.wait_prefetch()
     return run.whole_loss()
 
 
@@ -148,12 +148,14 @@ class _Run:
         self._learns = backward
         self._actions = tuple(each for each in bound.actions if backward or each.kind in FORWARD)
         self._clock = Clock(bound.device)
-        self._mail = StageP2P(bound.transport, parameters.room, _arrivals(bound, self._actions), bound.progress)
+        self._mail = StageP2P(
+            bound.transport, parameters.empty_hidden_states, _arrivals(bound, self._actions), bound.progress
+        )
         self._open: dict[tuple[int, int | None], MicrobatchState] = {}
         self._seen = torch.zeros(2, dtype=torch.float64, device=bound.device)  # sum of losses, labels that count
         self._stream = torch.cuda.Stream(bound.device) if bound.device.type == "cuda" else None
-        bound.carry.clear()  # an earlier step may have been given up
-        bound.carry.backward = backward
+        bound.kv_cache.clear()  # an earlier step may have been given up
+        bound.kv_cache.backward = backward
 
     def run(self) -> None:
         """Run the row."""
@@ -165,12 +167,12 @@ class _Run:
         progress.at(None)
         with self._clock.measure(WAIT):
             mail.close()
-        self._bound.carry.check_empty()
+        self._bound.kv_cache.check_empty()
 
     def result(self) -> StepResult:
         """End the step."""
         with self._clock.measure(REDUCE.value):
-            self._parameters.finish()
+            self._parameters.finish_gradients()
         loss, norm = self.whole_loss(), float(self._parameters.gradient_norm())
         seconds = self._clock.seconds()
         return StepResult(
@@ -205,7 +207,7 @@ class _Run:
             self._backward(action, reduce)
         elif kind == W:
             with self._clock.measure(kind.value):
-                self._parameters.weights.run((action.stage, action.round))
+                self._parameters.weight_gradients.run((action.stage, action.round))
         elif kind in (SEND_F, SEND_B):
             self._mail.send(action, _shares(self._bound, action))
         elif kind in (RECV_F, RECV_B):
@@ -220,7 +222,7 @@ class _Run:
 
     def _care(self, action: Action) -> None:
         """Gather, reduce or release the parameters of a stage."""
-        verbs = {UNSHARD: self._parameters.acquire, REDUCE: self._parameters.reduce, RESHARD: self._parameters.release}
+        verbs = {UNSHARD: self._parameters.unshard, REDUCE: self._parameters.reduce, RESHARD: self._parameters.reshard}
         for first in self._bound.stages[action.stage][:1]:
             verbs[action.kind](first.part)
 
@@ -228,30 +230,30 @@ class _Run:
         unit = self._bound.at(action)
         part, context = unit.part, unit.context
         assert context is not None  # rounds without this rank are not among its actions
-        ids, labels = self._read(context, unit.number) if part.begins or part.ends else (None, None)
-        given = ids if part.begins else self._take(Action(action.stage, RECV_F, action.round))
+        ids, labels = self._read(context, unit.number) if part.has_embedding or part.has_head else (None, None)
+        given = ids if part.has_embedding else self._take(Action(action.stage, RECV_F, action.round))
         assert given is not None
         with self._clock.measure(F.value):
             kept = self._kept(unit, given, labels)
             output = kept.forward()
-            if part.ends and labels is not None:
+            if part.has_head and labels is not None:
                 self._seen += torch.stack((output, valid_tokens(labels))).double()
         if self._learns:
             self._open[action.stage, action.round] = kept
-        if not part.ends:
+        if not part.has_head:
             here, there = Action(action.stage, SEND_F, action.round), Action(action.stage + 1, RECV_F, action.round)
             self._mail.put(there if unit.ahead is None else here, output)
 
     def _backward(self, action: Action, reduce: bool) -> None:
         unit, kept = self._bound.at(action), self._open.pop((action.stage, action.round))
-        gradient = None if unit.part.ends else self._take(Action(action.stage, RECV_B, action.round))
+        gradient = None if unit.part.has_head else self._take(Action(action.stage, RECV_B, action.round))
         with self._clock.measure(action.kind.value):
-            edge, weights = kept.edge(), self._parameters.weights
+            edge, weights = kept.edge(), self._parameters.weight_gradients
             with weights.deferred((action.stage, action.round)) if action.kind == I else nullcontext():
                 if edge is not None:
                     scale = torch.full((), 1 / self._valid, dtype=kept.dtype, device=self._bound.device)
                     self._parameters.backward(edge, scale if gradient is None else gradient, reduce=reduce)
-        if not unit.part.begins:
+        if not unit.part.has_embedding:
             here, there = Action(action.stage, SEND_B, action.round), Action(action.stage - 1, RECV_B, action.round)
             self._mail.put(there if unit.behind is None else here, kept.gradient())
 
@@ -273,8 +275,10 @@ class _Run:
         parameters, part, context = self._parameters, unit.part, unit.context
         assert context is not None
         again = unit.checkpoint == Checkpoint.STAGE
-        offload = Offload(parameters.computing(), self._stream) if unit.offload and self._learns else None
-        return MicrobatchState(lambda x: parameters.run(part, x, labels, context), given, again=again, offload=offload)
+        offload = Offload(parameters.compute_weights(), self._stream) if unit.offload and self._learns else None
+        return MicrobatchState(
+            lambda x: parameters.forward(part, x, labels, context), given, again=again, offload=offload
+        )
 
 
 def _shares(bound: RankPlan, action: Action) -> tuple[RowSlice, ...]:
@@ -311,9 +315,9 @@ def _check(bound: RankPlan, parameters: Parameters, valid: int) -> None:
             "batches out, or count fewer labels as -100"
         )
     rank = bound.transport.rank
-    if not set(parameters.sharers) <= {*bound.shard_group, rank}:
+    if not set(parameters.shard_ranks) <= {*bound.shard_group, rank}:
         raise SeqloomError(
             f"a plan with {bound.plan.sharding} sharding, in which rank {rank} runs the rounds of ranks "
-            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.sharers}: some would wait for "
-            "rounds that others skip; plan with the sharding and the node size of the parameters"
+            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.shard_ranks}: some would wait "
+            "for rounds that others skip; plan with the sharding and the node size of the parameters"
         )

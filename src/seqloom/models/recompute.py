@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from seqloom.attention.context_parallel.overlap import GroupCall
 from seqloom.attention.context_parallel.ulysses import Exchange
 from seqloom.dist import Context
-from seqloom.dist.redistribute import TokenRedistribute
+from seqloom.dist.token_layout import TokenRedistribute
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
@@ -143,13 +143,15 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        more = {"kept": own._kept, "pieces": own.pieces, "carry": own.carry}
+        more = {"cache": own._cache, "pieces": own.pieces, "kv_cache": own.kv_cache}
         super().__init__(own.work, own.transport, *rows, own.node_size, **more)
-        self.tape, self.around_mlp = tape, own.around_mlp
-        if own.team is not None:
-            self.team = replace(own.team, column=_TapedContext(own.team.column, tape))
-        if own.around_attention is not None:
-            self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)
+        self.tape, self.mlp_redistribute = tape, own.mlp_redistribute
+        if own.tp_group is not None:
+            self.tp_group = replace(own.tp_group, cp_context=_TapedContext(own.tp_group.cp_context, tape))
+        if own.attention_redistribute is not None:
+            self.attention_redistribute = _TapedCrossing(
+                own.attention_redistribute.to_target, own.attention_redistribute.to_source, tape
+            )
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """See `Context.cached`; what attention is bound to is handed out with the tape in between."""
@@ -167,11 +169,13 @@ class _TapedCrossing(TokenRedistribute):
 
     def reversed(self) -> TokenRedistribute:
         """See `Crossing.reversed`: the way of outputs, which is on the tape in any case."""
-        return _TapedWayOut(self.back, self.there, self.tape)
+        return _TapedWayOut(self.to_source, self.to_target, self.tape)
 
     def forward(self, *tensors: torch.Tensor) -> Tensors:
         """See `Crossing.forward`."""
-        return self.tape.answer(lambda: self.there(*tensors)) if self.tape.keep_exchanged else self.there(*tensors)
+        return (
+            self.tape.answer(lambda: self.to_target(*tensors)) if self.tape.keep_exchanged else self.to_target(*tensors)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +184,7 @@ class _TapedWayOut(_TapedCrossing):
 
     def forward(self, *tensors: torch.Tensor) -> Tensors:
         """See `Crossing.forward`."""
-        return self.tape.answer(lambda: self.there(*tensors))
+        return self.tape.answer(lambda: self.to_target(*tensors))
 
 
 def _taped(call: GroupCall, tape: Tape) -> GroupCall:

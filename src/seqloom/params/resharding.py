@@ -24,8 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
-from seqloom.dist.reshard_index import Box, boxes_of
-from seqloom.dist.resharding import Pending, Resharder
+from seqloom.dist.resharding import Box, InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import LossOf, ModelAdapter
@@ -38,9 +37,9 @@ from seqloom.plan.parameter_layout import (
     EMBEDDING,
     HEAD,
     Weight,
-    bundles,
-    columns_of,
     compute_layout,
+    dp_groups,
+    layer_buckets,
     optimiser_layout,
     step_layout,
 )
@@ -92,7 +91,7 @@ class MoveMaker:
         self._weights, self._learning = weights, sorted(learning)
         self._transport, self._device = transport, device
         self._home = optimiser_layout(weights, transport.ranks)
-        self.bundles = bundles(weights)
+        self.bundles = layer_buckets(weights)
 
     def make(self, plan: Plan, per_pass: PerPass) -> Moves:
         """Do the index work of a plan's strategy."""
@@ -113,21 +112,21 @@ class MoveMaker:
         for number, index in sorted(per_pass):
             line = plan.pipelines[number]
             stage = line.stages[index]
-            for column in columns_of(stage.ranks, stage.tensor):
+            for column in dp_groups(stage.ranks, stage.tensor):
                 if self._transport.rank in column:
-                    found.append((column, line.parts[index]))
+                    found.append((column, line.layer_ranges[index]))
         return found
 
     def _pass(
         self, moves: Moves, column: tuple[int, ...], part: LayerRange, step: Layout, compute: Layout
     ) -> Resharder:
-        wanted = [any(needs(home, part) for home in weight.home) for weight in self._weights]
+        wanted = [any(needs(home, part) for home in weight.used_by) for weight in self._weights]
         numbers = [number for number in sorted(moves.shared) if wanted[number]]
         learning = [
             [number for number in own if number in self._learning and number in numbers] for own in self.bundles
         ]
         others = [number for number in numbers if number not in self._learning]
-        source, target = (_only(layout.among(column), numbers) for layout in (step, compute))
+        source, target = (_only(layout.restrict(column), numbers) for layout in (step, compute))
         # Not aside: the ranks of a stage run one row, so these meet the stage's other exchanges in one order. Aside
         # they could stand behind gradients that wait for ranks which wait for this stage. In one hop for the same
         # reason: two would share a stream with these.
@@ -139,7 +138,7 @@ class MoveMaker:
             self._weights,
             source,
             target,
-            self._transport.aside,
+            self._transport.background,
             device=self._device,
             node_size=node_size,
             bundles=self.bundles,
@@ -157,8 +156,8 @@ def gathered_per_pass(plan: Plan) -> PerPass:
         for action in (action for row in line.actions for action in row):
             if action.kind != ActionKind.UNSHARD or action.round is None:
                 continue
-            stage, groups = line.stages[action.stage], line.rounds[action.round].work[action.stage].groups
-            absent = sorted(set(stage.ranks).difference(*(group.party for group in groups)))
+            stage, groups = line.stages[action.stage], line.rounds[action.round].by_stage[action.stage].groups
+            absent = sorted(set(stage.ranks).difference(*(group.participants for group in groups)))
             if absent:
                 raise SeqloomError(
                     f"{action} of pipeline {number} gathers parameters for a round in which ranks {absent} have no "
@@ -173,7 +172,7 @@ def needs(home: int | str, part: LayerRange) -> bool:
     """Whether a part of the model has a home of weights."""
     if isinstance(home, int):
         return part.first <= home < part.stop
-    return part.begins if home == EMBEDDING else part.ends
+    return part.has_embedding if home == EMBEDDING else part.has_head
 
 
 def _only(layout: Layout, items: Sequence[int]) -> Layout:
@@ -211,7 +210,7 @@ class ParamPrefetch:
 
     def __init__(self) -> None:
         """Start with nothing under way."""
-        self._open: dict[int, Pending] = {}
+        self._open: dict[int, InFlight] = {}
 
     def start(self, relay: Resharder, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
         """Send this rank's rows to all who need them, and receive what this one needs into `room`.
@@ -219,9 +218,9 @@ class ParamPrefetch:
         Returns at once, but waits for first hops where this rank has to begin the second ones.
         """
         for bundle in range(len(relay.bundles)):
-            self._open[bundle] = relay.start(bundle, rows, dtype, into=room)
+            self._open[bundle] = relay.start_copy(bundle, rows, dtype, into=room)
         for pending in self._open.values():
-            pending.go_on()
+            pending.start_second_hop()
 
     def wait(self, bundles: Iterable[int]) -> None:
         """Return when these are there."""
@@ -260,7 +259,7 @@ class GradReduce:
         }
         self._lacking = [set(held) for held in self._held]
         self._left = list(range(len(self._held)))
-        self._started: list[Pending] = []
+        self._started: list[InFlight] = []
 
     def add(self, number: int) -> None:
         """Note that a weight has its whole gradient."""
@@ -289,7 +288,7 @@ class GradReduce:
         self.end()
         sums: dict[int, torch.Tensor] = {}
         for pending in self._started:
-            pending.go_on()
+            pending.start_second_hop()
         for pending in self._started:
             sums |= pending.wait()
         return sums
@@ -298,7 +297,7 @@ class GradReduce:
         """Start what is complete, from the last bundle on."""
         while self._left and not self._lacking[self._left[-1]]:
             bundle = self._left.pop()
-            self._started.append(self._relay.start_sum(bundle, self._take(self._held[bundle]), self._dtype))
+            self._started.append(self._relay.start_reduce(bundle, self._take(self._held[bundle]), self._dtype))
 
 
 # ---- merged: runtime.passes
@@ -353,7 +352,7 @@ class Passes:
         relay = self._relays[part]
         room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
         for bundle in range(len(relay.bundles)):  # one at a time: what is packed stays small
-            relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
+            relay.start_copy(bundle, self._shares, self._copies.dtype, into=room).wait()
         self._there.add(part)
 
     def layer_went_back(self, numbers: Set[int]) -> None:
@@ -414,7 +413,7 @@ class Passes:
     def _sum(self, part: LayerRange, bundle: int) -> None:
         relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
         found = self._copies.take_gradients(relay.bundles[bundle])
-        self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
+        self._gradients |= relay.start_reduce(bundle, found, wide, into=self._gradients).wait()
 
     def _numbers(self, part: LayerRange) -> set[int]:
         return {number for bundle in self._relays[part].bundles for number in bundle}
@@ -452,55 +451,55 @@ class ReshardingParameters:
     """
 
     def __init__(
-        self, network: ModelAdapter, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
+        self, adapter: ModelAdapter, transport: Transport, *, param_dtype: torch.dtype | None = None, chunk: int = CHUNK
     ) -> None:
         """Cut the network in place: between steps its module has shapes and values of the last plan only.
 
         Args:
             network: the model, on the device where it will run, with all its values, or with `values`, one at a time.
             transport: this rank's; where torch.distributed runs, all ranks of the job.
-            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+            param_dtype: dtype of parameters and activations in the model; None: that of the masters. Gradients are
                 added up and summed over ranks in float32 or wider.
             chunk: as in `summed_loss`.
         """
-        parameters = list(network.module.parameters())
-        self._device = device_of(network, parameters)
-        _check_dtypes(parameters, compute)
-        self._network, self._transport = network, transport
-        self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
-        self._weights = weights_of(network)
+        parameters = list(adapter.module.parameters())
+        self._device = device_of(adapter, parameters)
+        _check_dtypes(parameters, param_dtype)
+        self._adapter, self._transport = adapter, transport
+        self._hidden = cast("torch.Tensor", adapter.head.weight).shape[1]
+        self._weights = weights_of(adapter)
         learning = (number for number, each in enumerate(parameters) if each.requires_grad)
         self._maker = MoveMaker(self._weights, learning, transport, self._device)
         self._bundles = self._maker.bundles
-        self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
-        self._masters = OptimizerShards(network, transport, self._device)
-        self._copies = ComputeCopies(network.module, compute, self._masters.shapes)
+        self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(adapter.layers)), HEAD)}
+        self._masters = OptimizerShards(adapter, transport, self._device)
+        self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes)
         self._moves: dict[Strategy, Moves] = {}
         self._arrivals, self._passes = ParamPrefetch(), Passes({}, {}, self._copies)
         self._departures: GradReduce | None = None
         self._last = False  # inside the last backward of the step
         self._head = HeadGradients()
-        self._loss = LossOf(network, chunk, self._head)
+        self._loss = LossOf(adapter, chunk, self._head)
         self._watch()
 
     @property
-    def sharers(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """This rank alone: copies are whole."""
         return (self._transport.rank,)
 
     @property
-    def weights(self) -> WeightGradients:
-        """See `Parameters.weights`."""
-        return self._network.weights
+    def weight_gradients(self) -> WeightGradients:
+        """See `Parameters.weight_gradients`."""
+        return self._adapter.weight_gradients
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         return torch.empty((tokens, self._hidden), dtype=self._copies.dtype, device=self._device)
 
-    def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`. Layers wait for what they need, see `Arrivals.start`."""
+    def prefetch(self, plan: Plan) -> None:
+        """See `Parameters.prefetch`. Layers wait for what they need, see `Arrivals.start`."""
         self._check(plan)
-        self.settle()
+        self.wait_prefetch()
         rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
         dtype, held, shared = self._copies.dtype, moves.values.target, moves.shared
         same = moves.values.source.items() & held.items()
@@ -509,26 +508,28 @@ class ReshardingParameters:
         shares = {number: self._copies.new(held[number]) for number in shared & held.keys()}
         self._passes = Passes(moves.passes, shares, self._copies)
         self._arrivals.start(moves.values, rows, dtype, room | shares)
-        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.parts, strict=True)]
+        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.layer_ranges, strict=True)]
         parts = {part: self._bundles_of(part) for stage, part in stages if rank in stage.ranks}
         self._departures = GradReduce(moves.gradients, self._taken, sum_dtype(dtype), parts)
         self._last = False
 
-    def settle(self) -> None:
-        """See `Parameters.settle`."""
+    def wait_prefetch(self) -> None:
+        """See `Parameters.wait_prefetch`."""
         self._arrivals.wait_for_all()
 
-    def acquire(self, part: LayerRange) -> None:
-        """See `Parameters.acquire`; `arrange` has brought the parameters, or shares to be gathered."""
+    def unshard(self, part: LayerRange) -> None:
+        """See `Parameters.unshard`; `arrange` has brought the parameters, or shares to be gathered."""
         if part in self._passes:
             self._arrivals.wait(self._bundles_of(part))
             self._passes.acquire(part)
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
-        """See `Parameters.run`."""
-        if part.begins:
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """See `Parameters.forward`."""
+        if part.has_embedding:
             self._arrivals.wait(self._wants[EMBEDDING])
-        if part.ends and self._network.norm is None:
+        if part.has_head and self._adapter.norm is None:
             self._arrivals.wait(self._wants[HEAD])
         output = self._loss(given, labels, context, part)
         missing = self._arrivals.missing(self._bundles_of(part))
@@ -542,7 +543,7 @@ class ReshardingParameters:
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Where no weights' gradients come later, the last one sends layer by layer."""
-        self._last = reduce and not self.weights.wanted and not self._passes
+        self._last = reduce and not self.weight_gradients.enabled and not self._passes
         torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
         self._passes.went_back()
         if self._last:
@@ -551,17 +552,17 @@ class ReshardingParameters:
 
     def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`."""
-        self._passes.flush(part, late=self.weights.wanted)
+        self._passes.flush(part, late=self.weight_gradients.enabled)
         self._leaving().end_part(part)
 
-    def release(self, part: LayerRange) -> None:
-        """See `Parameters.release`; what is not in shares stays until the next plan, which often has the same."""
+    def reshard(self, part: LayerRange) -> None:
+        """See `Parameters.reshard`; what is not in shares stays until the next plan, which often has the same."""
         self._passes.release(part)
 
-    def finish(self) -> None:
-        """See `Parameters.finish`."""
-        self.settle()
-        self._passes.finish(late=self.weights.wanted)
+    def finish_gradients(self) -> None:
+        """See `Parameters.finish_gradients`."""
+        self.wait_prefetch()
+        self._passes.finish(late=self.weight_gradients.enabled)
         self._masters.put_gradients(self._leaving().wait())
         self._departures = None
 
@@ -569,24 +570,24 @@ class ReshardingParameters:
         """See `Parameters.gradient_norm`."""
         return self._masters.squared_norm().sqrt()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.gradients`; each is gathered when its turn comes."""
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_gradients`; each is gathered when its turn comes."""
         yield from self._masters.gradients()
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.values`; each is gathered when its turn comes."""
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`; each is gathered when its turn comes."""
         yield from self._masters.values()
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.masters`; distributed tensors where torch.distributed runs."""
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`; distributed tensors where torch.distributed runs."""
         return self._masters.trained()
 
-    def computing(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.computing`."""
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.compute_weights`."""
         yield from self._copies.held()
 
-    def clear(self) -> None:
-        """See `Parameters.clear`."""
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
         self._head.clear()
         self._copies.clear()
         for master in self._masters.parameters:
@@ -594,16 +595,16 @@ class ReshardingParameters:
 
     def _leaving(self) -> GradReduce:
         if self._departures is None:
-            raise SeqloomError("gradients of parameters that no plan was arranged for; call arrange(plan) first")
+            raise SeqloomError("gradients of parameters that no plan was arranged for; call prefetch(plan) first")
         return self._departures
 
     def _watch(self) -> None:
         """Let modules wait for their parameters, and gradients say when they are complete. Once for all steps."""
-        homes = [*enumerate(self._network.layers), (HEAD, self._network.norm)]
+        homes = [*enumerate(self._adapter.layers), (HEAD, self._adapter.norm)]
         for home, module in homes:
             if module is not None:
                 module.register_forward_pre_hook(partial(self._before, self._wants[home]))
-        for layer, module in enumerate(self._network.layers):
+        for layer, module in enumerate(self._adapter.layers):
             module.register_forward_pre_hook(partial(self._passing, frozenset(self._bundles[layer + 1])))
         for number, copy in enumerate(self._copies.all):
             if copy.requires_grad:
@@ -618,7 +619,7 @@ class ReshardingParameters:
         Weights whose gradients come later, in halves of a backward, wait for the REDUCE.
         """
         states = args[0] if args else None
-        wanted = bool(self._passes) and torch.is_grad_enabled() and not self.weights.wanted
+        wanted = bool(self._passes) and torch.is_grad_enabled() and not self.weight_gradients.enabled
         if wanted and isinstance(states, torch.Tensor) and states.requires_grad:
             states.register_hook(lambda _: self._passes.layer_went_back(numbers))
 
@@ -628,7 +629,7 @@ class ReshardingParameters:
 
     def _bundles_at(self, home: int | str) -> frozenset[int]:
         """Return the bundles with weights that a home needs."""
-        homes = [{each for number in own for each in self._weights[number].home} for own in self._bundles]
+        homes = [{each for number in own for each in self._weights[number].used_by} for own in self._bundles]
         return frozenset(bundle for bundle, own in enumerate(homes) if home in own)
 
     def _bundles_of(self, part: LayerRange) -> frozenset[int]:
@@ -658,14 +659,14 @@ class ReshardingParameters:
             )
         for line in plan.pipelines:
             layers = line.stages[-1].layers[1]
-            if layers != len(self._network.layers):
+            if layers != len(self._adapter.layers):
                 raise SeqloomError(
-                    f"a plan for {layers} layers and a model with {len(self._network.layers)}; make the plan for this "
+                    f"a plan for {layers} layers and a model with {len(self._adapter.layers)}; make the plan for this "
                     "model"
                 )
         for tensor in sorted({stage.tensor for line in plan.pipelines for stage in line.stages}):
             if tensor > 1:
-                self._network.check_tensor(tensor)
+                self._adapter.check_tp_degree(tensor)
 
 
 def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:
@@ -674,5 +675,5 @@ def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | Non
     dtypes = sorted({str(parameter.dtype) for parameter in parameters})
     if compute is None and len(dtypes) > 1:
         raise SeqloomError(
-            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as compute="
+            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as param_dtype="
         )

@@ -1,8 +1,8 @@
 """Planning ahead: a process of its own plans the next steps from lengths alone, so that training does not wait.
 
 It needs no torch and no data. Whoever trains submits the lengths of coming steps and takes the plan when a step begins.
-A plan that is late, or that the planner could not make, never stops a step: a plain one, static unless another was
-named, stands in for it, and the reason is part of the answer.
+A plan that is late, or that the planner could not make, never stops a step: the fallback planner, static unless another
+was named, makes one at once, and the answer carries the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.registry import Choice
-from seqloom.simulate import simulate
+from seqloom.planners.registry import PlannerChoice
+from seqloom.simulate import predicted_ns, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,18 @@ class StepPlan:
         plan: validated.
         plan_ns: how long it took to make.
         wait_ns: how long whoever took it waited.
-        fallback: why a plain plan stands in; "" when it does not.
-        bound_ns: what no plan of the step on the same stages can beat, under the cost model; None: not known.
-        idle_share: of the ranks' time in the step, by the simulator; None: not known.
+        predicted_ns: step time by the cost model.
+        fallback_reason: why the fallback planner made it; "" when it did not.
+        bound_ns: lower bound of the step's time on the same stages, under the cost model; None: not computed.
+        idle_share: share of the ranks' time in the step that they wait, by the simulator; None: not computed.
     """
 
     step: int
     plan: Plan
     plan_ns: int
     wait_ns: int
-    fallback: str = ""
+    predicted_ns: int
+    fallback_reason: str = ""
     bound_ns: int | None = None
     idle_share: float | None = None
 
@@ -56,10 +58,10 @@ class PlanAhead:
     def __init__(
         self,
         cost: CostModel,
-        planner: str | Choice = "auto",
+        planner: str | PlannerChoice = "auto",
         *,
         seed: int = 0,
-        stand_in: Choice = Choice("static"),  # noqa: B008 - frozen
+        fallback: PlannerChoice = PlannerChoice("static"),  # noqa: B008 - frozen
         patience_s: float = 1.0,
         first_patience_s: float | None = None,
     ) -> None:
@@ -69,12 +71,12 @@ class PlanAhead:
             cost: prices the plans.
             planner: a name, see `make_plan`, or a planner with its options.
             seed: of a planner that is given by its name.
-            stand_in: plans at once, in this process, what the planner does not.
+            fallback: plans in this process, at once, a step that the planner is late for or cannot plan.
             patience_s: how long `take` waits for a plan before that.
             first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
         """
-        self._cost, self._stand_in, self._patience_s = cost, stand_in, patience_s
-        chosen = Choice(planner, seed=seed) if isinstance(planner, str) else planner
+        self._cost, self._fallback, self._patience_s = cost, fallback, patience_s
+        chosen = PlannerChoice(planner, seed=seed) if isinstance(planner, str) else planner
         self._now_s = patience_s if first_patience_s is None else first_patience_s
         self._made: dict[int, _Made] = {}
         self._asked: set[int] = set()
@@ -106,9 +108,13 @@ class PlanAhead:
         late = f"no plan within {self._now_s:g} s"
         made = self._made.pop(step, _Made(None, 0, late))
         self._made = {other: kept for other, kept in self._made.items() if other > step}
-        plan = self._stand_in.plan(lengths, self._cost) if made.text is None else Plan.from_json(made.text)
+        if made.text is None:
+            plan = self._fallback.plan(lengths, self._cost)
+            predicted = predicted_ns(plan, self._cost)
+        else:
+            plan, predicted = Plan.from_json(made.text), made.predicted_ns
         waited = time.monotonic_ns() - begin
-        return StepPlan(step, plan, made.plan_ns, waited, made.why_not, made.bound_ns, made.idle_share)
+        return StepPlan(step, plan, made.plan_ns, waited, predicted, made.why_not, made.bound_ns, made.idle_share)
 
     def close(self) -> None:
         """Stop the process."""
@@ -153,11 +159,12 @@ class _Made(NamedTuple):
     text: str | None
     plan_ns: int
     why_not: str
+    predicted_ns: int = 0
     bound_ns: int | None = None
     idle_share: float | None = None
 
 
-def _serve(connection: Connection, cost: CostModel, chosen: Choice) -> None:
+def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
     """Answer (step, lengths) with (step, what was made) until the pipe closes."""
     while True:
         try:
@@ -167,12 +174,12 @@ def _serve(connection: Connection, cost: CostModel, chosen: Choice) -> None:
             return
 
 
-def _make(cost: CostModel, chosen: Choice, lengths: np.ndarray) -> _Made:
+def _make(cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> _Made:
     begin = time.monotonic_ns()
     try:
         plan = chosen.plan(lengths, cost)
         text, took = plan.to_json(), time.monotonic_ns() - begin
-        return _Made(text, took, "", plan_bound(plan, cost), simulate(plan, cost).idle_share)
+        return _Made(text, took, "", predicted_ns(plan, cost), plan_bound(plan, cost), simulate(plan, cost).idle_share)
     except SeqloomError as error:
         why_not = f"planner {chosen.name!r}: {error}"
     except Exception as error:  # a defect of the planner must not stop training; the reason is logged

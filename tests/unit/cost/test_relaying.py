@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.resharding import exposed_reshard_ns, reshard_times, resident_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
-from seqloom.layout.move import hops_of_rank
+from seqloom.layout.move import reshard_moves_of_rank
 from seqloom.plan import (
     Action,
     ActionKind,
@@ -112,7 +112,7 @@ def test_elements_are_those_of_the_moves(cluster, lines):
     held, _ = resident_parameters(cost, lines)
     for found, wanted in zip(held, counted(lines, size), strict=True):
         assert found == pytest.approx(wanted)
-    moves = [hops_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
+    moves = [reshard_moves_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
     came, went = np.zeros((2, 8))
     for rank, (move, *_) in enumerate(moves):
         across = move.sender // size != move.receiver // size
@@ -204,9 +204,9 @@ def test_a_step_has_what_it_does_not_hide():
     plan = Plan(limits, Sharding.FREE, Reduce.STEP, (5000, 5000), (line,))
     plan.validate()
     found, split = simulate(plan, cost), cost.with_tensor(2)
-    variant = Variant(Checkpoint.NONE, Reduce.STEP)
-    time = split.round_times(works[0], variant).joined_ns([0, 1])
+    policy = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
+    time = split.round_times(works[0], policy).busy_ns[:2].max()
     moved = exposed_reshard_ns(cost, plan.pipelines, [(time, time)])
-    end = cost.step_overhead_ns(variant) + moved
+    end = cost.step_overhead_ns(policy) + moved
     assert found.step_ns == predicted_ns(plan, cost) == cost.plan_ns(plan) == time + end
     assert found.end_ns == end and (found.comm_ns >= moved).all() and moved > 0

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from seqloom.dist import SingleRankTransport, bind
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
 from seqloom.models.adapter import LossOf
 from seqloom.models.compile import compile_layers
@@ -27,7 +27,7 @@ def fresh():
 
 
 def compiled(model):
-    own = network(attach(model))
+    own = model_adapter(attach(model))
     compile_layers(own.layers, backend="aot_eager")
     recompute_layers(own.layers)
     return own

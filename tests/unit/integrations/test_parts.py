@@ -7,7 +7,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.parts import Whole, parts_of
 from seqloom.models.adapter import LossOf
 from seqloom.params.placement import held_by
@@ -38,11 +38,11 @@ def test_parts_in_turn_are_the_whole(name, tokens):
     context = bind_single_rank((5, 3, 1) if tokens else ())
     ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
     models = [model_of(name) for _ in range(2)]
-    networks = [network(attach(model)) for model in models]
-    wanted = LossOf(networks[0])(ids, labels, context)
+    adapters = [model_adapter(attach(model)) for model in models]
+    wanted = LossOf(adapters[0])(ids, labels, context)
     found = ids
     for part in CUTS:
-        found = LossOf(networks[1])(found, labels, context, part)
+        found = LossOf(adapters[1])(found, labels, context, part)
     assert torch.equal(found, wanted)
     wanted.backward()
     found.backward()
@@ -51,7 +51,7 @@ def test_parts_in_turn_are_the_whole(name, tokens):
 
 
 def test_parameters_are_told_apart():
-    found = network(attach(tiny_model("qwen3", num_hidden_layers=LAYERS)))  # tied
+    found = model_adapter(attach(tiny_model("qwen3", num_hidden_layers=LAYERS)))  # tied
     names = dict(found.module.named_parameters())
     first, _, last = (held_by(found, [part]) for part in CUTS)
     assert first.keys() & last.keys() == {"model.embed_tokens.weight"} and first.keys() | last.keys() == names.keys()
@@ -61,7 +61,7 @@ def test_parameters_are_told_apart():
 
 def test_granite_is_refused_where_it_is_cut():
     """It multiplies embeddings in its own forward."""
-    found = network(attach(tiny_model("granite")))
+    found = model_adapter(attach(tiny_model("granite")))
     context = bind_single_rank((2,))
     with pytest.raises(SeqloomError, match=r"layer 0 is not given what its embedding returned.*pipeline\.stages = 1"):
         found.run(LayerRange(0, 1, 2), torch.zeros(2, dtype=torch.int64), context)
@@ -70,8 +70,8 @@ def test_granite_is_refused_where_it_is_cut():
 
 def test_parts_are_found_without_values():
     with torch.device("meta"):
-        found = network(attach(tiny_model("qwen3")))
-    assert not found.whole and found.embedding is found.module.model.embed_tokens
+        found = model_adapter(attach(tiny_model("qwen3")))
+    assert not found.single_stage_reason and found.embedding is found.module.model.embed_tokens
 
 
 class Decoder(nn.Module):

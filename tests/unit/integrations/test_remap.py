@@ -9,7 +9,7 @@ from torch import nn
 
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers import attach, network
+from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.attach import remap_layers
 from seqloom.layout import Layout, Span
 from seqloom.models.adapter import LossOf
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_plain_transformers(name, checkpointing):
         own, context = models[transport.rank], bind(WORK, transport)
         if checkpointing:
             own.gradient_checkpointing_enable()
-        described = network(own)
+        described = model_adapter(own)
         first = next(own.model.layers[0].mlp.children())
         first.register_forward_pre_hook(lambda _, args: seen[transport.rank].append(args[0].numel() // 16))
         rows = [torch.cat([each[d][a:b] for d, a, b in context.spans]) for each in (ids, labels)]
@@ -108,7 +108,7 @@ def test_a_layer_whose_mlp_has_no_name_of_ours():
         "do_layer_norm_before": True,
     }
     model = hf.OPTForCausalLM(hf.OPTConfig(**{**SIZES, **keys})).double()
-    own = network(attach(model))
+    own = model_adapter(attach(model))
 
     def body(transport):
         context = bind(WORK, transport)

@@ -10,7 +10,7 @@ import transformers as hf
 
 from seqloom.dist import bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers import attach, head, hidden_states, inputs, network
+from seqloom.integrations.transformers import attach, head, hidden_states, inputs, model_adapter
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.tiny_models import MODELS, SIZES, documents, one_by_one, tiny_model
@@ -95,22 +95,22 @@ def test_saved_models_load_anywhere_and_give_the_same_logits(tmp_path, capfd):
 
 
 def test_the_runtime_is_told_of_layers_and_head(model, ids, context):
-    found = network(model)
+    found = model_adapter(model)
     assert found.module is model and found.layers == tuple(model.model.layers) and found.head is model.lm_head
     assert torch.equal(found.hidden(ids, context), hidden_states(model, ids, context.positions, context))
     model._no_split_modules = None
     with pytest.raises(SeqloomError, match="does not say what its layers are"):
-        network(model)
+        model_adapter(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_index_work_can_be_done_before_the_first_layer(name, ids, context):
-    found = network(attach(tiny_model(name)))
+    found = model_adapter(attach(tiny_model(name)))
     found.prepare(context, torch.float64)
-    before = set(context._kept)
+    before = set(context._cache)
     assert len(before) == (2 if name == "qwen2-windows" else 1)
     found.hidden(ids, context)
-    assert set(context._kept) == before
+    assert set(context._cache) == before
 
 
 # -- refused in the call ------------------------------------------------------------------------------------------

@@ -24,11 +24,12 @@ def test_plans_are_those_made_here_in_any_order():
             ahead.submit(step, lengths)
         for step in (0, 2):  # step 1 is asked for and never taken
             taken = ahead.take(step, BATCHES[step])
-            assert (taken.step, taken.fallback) == (step, "")
+            assert (taken.step, taken.fallback_reason) == (step, "")
             assert taken.plan.hash == make_plan("adaptive", BATCHES[step], COST).hash
             assert taken.plan_ns > 0 and taken.wait_ns > 0
             assert taken.bound_ns == lower_bound(BATCHES[step], COST)
-            assert taken.idle_share == simulate(taken.plan, COST).idle_share
+            simulation = simulate(taken.plan, COST)
+            assert (taken.predicted_ns, taken.idle_share) == (simulation.step_ns, simulation.idle_share)
         again = ahead.take(7, BATCHES[1])
         assert again.plan.hash == make_plan("adaptive", BATCHES[1], COST).hash, "planned now when nobody asked before"
 
@@ -36,8 +37,9 @@ def test_plans_are_those_made_here_in_any_order():
 def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_ones():
     with PlanAhead(COST, "adaptive", patience_s=0.0) as ahead:
         taken = ahead.take(0, BATCHES[0])
-        assert taken.fallback == "no plan within 0 s"
+        assert taken.fallback_reason == "no plan within 0 s"
         assert taken.plan.hash == make_plan("static", BATCHES[0], COST).hash
+        assert taken.predicted_ns == simulate(taken.plan, COST).step_ns
         ahead.submit(1, BATCHES[1])
         ahead._now_s = 120
         assert ahead.take(1, BATCHES[1]).plan.hash == make_plan("adaptive", BATCHES[1], COST).hash
@@ -46,17 +48,17 @@ def test_a_late_plan_is_replaced_by_the_static_one_and_does_not_disturb_later_on
 def test_a_planner_that_refuses_is_replaced_with_its_reason():
     with PlanAhead(COST, "static:64", patience_s=120) as ahead:
         taken = ahead.take(0, BATCHES[1])
-    assert taken.fallback.startswith("planner 'static:64': ")
+    assert taken.fallback_reason.startswith("planner 'static:64': ")
     assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
 
 
 def test_a_planner_that_dies_is_replaced():
     with PlanAhead(COST, "adaptive", patience_s=120) as ahead:
-        assert ahead.take(0, BATCHES[1]).fallback == ""
+        assert ahead.take(0, BATCHES[1]).fallback_reason == ""
         os.kill(ahead._process.pid, signal.SIGKILL)
         for step in (1, 2):
             taken = ahead.take(step, BATCHES[1])
-            assert taken.fallback == "the planner's process has died (exit code -9)"
+            assert taken.fallback_reason == "the planner's process has died (exit code -9)"
             assert taken.plan.hash == make_plan("static", BATCHES[1], COST).hash
 
 
@@ -76,5 +78,5 @@ def test_closing_stops_the_process():
 
 def test_the_first_plan_may_take_longer():
     with PlanAhead(COST, "adaptive", patience_s=0.0, first_patience_s=120) as ahead:
-        assert ahead.take(0, BATCHES[1]).fallback == ""
-        assert ahead.take(1, BATCHES[0]).fallback == "no plan within 0 s"
+        assert ahead.take(0, BATCHES[1]).fallback_reason == ""
+        assert ahead.take(1, BATCHES[0]).fallback_reason == "no plan within 0 s"

@@ -5,7 +5,6 @@ import pytest
 
 from seqloom.describe import sample
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.fill import NEVER
 from seqloom.planners.flex.planner import (
     default_evaluations,
     plan_flex,
@@ -13,8 +12,9 @@ from seqloom.planners.flex.planner import (
     virtual_shard_groups,
     work_bound,
 )
-from seqloom.planners.flex.search import Search, changes, replaced, shuffled, tiles
-from seqloom.planners.problem import Problem
+from seqloom.planners.flex.search import FlexSearch, changes, reordered, replaced, tiles
+from seqloom.planners.loops import NEVER
+from seqloom.planners.problem import BatchProblem
 from support.strategies import roomy_cost_model
 
 LENGTHS = sample("commoncrawl", 40, seed=2, max_length=40_000)
@@ -25,7 +25,7 @@ def published(sharding="full", cluster="1x8xA100-40G"):
 
 
 def problem_of(cost, lengths=LENGTHS):
-    return Problem.of(lengths, cost, cost.variants[0])
+    return BatchProblem.of(lengths, cost, cost.policies[0])
 
 
 def test_which_degrees_tile_an_island():
@@ -35,10 +35,10 @@ def test_which_degrees_tile_an_island():
 
 
 def test_virtual_islands_by_size_of_the_cluster():
-    assert virtual_shard_groups(problem_of(published()).search) == [8]
-    assert virtual_shard_groups(problem_of(published("none")).search) == [1, 2, 4, 8]
-    assert virtual_shard_groups(problem_of(published("hybrid", "2x8xA100-40G")).search) == [8, 16]
-    assert virtual_shard_groups(problem_of(published("hybrid", "4x8xA100-40G")).search) == [8, 32]
+    assert virtual_shard_groups(problem_of(published()).batch_tables) == [8]
+    assert virtual_shard_groups(problem_of(published("none")).batch_tables) == [1, 2, 4, 8]
+    assert virtual_shard_groups(problem_of(published("hybrid", "2x8xA100-40G")).batch_tables) == [8, 16]
+    assert virtual_shard_groups(problem_of(published("hybrid", "4x8xA100-40G")).batch_tables) == [8, 32]
 
 
 def test_a_quick_plan_is_valid_and_no_faster():
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_plan(sharding):
 
 @pytest.mark.parametrize("budget", [0, 1, 7, 50])
 def test_the_budget_counts_decodings(budget):
-    tables = problem_of(published()).search
+    tables = problem_of(published()).batch_tables
     bound = work_bound(tables)
     (search,) = start_searches(tables, bound)
     before, found = search.evaluations, search.best_ns
@@ -71,21 +71,24 @@ def test_the_budget_counts_decodings(budget):
 
 
 def test_the_budget_shrinks_with_the_batch():
-    few, many = (problem_of(published(), LENGTHS[:n]).search for n in (2, 40))
+    few, many = (problem_of(published(), LENGTHS[:n]).batch_tables for n in (2, 40))
     assert 8 <= default_evaluations(many, 8) <= default_evaluations(few, 8) <= 1_000
 
 
 def test_changes_differ_in_one_respect():
-    search = Search.over(problem_of(published()).search, 8)
+    search = FlexSearch.over(problem_of(published()).batch_tables, 8)
     from itertools import islice
     from random import Random
 
     for change in islice(changes(3, Random(1)), 200):
-        other = change(search.keys, np.array([2, 0, 5]))
-        changed = [not np.array_equal(getattr(other, name), getattr(search.keys, name)) for name in ("rung", "widen")]
-        changed.append(other.order.tolist() != search.keys.order.tolist())
+        other = change(search.params, np.array([2, 0, 5]))
+        changed = [
+            not np.array_equal(getattr(other, name), getattr(search.params, name))
+            for name in ("limit_index", "extra_degrees")
+        ]
+        changed.append(other.order.tolist() != search.params.order.tolist())
         assert sum(changed) <= 1 and sorted(other.order.tolist()) == list(range(len(LENGTHS)))
-        assert other.falling or changed[2] or other.order.tolist() == search.keys.order.tolist()
+        assert other.descending or changed[2] or other.order.tolist() == search.params.order.tolist()
 
 
 def test_small_changes_leave_the_original_alone():
@@ -93,7 +96,7 @@ def test_small_changes_leave_the_original_alone():
 
     order = np.arange(9)
     assert replaced(order, 3, 7).tolist() == [0, 1, 2, 7, 4, 5, 6, 7, 8]
-    assert sorted(shuffled(order, Random(0)).tolist()) == order.tolist() == list(range(9))
+    assert sorted(reordered(order, Random(0)).tolist()) == order.tolist() == list(range(9))
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
@@ -102,8 +105,8 @@ def test_the_work_bound_is_one(sharding):
     problem = problem_of(cost)
     assert (
         0
-        < work_bound(problem.search)
-        <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.variant)
+        < work_bound(problem.batch_tables)
+        <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.policy)
     )
 
 
@@ -124,6 +127,6 @@ def test_tight_memory_mixes_what_rounds_keep():
     lengths = sample("wikipedia", 64, seed=0, max_length=100_000)
     mixed = plan_flex(lengths, cost)
     mixed.validate()
-    pure = min((plan_flex(lengths, cost, only=variant) for variant in cost.variants), key=cost.plan_ns)
+    pure = min((plan_flex(lengths, cost, only=policy) for policy in cost.policies), key=cost.plan_ns)
     assert cost.plan_ns(mixed) < 0.97 * cost.plan_ns(pure)
     assert (cost.plan_memory(mixed) <= cost.budget_bytes).all()

@@ -15,7 +15,7 @@ except ImportError as error:
         "pip install 'seqloom[train,hf]'"
     ) from None
 
-from seqloom.integrations.transformers.attach import Head, attach, head, hidden_states, inputs, network
+from seqloom.integrations.transformers.attach import Head, attach, head, hidden_states, inputs, model_adapter
 from seqloom.integrations.transformers.checks import REFUSALS, check, support_table
 
-__all__ = ["REFUSALS", "Head", "attach", "check", "head", "hidden_states", "inputs", "network", "support_table"]
+__all__ = ["REFUSALS", "Head", "attach", "check", "head", "hidden_states", "inputs", "model_adapter", "support_table"]

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from seqloom.dist import Context, attention_context
-from seqloom.dist.redistribute import TokenRedistribute, redistribute_tokens
+from seqloom.dist.token_layout import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attention import NAME, calls, only_rows, register
 from seqloom.integrations.transformers.checks import check, unwrapped
 from seqloom.integrations.transformers.parts import Whole, check_positions, parts_of
-from seqloom.integrations.transformers.tensor_parallel import Uncuttable, team_layers, tensor_plan
+from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, team_layers, tensor_plan
 from seqloom.models.adapter import ModelAdapter
 from seqloom.plan import Remap
 
@@ -54,11 +54,11 @@ class _Remapping:
                 f"{type(self).__name__} in a round that remaps around the MLP: none of its parts is called "
                 f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
             )
-        if context.around_mlp is None:  # nothing of this rank's shard group moves
+        if context.mlp_redistribute is None:  # nothing of this rank's shard group moves
             return own(*args, **options)
         with ExitStack() as standing:
             for part in found:
-                around = _Around(part, context.around_mlp, context.tokens)
+                around = _Around(part, context.mlp_redistribute, context.tokens)
                 standing.callback(part.register_forward_pre_hook(around.before, with_kwargs=True).remove)
                 standing.callback(part.register_forward_hook(around.after).remove)
             return own(*args, **options)
@@ -94,7 +94,7 @@ class _Around:
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
         """Move what came out back: a tensor, or the first of several, of which others are not per token."""
         first = output[0] if isinstance(output, tuple) else output
-        moved = _moved(self._crossing.reversed(), first, sum(self._crossing.there.receives))
+        moved = _moved(self._crossing.reversed(), first, sum(self._crossing.to_target.receives))
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 
@@ -179,7 +179,7 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
             f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
             f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
         )
-    if context.team is not None:  # tables of positions are for attention, which has the tokens of the whole team
+    if context.tp_group is not None:  # tables of positions are for attention, which has the tokens of the whole team
         positions = attention_context(context).positions
     ids, positions = (each if len(each) else each.new_zeros(1) for each in (ids, positions))
     return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "seqloom_context": context}
@@ -203,7 +203,7 @@ def head(model: nn.Module) -> Head:
     return Head(weight, weight is causal.get_input_embeddings().weight)
 
 
-def network(model: nn.Module) -> ModelAdapter:
+def model_adapter(model: nn.Module) -> ModelAdapter:
     """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
 
     From now on its layers follow plans that remap around the MLP, see `integrations.remap`. Where its parts can be
@@ -229,13 +229,13 @@ def network(model: nn.Module) -> ModelAdapter:
         parts = parts_of(causal.get_decoder(), causal.get_input_embeddings(), layers)
         known = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
     except Whole as reason:
-        known = {"whole": str(reason)}
+        known = {"single_stage_reason": str(reason)}
     found = calls(layers)
     try:
         plan = tensor_plan(model, causal, layers, found)
         check_positions(causal.get_decoder(), causal.get_input_embeddings(), layers)
         team_layers(layers, plan.regions)
-        known |= {"cuts": plan.cuts, "divided": plan.divided, "uncuttable": ""}
-    except (Uncuttable, Whole) as reason:
-        known |= {"uncuttable": str(reason)}
+        known |= {"tp_axes": plan.tp_axes, "tp_divisors": plan.tp_divisors, "no_tp_reason": ""}
+    except (NoTensorParallel, Whole) as reason:
+        known |= {"no_tp_reason": str(reason)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), found, **known)
