@@ -1,4 +1,4 @@
-"""Draw docs/timelines.svg: one step of a long-tailed batch on 64 GPUs, under a fixed degree and under a plan of its own.
+"""Draw docs/timelines.svg, the picture of the README: one batch under one fixed degree and under a plan of its own.
 
     python docs/timelines.py
 
