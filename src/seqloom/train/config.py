@@ -21,7 +21,7 @@ from pydantic import Strict
 from seqloom.cost import Profile
 from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Sharding
 from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
@@ -205,7 +205,7 @@ class Pipelining(_Section):
         if not isinstance(self.stages, int) and self.stages != "auto":
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
         if self.schedule not in ("auto", *SCHEDULES):
-            raise unknown("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
+            raise unknown_name("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
         for key, default in (("chunks", 1), ("schedule", "auto")):
             if self.stages == 1 and getattr(self, key) != default:
                 raise SeqloomError(

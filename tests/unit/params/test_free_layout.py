@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport, SingleRankTransport, bind_single_rank
+from seqloom.dist import SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -20,6 +20,7 @@ from seqloom.train.model import prepare_layers
 from support.shapes import Shape, gathered_per_pass, in_nodes_of, shaped_plan
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import tiny_model
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 SPEC = tiny_spec(layers=3, tied=True)
