@@ -140,7 +140,7 @@ def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -
 
 @dataclass(frozen=True, slots=True)
 class RunPlanners:
-    """Who plans the steps of a run, and on which stages: one pipeline for all of them, none, or others in every step."""
+    """Who plans the steps of a run, and on which stages: one pipeline for all steps, none, or others in every step."""
 
     stages: tuple[Stage, ...]  # of all plans; a single one: no pipeline; none: every plan has stages of its own
     planner: PlannerChoice  # of every step
