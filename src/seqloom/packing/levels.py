@@ -156,7 +156,7 @@ def _priced(
 
 
 def packs_per_step(tokens: int, degree: int, cost: CostModel, step_tokens: int) -> tuple[int, int]:
-    """(packs, rounds) of a step: as many packs as its tokens allow, at least one; beyond one round, full rounds only."""
+    """(packs, rounds) of a step: as many packs as its tokens allow, at least one; beyond one round, only full ones."""
     side_by_side = len(cost.family.blocks(degree))
     packs = max(1, step_tokens // tokens)
     if packs > side_by_side:
