@@ -140,7 +140,7 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
             "a plan that gathers parameters for every pass cannot be explained; explain one in which they stay"
         )
     rounds = simulate(plan, cost).rounds
-    works = [plan.pipelines[entry.pipeline].rounds[entry.round].work[0] for entry in rounds]
+    works = [plan.pipelines[entry.pipeline].rounds[entry.round].by_stage[0] for entry in rounds]
     priced: dict[PlacementKey, list[DocumentPrices]] = defaultdict(list)
     for entry, work in zip(rounds, works, strict=True):
         for key, prices in _priced_documents(work, MemoryPolicy(work.checkpoint, plan.reduce), entry.time_ns, cost):
@@ -188,7 +188,7 @@ def _priced_documents(
         cheapest = best is None or rank_ns[own, k] <= rank_ns[best, k]
         key = PlacementKey(
             octave=tokens.bit_length() - 1,
-            zone=ZONES[group.turn(cost.node_size)],
+            zone=ZONES[group.order_key(cost.node_size)],
             shape=shape,
             remapped=remapped,
             reason=_reason(bool(fits[0, k]), bool(ends[0, k]), bool(cheapest)),

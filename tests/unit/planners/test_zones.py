@@ -39,7 +39,7 @@ def test_its_clock_is_the_cost_models():
         answer = fill_rounds(prices, split_lpt(prices, 1), 3)
         plan = plan_of(prices, answer.rounds, lengths)
         for loads, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
-            [work] = current.work
+            [work] = current.by_stage
             if work.checkpoint == policy.checkpoint:
                 expected = NODES.round_times(work, policy).rank_ns
                 assert rank_times(prices, loads).tolist() == expected.tolist()
