@@ -1,8 +1,8 @@
-"""The least that a document costs at every degree, in any shape and on any ranks: the ground that the bound stands on.
+"""The least that a document costs at every degree, in any shape and on any ranks.
 
-A plan may put a ring on any ranks: inside a node, or over several with any number of its ranks in each. What is sent
-depends on that. Of every count of messages (out of a rank, out of a node, through a NIC) the least over all such
-placements is taken, each for itself.
+A plan may put a ring on any ranks: inside a node, or over several nodes with any number of its ranks in each. Its
+traffic depends on that. The bound takes every message count (out of a rank, out of a node, through a NIC) at its least
+over all such placements, each for itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from seqloom.plan import Method, Remap
 from seqloom.planners.loops import NEVER
 
 EVERY_SIZE = 64
-"""Clusters of up to so many ranks are looked at in every size of ring."""
+"""Largest cluster on which the bound prices rings of every size."""
 ENDLESS = 1 << 30
-"""Slices of a route whose filling and emptying takes no time."""
-ROUNDED = 16.0
-"""ns by which whole parts of a group, each rounded to whole ns, may be less than their sum."""
+"""So many slices that filling and draining a route takes no time."""
+ROUNDED = 4.0
+"""ns by which the parts of a price, each rounded to whole ns, may be less than their sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,14 +221,14 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
     once = inner * min(-(-ring // count) * (count - 1) for count in counts)
 
     def traffic(sent: int, left: int) -> MessageCounts:
-        return MessageCounts(NEAR=0, sent=0, left=left, CARD=max(sent, -(-left // nics)))
+        return MessageCounts(near=0, sent=0, left=left, card=max(sent, -(-left // nics)))
 
     return GroupTraffic(
-        ulysses=MessageCounts(NEAR=inner // tensor - 1),
+        ulysses=MessageCounts(near=inner // tensor - 1),
         ring=traffic(1, inner),
         gather=traffic(ring - fullest, left),
         once=traffic(1, once),
-        TEAM=MessageCounts(NEAR=tensor - 1),
+        team=MessageCounts(near=tensor - 1),
     )
 
 
