@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from seqloom.cli.shared import AsJson, print_json, require_writable
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -249,7 +249,7 @@ def _refuse_options(context: typer.Context, names: Sequence[str], without_model:
 
 def _check_dtype(name: str) -> None:
     if name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
+        raise unknown_name("dtype", name, DTYPES)
 
 
 def require_torch() -> None:

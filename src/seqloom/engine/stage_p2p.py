@@ -116,7 +116,7 @@ class StageBoundary:
         key = (stage, round_index)
         if key not in self._unchanged:
             ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
-            work, other = self._pipeline.rounds[round_index].work[stage : stage + 2]
+            work, other = self._pipeline.rounds[round_index].by_stage[stage : stage + 2]
             self._unchanged[key] = same_groups(work, other, ranks, others) or same_layout(
                 self._layout(stage, round_index), self._layout(stage + 1, round_index), ranks, others
             )
@@ -125,7 +125,7 @@ class StageBoundary:
     def _layout(self, stage: int, round_index: int) -> Layout:
         key = (stage, round_index)
         if key not in self._layouts:
-            self._layouts[key] = hidden_layout(self._pipeline.rounds[round_index].work[stage])
+            self._layouts[key] = hidden_layout(self._pipeline.rounds[round_index].by_stage[stage])
         return self._layouts[key]
 
 

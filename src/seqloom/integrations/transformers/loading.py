@@ -17,8 +17,6 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
@@ -29,6 +27,8 @@ from seqloom.params.placement import move_buffers, taken_out
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 Read = Callable[[str], torch.Tensor]
 """Name of a parameter -> its values."""
