@@ -229,14 +229,14 @@ def _print_demo(
 ) -> None:
     from rich.console import Console
 
-    from seqloom.view import length_histogram
+    from seqloom.view import LengthHistogram
 
     console = Console(highlight=False)
     [batch] = workload.batches
     console.print(f"One batch: {len(batch):,} sequences, {batch.tokens:,} tokens, longest {batch.longest:,}.")
     for note in workload.notes():
         console.print(f"{note[0].upper()}{note[1:]}.", markup=False)
-    console.print(length_histogram(batch.lengths))
+    console.print(LengthHistogram(batch.lengths))
     _draw_comparison(console, cost, row)
     if left_out:
         console.print(f"flexsp is left out: {left_out['flexsp']}.", markup=False)
@@ -266,14 +266,14 @@ def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Outcome])
 
 def _print_timelines(console: Console, row: dict[str, Outcome]) -> None:
     """Static and auto under each other, on one time scale: the narrower chart is the shorter step."""
-    from seqloom.view import gantt
+    from seqloom.view import Gantt
 
     drawn = {name: row[name].simulation for name in ("static", "auto")}
     longest = max(simulation.step_ns for simulation in drawn.values())
     room = console.width - FRAME
     for name, simulation in drawn.items():
         console.print(f"[bold]{name}[/bold]")
-        console.print(gantt(simulation, width=FRAME + round(room * simulation.step_ns / longest)))
+        console.print(Gantt(simulation, width=FRAME + round(room * simulation.step_ns / longest)))
         console.print()
 
 

@@ -330,7 +330,7 @@ def _print_plan(cost: CostModel, workload: Workload, outcome: Outcome, view: boo
 
 def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: Outcome, view: bool) -> None:
     from seqloom.cli.shared import heading
-    from seqloom.view import gantt, length_histogram, plan_table
+    from seqloom.view import Gantt, LengthHistogram, plan_table
 
     [batch] = workload.batches
     console.print(heading(cost), markup=False)
@@ -338,10 +338,10 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: O
     for note in workload.notes():
         console.print(note, markup=False)
     if view:
-        console.print(length_histogram(batch.lengths))
+        console.print(LengthHistogram(batch.lengths))
     console.print(plan_table(outcome.plan, outcome.simulation))
     if view:
-        console.print(gantt(outcome.simulation))
+        console.print(Gantt(outcome.simulation))
         console.print()
 
 

@@ -188,7 +188,7 @@ def _print(
     from rich.console import Console
 
     from seqloom.cli.shared import heading
-    from seqloom.view import rank_chart
+    from seqloom.view import RankChart
     from seqloom.view.format import duration
 
     console = Console(highlight=False)
@@ -197,7 +197,7 @@ def _print(
     for note in source.notes(dropped):
         console.print(note, markup=False)
     console.print(_table(strategies, trial))
-    console.print(rank_chart(strategies, cost.node_size))
+    console.print(RankChart(strategies, cost.node_size))
     mean = sum(trial.step_ns) / len(trial.step_ns)
     console.print(
         f"On the first {len(trial.chosen)} steps: {duration(mean)} a step; strategy {trial.fixed} kept for all takes "

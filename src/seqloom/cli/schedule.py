@@ -221,7 +221,7 @@ def _print(made: Schedule, found: ScheduleMetrics) -> None:
 
 
 def _draw(console: Console, made: Schedule, found: ScheduleMetrics) -> None:
-    from seqloom.view import schedule_chart
+    from seqloom.view import ScheduleChart
 
     size = _size(made)
     pieces = "unequal" if isinstance(size["pieces"], list) else size["pieces"]
@@ -230,7 +230,7 @@ def _draw(console: Console, made: Schedule, found: ScheduleMetrics) -> None:
         f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each",
         markup=False,
     )
-    console.print(schedule_chart(made, found.timing))
+    console.print(ScheduleChart(made, found.timing))
     memory = " ".join(f"{most:.4g}" for most in found.peak_memory)
     console.print(f"bubble {100 * found.bubble:.1f} %, makespan {found.step_time:.6g}")
     if found.makespan > found.step_time:

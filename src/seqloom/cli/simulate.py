@@ -86,11 +86,11 @@ def _print_simulation(cost: CostModel, outcome: Outcome) -> None:
 
 def _draw_simulation(console: Console, cost: CostModel, outcome: Outcome) -> None:
     from seqloom.cli.shared import heading
-    from seqloom.view import gantt, plan_table
+    from seqloom.view import Gantt, plan_table
 
     console.print(heading(cost), markup=False)
     console.print(repr(outcome.plan), markup=False)
     console.print(plan_table(outcome.plan, outcome.simulation))
-    console.print(gantt(outcome.simulation))
+    console.print(Gantt(outcome.simulation))
     console.print()
     console.print(outcome.summary(), markup=False)

@@ -35,39 +35,22 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class DocumentCounts:
-    """What a source holds under the config's limit of length.
-
-    Attributes:
-        documents, tokens: of an epoch.
-        valid: labels of an epoch that the loss counts.
-        longest: tokens.
-        truncated, dropped: number of documents that were.
-        lost: tokens that this took away.
-        batches: of the first epoch.
-        unlabelled: batches of the first epoch in which no label counts.
-    """
+    """What a source holds under the config's limit of length, in an epoch."""
 
     documents: int
     tokens: int
-    valid: int
-    longest: int
-    truncated: int
-    dropped: int
-    lost: int
-    batches: int
-    unlabelled: int
+    valid: int  # labels that the loss counts
+    longest: int  # document, tokens
+    truncated: int  # documents
+    dropped: int  # documents
+    lost: int  # tokens that this took away
+    batches: int  # of the first epoch
+    unlabelled: int  # batches of the first epoch in which no label counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunCheck:
-    """A run before anything is planned.
-
-    Attributes:
-        setup: of the run.
-        training: counts of its documents.
-        validation: counts of the documents of evaluation; None: there are none.
-        sample: the first batches.
-    """
+    """A run before anything is planned: its documents, and a sample of its first batches."""
 
     setup: RunSetup
     training: DocumentCounts
@@ -83,27 +66,16 @@ class RunCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictedSteps:
-    """The sampled steps under one planner; every tuple has one entry per batch.
+    """The sampled steps under one planner; every tuple has one entry per batch."""
 
-    Attributes:
-        planner: its name and options.
-        step_ns: predicted.
-        bound_ns: lower bound on the same stages; the step's own time where nothing is proven.
-        rounds: of the plan.
-        plan_ns: time of planning and of the bound, as in a run.
-        memory: int64[batches, ranks], predicted peak bytes.
-        fallback_reasons: why the fallback planner was used; "" where it was not.
-        balance: how evenly the steps use the ranks.
-    """
-
-    planner: str
-    step_ns: tuple[int, ...]
-    bound_ns: tuple[int, ...]
+    planner: str  # name and options
+    step_ns: tuple[int, ...]  # predicted
+    bound_ns: tuple[int, ...]  # lower bound on the same stages; the step's own time where nothing is proven
     rounds: tuple[int, ...]
-    plan_ns: tuple[int, ...]
-    memory: np.ndarray
-    fallback_reasons: tuple[str, ...]
-    balance: Balance
+    plan_ns: tuple[int, ...]  # time of planning and of the bound, as in a run
+    memory: np.ndarray  # int64[batches, ranks], predicted peak bytes
+    fallback_reasons: tuple[str, ...]  # why the fallback planner was used; "" where it was not
+    balance: Balance  # how evenly the steps use the ranks
 
     @property
     def worst(self) -> int:
@@ -285,17 +257,11 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PackingComparison:
-    """The documents of some steps, packed again into other steps before a run starts.
+    """The documents of some steps, packed again into other steps before a run starts."""
 
-    Attributes:
-        tokens_per_step: that no step exceeds.
-        balance: by the name of the packing.
-        refused: why there is none; "" where there is.
-    """
-
-    tokens_per_step: int
-    balance: dict[str, Balance]
-    refused: str = ""
+    tokens_per_step: int  # that no step exceeds
+    balance: dict[str, Balance]  # by the name of the packing
+    refused: str = ""  # why there is none
 
 
 def compare_packings(batches: Sequence[np.ndarray], cost: CostModel) -> PackingComparison:
