@@ -6,7 +6,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from seqloom.data import IGNORED, Counts, TokenStore
+from seqloom.data import IGNORE_INDEX, PrepareCounts, TokenStore
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,11 +45,11 @@ def _shown(row: str) -> list[str]:
 
 
 def _name(id: int) -> str:
-    return {IGNORED: ".", 256: "end", 32: "_"}.get(int(id)) or chr(id)
+    return {IGNORE_INDEX: ".", 256: "end", 32: "_"}.get(int(id)) or chr(id)
 
 
 def test_every_count_is_explained():
-    for field in fields(Counts):
+    for field in fields(PrepareCounts):
         assert field.name == "records" or f"`{field.name}`" in PAGE
 
 

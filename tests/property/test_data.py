@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.data import IGNORED, Limited, Sampler, StoreWriter, TokenStore, load_tokenizer, prepare
+from seqloom.data import IGNORE_INDEX, LengthLimitedSource, Sampler, StoreWriter, TokenStore, load_tokenizer, prepare
 from seqloom.data import store as writer
 from seqloom.errors import SeqloomError
 
@@ -19,15 +19,15 @@ DOCUMENTS = st.lists(
 
 def expected(document):
     ids, counted = zip(*document, strict=True)
-    labels = [ids[p + 1] if counted[p + 1] else IGNORED for p in range(len(ids) - 1)] + [IGNORED]
+    labels = [ids[p + 1] if counted[p + 1] else IGNORE_INDEX for p in range(len(ids) - 1)] + [IGNORE_INDEX]
     return list(ids), labels
 
 
 @given(documents=DOCUMENTS, part=st.integers(1, 40), limit=st.integers(2, 12), data=st.data())
 def test_a_store_gives_back_what_was_written(documents, part, limit, data):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "TOKENS_PER_PART", part)
-        patch.setattr(writer, "DOCUMENTS_PER_PART", 1 + part % 3)
+        patch.setattr(writer, "TOKENS_PER_RECORD_BATCH", part)
+        patch.setattr(writer, "DOCUMENTS_PER_RECORD_BATCH", 1 + part % 3)
         with StoreWriter(Path(folder) / "store", vocabulary=100) as made:
             for document in documents:
                 made.add(*zip(*document, strict=True))
@@ -35,15 +35,15 @@ def test_a_store_gives_back_what_was_written(documents, part, limit, data):
         assert store.lengths.tolist() == [len(document) for document in documents]
         for number, document in enumerate(documents):
             ids, labels = expected(document)
-            assert store.valid[number] == sum(label != IGNORED for label in labels)
+            assert store.valid[number] == sum(label != IGNORE_INDEX for label in labels)
             start = data.draw(st.integers(0, len(ids)))
             stop = data.draw(st.integers(start, len(ids)))
             assert store.tokens(number, start, stop).tolist() == ids[start:stop]
             assert store.labels(number, start, stop).tolist() == labels[start:stop]
-        _check_limited(Limited(store, limit, "truncate"), [document[:limit] for document in documents])
+        _check_limited(LengthLimitedSource(store, limit, "truncate"), [document[:limit] for document in documents])
         short = [document for document in documents if len(document) <= limit]
         if short:
-            _check_limited(Limited(store, limit, "drop"), short)
+            _check_limited(LengthLimitedSource(store, limit, "drop"), short)
 
 
 def _check_limited(source, documents):
@@ -52,7 +52,7 @@ def _check_limited(source, documents):
         ids, labels = expected(document)
         assert source.tokens(number, 0, len(ids)).tolist() == ids
         assert source.labels(number, 0, len(ids)).tolist() == labels
-        assert source.valid[number] == sum(label != IGNORED for label in labels)
+        assert source.valid[number] == sum(label != IGNORE_INDEX for label in labels)
 
 
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=1, max_size=10))

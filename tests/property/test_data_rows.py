@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.data import IGNORED, Batch, rank_rows
+from seqloom.data import IGNORE_INDEX, Batch, rank_rows
 from seqloom.dist import bind
 from seqloom.plan import Checkpoint, StageMicroBatch
 from support.strategies_attention import cases_of_many_groups
@@ -36,7 +36,7 @@ class CountingSource:
     def labels(self, document, start, stop):
         self.read["labels"].update((document, p) for p in range(start, stop))
         labels = 1000 * document + np.arange(start, stop) + 1
-        labels[np.arange(start, stop) == self.lengths[document] - 1] = IGNORED
+        labels[np.arange(start, stop) == self.lengths[document] - 1] = IGNORE_INDEX
         return labels
 
 
@@ -62,5 +62,5 @@ def test_all_ranks_together_read_the_batch_once(case, data):
     every = [(int(d), p) for d in documents for p in range(lengths[d])]
     assert seen == Counter(1000 * d + p for d, p in every)
     last = {int(d): lengths[d] - 1 for d in documents}
-    assert labels_seen == Counter(IGNORED if p == last[d] else 1000 * d + p + 1 for d, p in every)
-    assert sum(count for label, count in labels_seen.items() if label != IGNORED) == batch.valid_tokens
+    assert labels_seen == Counter(IGNORE_INDEX if p == last[d] else 1000 * d + p + 1 for d, p in every)
+    assert sum(count for label, count in labels_seen.items() if label != IGNORE_INDEX) == batch.valid_tokens

@@ -65,11 +65,10 @@ def prepare(
         seqloom data prepare books.jsonl chats.parquet --out store --tokenizer bytes --max-length 32768 --too-long drop
     """
     from seqloom.cli.shared import steps
-    from seqloom.data.prepare import Fields
+    from seqloom.data.prepare import RecordFields, load_tokenizer
     from seqloom.data.prepare import prepare as make
-    from seqloom.data.tokenizer import load_tokenizer
 
-    fields = Fields(text, prompt, answer, ids)
+    fields = RecordFields(text, prompt, answer, ids)
     chosen = None if tokenizer is None else load_tokenizer(tokenizer)
     with steps("preparing", 100) as step:
         percent = 0

@@ -1,23 +1,22 @@
-"""Documents for training: token stores, batches at one global cursor, and the rows that a rank reads."""
+"""Documents for training: from text files to token stores, batches at one global cursor, and the rows a rank reads."""
 
 from seqloom.data.megatron import MegatronSource
-from seqloom.data.prepare import Counts, Fields, Prepared, prepare
-from seqloom.data.sampler import Batch, Sampler, Steps, rank_rows
-from seqloom.data.source import IGNORED, Limited, Source
+from seqloom.data.prepare import PrepareCounts, Prepared, RecordFields, Tokenizer, load_tokenizer, prepare
+from seqloom.data.sampler import Batch, PackedBatches, Sampler, rank_rows
+from seqloom.data.source import IGNORE_INDEX, LengthLimitedSource, Source
 from seqloom.data.store import StoreWriter, TokenStore, open_source
-from seqloom.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "IGNORED",
+    "IGNORE_INDEX",
     "Batch",
-    "Counts",
-    "Fields",
-    "Limited",
+    "LengthLimitedSource",
     "MegatronSource",
+    "PackedBatches",
+    "PrepareCounts",
     "Prepared",
+    "RecordFields",
     "Sampler",
     "Source",
-    "Steps",
     "StoreWriter",
     "TokenStore",
     "Tokenizer",

@@ -1,66 +1,271 @@
-"""Records of .jsonl, .parquet and .txt files, one at a time: a text, a prompt with its answer, or ids.
+"""From text files to a token store: read records, tokenize, write, in constant memory, counting what is left out.
 
-What a file holds is decided once, from its first record or its schema, and every record must then hold it.
+    .jsonl, .parquet, .txt  --read_records-->  Record  --Tokenizer-->  ids and loss mask  --StoreWriter-->  store
+
+A record is one text, a prompt with its answer, or token ids. The first record of a file, or its schema, decides which,
+and every other record of the file must be the same. Tokenizers are bytes, a tokenizers .json file, or a Hugging Face
+tokenizer folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
-from seqloom.data.source import IGNORED, TooLong, check_policy, refused
-from seqloom.data.store import StoreWriter, pyarrow_for, require_new
-from seqloom.data.tokenizer import Tokenizer
+from seqloom.data.source import IGNORE_INDEX, TooLong, check_length_policy, too_long_error
+from seqloom.data.store import StoreWriter, import_pyarrow, require_new_folder
 from seqloom.errors import SeqloomError, unknown
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
-ANSWERS = ("answer", "completion", "response")
-"""Usual names of the field behind a `prompt`."""
-ROWS = 64
-"""Parquet rows that are in memory at a time as Python values."""
-
-MARK = b"\xef\xbb\xbf"
-"""What some editors put before a UTF-8 file."""
+ANSWER_FIELDS = ("answer", "completion", "response")
+"""Usual names of the field beside a `prompt`."""
+PARQUET_ROWS = 64
+"""Parquet rows converted to Python values at a time."""
+UTF8_BOM = b"\xef\xbb\xbf"
+CHUNK = 1 << 20
+"""Characters (or ids) tokenized at a time."""
+RECORD_OVERHEAD = 64
+"""Characters that a record counts on top of its own, so that empty ones fill a chunk too."""
+BYTES = "bytes"
+"""Name of the tokenizer that needs no file."""
+PROBES = 300
+"""Words of a vocabulary tried as a text to find a tokenizer's begin and end; the first ones may be special."""
 
 TextUnit = Literal["line", "file"]
 
 
-class Record(NamedTuple):
-    """One document before it is stored.
+# ---- Tokenizers
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. A document is `begin`, the ids of its text, `end`.
 
     Attributes:
-        place: file and line, for messages.
-        parts: texts and whether the loss counts them; empty when ids are given.
-        ids: integers[n], or None.
-        counted: bool[n] beside ids; None counts all.
+        vocabulary: ids are below this.
+        begin, end: ids around a document.
     """
 
-    place: str
-    parts: tuple[tuple[str, bool], ...]
+    vocabulary: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of every text, without `begin` and `end`; integers[n] each."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids; special ones give no text."""
+        ...
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the entry of meta.json: kind, name, digest, begin and end. Equal for equal tokenizers."""
+        ...
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """Load a tokenizer by name: `bytes`, the path of a tokenizer.json, or of a Hugging Face folder."""
+    if str(name) == BYTES:
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir():
+        return HuggingFaceTokenizer(path)
+    if path.is_file():
+        return JsonTokenizer(path)
+    raise SeqloomError(
+        f"tokenizer {str(name)!r} is neither a file nor a folder; pass the path of a tokenizer.json or of a "
+        "Hugging Face tokenizer folder, or 'bytes'"
+    )
+
+
+class ByteTokenizer:
+    """Ids 0 .. 255 are the bytes of UTF-8, 256 ends a document."""
+
+    vocabulary = 257
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = (256,)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the UTF-8 bytes of every text, uint8[n] each."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text; a character that was cut becomes the replacement character."""
+        array = np.asarray(ids, dtype=np.int64)
+        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def metadata(self) -> dict[str, Any]:
+        """See `Tokenizer.metadata`."""
+        return {"kind": "bytes", "begin": [], "end": list(self.end)}
+
+
+class _TrainedTokenizer(ABC):
+    """A tokenizer of another package. `begin` and `end` are what its own template puts around a text."""
+
+    kind: str
+
+    def __init__(self, path: Path, words: dict[str, int]) -> None:
+        self._name = path.absolute().name
+        if not words:
+            raise SeqloomError(f"tokenizer {str(path)!r} has an empty vocabulary; pass a trained one")
+        self.vocabulary = max(words.values()) + 1
+        self.begin, self.end = self._find_template(words, str(path))
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of every text, int64[n] each."""
+        return [np.array(ids, dtype=np.int64) for ids in self._encode(list(texts), special=False)]
+
+    def metadata(self) -> dict[str, Any]:
+        """See `Tokenizer.metadata`."""
+        digest = hashlib.sha256(self._serialized().encode()).hexdigest()
+        return {"kind": self.kind, "name": self._name, "sha256": digest, "begin": [*self.begin], "end": [*self.end]}
+
+    @abstractmethod
+    def _call(self, texts: list[str], special: bool) -> list[list[int]]:
+        """Ids of every text, with or without special ones."""
+
+    @abstractmethod
+    def _serialized(self) -> str:
+        """Everything that decides about ids, as text."""
+
+    def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        try:
+            return self._call(texts, special)
+        except Exception as error:  # the packages raise bare Exception, for an unknown word for example
+            raise SeqloomError(
+                f"tokenizer {self._name!r} cannot encode a text ({error}); pass one that knows every character"
+            ) from None
+
+    def _find_template(self, words: dict[str, int], name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and after a text: encode words with and without special ids and compare."""
+        [special] = self._encode([""], special=True)
+        for probe in ("a", *sorted(words, key=lambda word: words[word])[:PROBES]):
+            try:
+                [plain], [full] = self._encode([probe], special=False), self._encode([probe], special=True)
+            except SeqloomError:
+                continue  # no text by itself
+            if not plain or set(plain) & set(special):
+                continue
+            for start in range(len(full) - len(plain) + 1):
+                if full[start : start + len(plain)] == plain:
+                    return tuple(full[:start]), tuple(full[start + len(plain) :])
+        raise SeqloomError(f"tokenizer {name!r} gives no ids for its own words; pass a trained one")
+
+
+class JsonTokenizer(_TrainedTokenizer):
+    """A tokenizer.json of the package tokenizers."""
+
+    kind = "tokenizers"
+
+    def __init__(self, path: Path) -> None:
+        """Read the file."""
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise SeqloomError(
+                f"tokenizer {str(path)!r} needs the package 'tokenizers' ({error}); install the extra 'hf': "
+                "pip install 'seqloom[hf]', or use bytes"
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception for a file that it cannot parse
+            raise SeqloomError(f"tokenizer {str(path)!r} cannot be read ({error}); pass a tokenizer.json") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        super().__init__(path, self._tokenizer.get_vocab())
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids, without special ones."""
+        return self._tokenizer.decode([int(id) for id in ids])
+
+    def _call(self, texts: list[str], special: bool) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=special)]
+
+    def _serialized(self) -> str:
+        return self._tokenizer.to_str()
+
+
+class HuggingFaceTokenizer(_TrainedTokenizer):
+    """A Hugging Face tokenizer folder, read by transformers; no code of the folder is run.
+
+    Where its template puts nothing after a text, `end` is its end-of-sequence token.
+    """
+
+    kind = "transformers"
+
+    def __init__(self, path: Path) -> None:
+        """Read the folder."""
+        try:
+            import transformers
+        except ImportError as error:
+            raise SeqloomError(
+                f"tokenizer folder {str(path)!r} needs the package 'transformers' ({error}); install the extra 'hf': "
+                "pip install 'seqloom[hf]', or name a tokenizer.json"
+            ) from None
+        try:
+            auto: Any = transformers.AutoTokenizer
+            self._tokenizer = auto.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # whatever the package raises for a folder that it cannot read
+            reason = str(error).partition("\n")[0]
+            raise SeqloomError(f"tokenizer folder {str(path)!r} cannot be read ({reason}); save it again") from None
+        self._tokenizer.model_max_length = sys.maxsize  # `prepare` has a limit and a policy of its own
+        super().__init__(path, self._tokenizer.get_vocab())
+        if not self.end and self._tokenizer.eos_token_id is not None:
+            self.end = (int(self._tokenizer.eos_token_id),)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids, without special ones."""
+        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True))
+
+    def _call(self, texts: list[str], special: bool) -> list[list[int]]:
+        return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
+
+    def _serialized(self) -> str:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return json.dumps(self._tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
+
+
+# ---- Records
+
+
+class Record(NamedTuple):
+    """One document before it is tokenized.
+
+    Attributes:
+        where: file and line, for messages.
+        texts: texts one after the other, each with whether the loss counts it; empty when ids are given.
+        ids: integers[n], or None.
+        loss_mask: bool[n] beside ids; None counts all.
+    """
+
+    where: str
+    texts: tuple[tuple[str, bool], ...]
     ids: np.ndarray | None = None
-    counted: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
 
 
-class Form(NamedTuple):
-    """Which fields of a record are read: one text; prompt and answer; or ids and perhaps labels."""
+class RecordFormat(NamedTuple):
+    """What the records of a file are, and the fields that are read: text; prompt and answer; or ids and labels."""
 
     kind: Literal["text", "prompt", "ids"]
     fields: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
-    """Names that the user gave. With none given, usual names are found by themselves.
+class RecordFields:
+    """Field names that the user gave. With none given, usual names are recognized.
 
     Attributes:
         text: field with a whole text.
         prompt, answer: fields of a pair; the loss counts the answer only.
-        ids: field with token ids. If a record has `labels` too (-100 where the loss does not count), they are read.
+        ids: field with token ids. A field `labels` beside it (-100 where the loss does not count) is read too.
     """
 
     text: str | None = None
@@ -69,184 +274,162 @@ class Fields:
     ids: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a mix."""
+        """Refuse names of more than one format."""
         if (self.prompt is None) != (self.answer is None):
             raise SeqloomError("a prompt without an answer, or the reverse; name both fields")
         if sum(name is not None for name in (self.text, self.prompt, self.ids)) > 1:
             raise SeqloomError("a record is a text, a prompt and its answer, or ids; name the fields of one of them")
 
-    def form(self, names: Iterable[str], what: str) -> Form:
-        """Decide what a file with these fields holds."""
-        there = list(names)
-        labels = ("labels",) if "labels" in there else ()
+    def detect(self, names: Iterable[str], where: str) -> RecordFormat:
+        """Return the format of a file whose records have fields of these names."""
+        present = list(names)
+        labels = ("labels",) if "labels" in present else ()
         if self.text is not None:
-            found = [Form("text", (self.text,))]
+            formats = [RecordFormat("text", (self.text,))]
         elif self.prompt is not None and self.answer is not None:
-            found = [Form("prompt", (self.prompt, self.answer))]
+            formats = [RecordFormat("prompt", (self.prompt, self.answer))]
         elif self.ids is not None:
-            found = [Form("ids", (self.ids, *labels))]
+            formats = [RecordFormat("ids", (self.ids, *labels))]
         else:
-            answers = [name for name in ANSWERS if "prompt" in there and name in there]
-            found = [Form("prompt", ("prompt", name)) for name in answers]
-            found += [Form("text", ("text",))] if "text" in there else []
-            found += [Form("ids", ("input_ids", *labels))] if "input_ids" in there else []
-        has = f"it has {', '.join(map(repr, there)) or 'none'}"
-        if len(found) != 1:
-            choice = "more than one way to read its records" if found else "no field that is known"
-            raise SeqloomError(f"{what}: {choice}, {has}; name the text field, or prompt and answer, or ids")
-        missing = [name for name in found[0].fields if name not in there]
+            answers = [name for name in ANSWER_FIELDS if "prompt" in present and name in present]
+            formats = [RecordFormat("prompt", ("prompt", name)) for name in answers]
+            formats += [RecordFormat("text", ("text",))] if "text" in present else []
+            formats += [RecordFormat("ids", ("input_ids", *labels))] if "input_ids" in present else []
+        has = f"it has {', '.join(map(repr, present)) or 'none'}"
+        if len(formats) != 1:
+            problem = "more than one way to read its records" if formats else "no field that is known"
+            raise SeqloomError(f"{where}: {problem}, {has}; name the text field, or prompt and answer, or ids")
+        missing = [name for name in formats[0].fields if name not in present]
         if missing:
-            raise SeqloomError(f"{what}: no field {missing[0]!r}, {has}; name one of them")
-        return found[0]
+            raise SeqloomError(f"{where}: no field {missing[0]!r}, {has}; name one of them")
+        return formats[0]
 
 
-def read_records(path: Path, fields: Fields, unit: TextUnit) -> Iterator[tuple[Record, float]]:
+def read_records(path: Path, fields: RecordFields, unit: TextUnit) -> Iterator[tuple[Record, float]]:
     """Yield the records of a file, each with the share of the file that is read by then, 0 .. 1."""
     if path.suffix == ".jsonl":
-        return _jsonl(path, fields)
+        return _read_jsonl(path, fields)
     if path.suffix == ".parquet":
-        return _parquet(path, fields)
-    return _text(path, unit)
+        return _read_parquet(path, fields)
+    return _read_text(path, unit)
 
 
-def check_inputs(paths: Iterable[str | Path]) -> list[Path]:
-    """Refuse, before any work, files that cannot be read."""
-    found = [Path(path) for path in paths]
-    if not found:
-        raise SeqloomError(f"no input; name at least one file, {', '.join(SUFFIXES)}")
-    for path in found:
-        if path.suffix not in SUFFIXES:
-            wrong = "is a folder" if path.is_dir() else f"is none of {', '.join(SUFFIXES)}"
-            raise SeqloomError(f"{str(path)!r} {wrong}; name files of these kinds")
-        if not path.is_file():
-            raise SeqloomError(f"{str(path)!r} does not exist; check the path, it is relative to {Path.cwd()}")
-    return found
-
-
-def _jsonl(path: Path, fields: Fields) -> Iterator[tuple[Record, float]]:
-    form: Form | None = None
-    for number, line, share in _lines(path):
-        place = f"{path}, line {number}"
+def _read_jsonl(path: Path, fields: RecordFields) -> Iterator[tuple[Record, float]]:
+    format_: RecordFormat | None = None
+    for number, line, share in _read_lines(path):
+        where = f"{path}, line {number}"
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise SeqloomError(f"{place}: not valid JSON ({error}); correct the line") from None
+            raise SeqloomError(f"{where}: not valid JSON ({error}); correct the line") from None
         if not isinstance(value, dict):
-            raise SeqloomError(f"{place}: {type(value).__name__}, not an object with named fields; correct the line")
-        form = form or fields.form(value, place)
-        yield _record(form, value, place), share
+            raise SeqloomError(f"{where}: {type(value).__name__}, not an object with named fields; correct the line")
+        format_ = format_ or fields.detect(value, where)
+        yield _parse_record(format_, value, where), share
 
 
-def _parquet(path: Path, fields: Fields) -> Iterator[tuple[Record, float]]:
-    pyarrow = pyarrow_for(f"reading {str(path)!r}")
+def _read_parquet(path: Path, fields: RecordFields) -> Iterator[tuple[Record, float]]:
+    pyarrow = import_pyarrow(f"reading {str(path)!r}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            form = fields.form(file.schema_arrow.names, str(path))
+            format_ = fields.detect(file.schema_arrow.names, str(path))
             total, row = max(file.metadata.num_rows, 1), 0
-            for batch in file.iter_batches(ROWS, columns=list(form.fields)):
+            for batch in file.iter_batches(PARQUET_ROWS, columns=list(format_.fields)):
                 for value in batch.to_pylist():
-                    yield _record(form, value, f"{path}, row {row}"), row / total
+                    yield _parse_record(format_, value, f"{path}, row {row}"), row / total
                     row += 1
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise SeqloomError(f"{path}: not a readable Parquet file ({reason}); write it again") from None
 
 
-def _text(path: Path, unit: TextUnit) -> Iterator[tuple[Record, float]]:
+def _read_text(path: Path, unit: TextUnit) -> Iterator[tuple[Record, float]]:
     if unit == "file":
-        yield Record(str(path), ((_decoded(path.read_bytes().removeprefix(MARK), str(path)), True),)), 1.0
+        yield Record(str(path), ((_decode(path.read_bytes().removeprefix(UTF8_BOM), str(path)), True),)), 1.0
         return
-    for number, line, share in _lines(path):
+    for number, line, share in _read_lines(path):
         yield Record(f"{path}, line {number}", ((line, True),)), share
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str, float]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, str, float]]:
     """Number, text without the line's end, and the share of the file that is read by then."""
     size, done = max(path.stat().st_size, 1), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             done += len(line)
             if number == 1:
-                line = line.removeprefix(MARK)
+                line = line.removeprefix(UTF8_BOM)
             text = line.removesuffix(b"\n").removesuffix(b"\r")
-            yield number, _decoded(text, f"{path}, line {number}"), done / size
+            yield number, _decode(text, f"{path}, line {number}"), done / size
 
 
-def _decoded(data: bytes, place: str) -> str:
+def _decode(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SeqloomError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+        raise SeqloomError(f"{where}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
 
 
-def _record(form: Form, value: dict[str, Any], place: str) -> Record:
-    missing = [name for name in form.fields if name not in value]
+def _parse_record(format_: RecordFormat, value: dict[str, Any], where: str) -> Record:
+    missing = [name for name in format_.fields if name not in value]
     if missing:
-        raise SeqloomError(f"{place}: no field {missing[0]!r} as in the records before; add it")
-    if form.kind == "ids":
-        return _ids_record(value, form.fields, place)
-    texts = [_checked_text(value[name], f"{place}, field {name!r}") for name in form.fields]
-    counts = (True,) if form.kind == "text" else (False, True)
-    return Record(place, tuple(zip(texts, counts, strict=True)))
+        raise SeqloomError(f"{where}: no field {missing[0]!r} as in the records before; add it")
+    if format_.kind == "ids":
+        return _parse_ids(value, format_.fields, where)
+    texts = [_check_text(value[name], f"{where}, field {name!r}") for name in format_.fields]
+    in_loss = (True,) if format_.kind == "text" else (False, True)
+    return Record(where, tuple(zip(texts, in_loss, strict=True)))
 
 
-def _checked_text(value: Any, place: str) -> str:
-    """A text; null is an empty one."""
+def _check_text(value: Any, where: str) -> str:
+    """Return a text; null is an empty one."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise SeqloomError(f"{place}: {type(value).__name__}, not text; name another field")
+        raise SeqloomError(f"{where}: {type(value).__name__}, not text; name another field")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise SeqloomError(f"{place}: half a surrogate pair, which is no character; correct the text") from None
+        raise SeqloomError(f"{where}: half a surrogate pair, which is no character; correct the text") from None
     return value
 
 
-def _ids_record(value: dict[str, Any], fields: tuple[str, ...], place: str) -> Record:
-    ids = _integers(value[fields[0]], f"{place}, field {fields[0]!r}")
+def _parse_ids(value: dict[str, Any], fields: tuple[str, ...], where: str) -> Record:
+    ids = _check_integers(value[fields[0]], f"{where}, field {fields[0]!r}")
     if len(fields) == 1 or value[fields[1]] is None:
-        return Record(place, (), ids)
-    labels = _integers(value[fields[1]], f"{place}, field {fields[1]!r}")
+        return Record(where, (), ids)
+    labels = _check_integers(value[fields[1]], f"{where}, field {fields[1]!r}")
     if labels.shape != ids.shape:
-        raise SeqloomError(f"{place}: {len(labels)} labels for {len(ids)} ids; give one each")
-    wrong = np.flatnonzero((labels != IGNORED) & (labels != ids))
+        raise SeqloomError(f"{where}: {len(labels)} labels for {len(ids)} ids; give one each")
+    wrong = np.flatnonzero((labels != IGNORE_INDEX) & (labels != ids))
     if len(wrong):
         at = wrong[0]
         raise SeqloomError(
-            f"{place}: label {at} is {labels[at]} beside id {ids[at]}; a label repeats the id of its own position "
-            f"or is {IGNORED}, shifting happens when the store is read"
+            f"{where}: label {at} is {labels[at]} beside id {ids[at]}; a label repeats the id of its own position "
+            f"or is {IGNORE_INDEX}, shifting happens when the store is read"
         )
-    return Record(place, (), ids, labels != IGNORED)
+    return Record(where, (), ids, labels != IGNORE_INDEX)
 
 
-def _integers(value: Any, place: str) -> np.ndarray:
+def _check_integers(value: Any, where: str) -> np.ndarray:
     if value is None:
         return np.empty(0, dtype=np.int64)
     if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise SeqloomError(f"{place}: not a list of whole numbers; name another field")
+        raise SeqloomError(f"{where}: not a list of whole numbers; name another field")
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError:
-        raise SeqloomError(f"{place}: a number too large for a token id; correct it") from None
+        raise SeqloomError(f"{where}: a number too large for a token id; correct it") from None
 
 
-# ---- merged: data.prepare
-# Files of text to a token store: read, encode and store in constant memory, and count what is left out.
-
-
-CHUNK = 1 << 20
-"""Characters (or ids) that are encoded at a time."""
-RECORD = 64
-"""What a record counts beside its characters: many empty ones fill a chunk too."""
-ANY = Fields()
+# ---- Preparation
 
 
 @dataclass(slots=True)
-class Counts:
-    """What became of the records.
+class PrepareCounts:
+    """How many records were read and left out.
 
     Attributes:
         records: read.
@@ -265,13 +448,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The outcome: totals of the store, and what was left out.
+    """Totals of a new store, and what was left out.
 
     Attributes:
         path: the store.
         documents, tokens, valid, longest: its totals; tokens of the longest document.
         vocabulary: ids are below this.
-        counts: what became of the records.
+        counts: of records.
     """
 
     path: Path
@@ -280,15 +463,7 @@ class Prepared:
     valid: int
     longest: int
     vocabulary: int
-    counts: Counts = field(default_factory=Counts)
-
-
-class Encoded(NamedTuple):
-    """A document as ids, bool[n] beside them (None counts all), and where it came from."""
-
-    place: str
-    ids: np.ndarray
-    counted: np.ndarray | None
+    counts: PrepareCounts = field(default_factory=PrepareCounts)
 
 
 def prepare(
@@ -297,7 +472,7 @@ def prepare(
     *,
     tokenizer: Tokenizer | None = None,
     vocabulary: int | None = None,
-    fields: Fields = ANY,
+    fields: RecordFields = RecordFields(),  # noqa: B008 - frozen
     unit: TextUnit = "line",
     max_length: int | None = None,
     too_long: TooLong = "refuse",
@@ -307,7 +482,7 @@ def prepare(
 
     Args:
         inputs: .jsonl, .parquet and .txt files, read in this order.
-        out: the folder to make; it must not exist.
+        out: the folder to create; it must not exist.
         tokenizer: for texts. Files of ids need none.
         vocabulary: ids are below this; without it, the tokenizer's.
         fields: which fields of a record are read.
@@ -316,25 +491,45 @@ def prepare(
         too_long: what happens to a longer one.
         progress: called now and then with the share that is done, 0 .. 1.
     """
-    paths = check_inputs(inputs)
-    check_policy(max_length, too_long)
-    require_new(Path(out))
+    paths = _check_inputs(inputs)
+    check_length_policy(max_length, too_long)
+    require_new_folder(Path(out))
     if unit not in get_args(TextUnit):
         raise unknown("unit of text", unit, get_args(TextUnit))
-    size = _vocabulary(tokenizer, vocabulary)
-    counts = Counts()
-    described = None if tokenizer is None else tokenizer.described()
-    with StoreWriter(out, vocabulary=size, tokenizer=described) as writer:
+    size = _check_vocabulary(tokenizer, vocabulary)
+    counts = PrepareCounts()
+    metadata = None if tokenizer is None else tokenizer.metadata()
+    with StoreWriter(out, vocabulary=size, tokenizer=metadata) as writer:
         for chunk in _chunks(paths, fields, unit, progress):
             counts.records += len(chunk)
-            for encoded in _encoded(chunk, tokenizer, counts):
-                _store(writer, encoded, max_length, too_long, counts)
-        _refuse_nothing(writer, counts, max_length)
+            for record in _tokenize(chunk, tokenizer, counts):
+                _store(writer, record, max_length, too_long, counts)
+        if not writer.documents:
+            left_out = f"{counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn"
+            if max_length is not None:
+                left_out += f", {counts.too_long:,} above {max_length:,} tokens"
+            raise SeqloomError(
+                f"no document is left of {counts.records:,} records ({left_out}); check the input and the limit"
+            )
         writer.prepared.update(max_length=max_length, too_long=too_long, counts=asdict(counts))
     return Prepared(Path(out), writer.documents, writer.tokens, writer.valid, writer.longest, size, counts)
 
 
-def _vocabulary(tokenizer: Tokenizer | None, vocabulary: int | None) -> int:
+def _check_inputs(inputs: Iterable[str | Path]) -> list[Path]:
+    """Refuse, before any work, files that cannot be read."""
+    paths = [Path(path) for path in inputs]
+    if not paths:
+        raise SeqloomError(f"no input; name at least one file, {', '.join(SUFFIXES)}")
+    for path in paths:
+        if path.suffix not in SUFFIXES:
+            wrong = "is a folder" if path.is_dir() else f"is none of {', '.join(SUFFIXES)}"
+            raise SeqloomError(f"{str(path)!r} {wrong}; name files of these kinds")
+        if not path.is_file():
+            raise SeqloomError(f"{str(path)!r} does not exist; check the path, it is relative to {Path.cwd()}")
+    return paths
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, vocabulary: int | None) -> int:
     if tokenizer is None:
         if vocabulary is None:
             raise SeqloomError("neither a tokenizer nor a vocabulary; name the tokenizer, or for ids their vocabulary")
@@ -350,90 +545,83 @@ def _vocabulary(tokenizer: Tokenizer | None, vocabulary: int | None) -> int:
 
 
 def _chunks(
-    paths: list[Path], fields: Fields, unit: TextUnit, progress: Callable[[float], None] | None
+    paths: list[Path], fields: RecordFields, unit: TextUnit, progress: Callable[[float], None] | None
 ) -> Iterator[list[Record]]:
-    """Records of all files in order, about `CHUNK` characters at a time."""
+    """Yield the records of all files in order, about `CHUNK` characters at a time."""
     sizes = [path.stat().st_size for path in paths]
     total = max(sum(sizes), 1)
     chunk: list[Record] = []
-    held = 0
+    size = 0
     for number, path in enumerate(paths):
         for record, share in read_records(path, fields, unit):
             chunk.append(record)
-            held += RECORD + sum(len(text) for text, _ in record.parts) + (0 if record.ids is None else len(record.ids))
-            if held >= CHUNK:
+            size += RECORD_OVERHEAD + sum(len(text) for text, _ in record.texts)
+            size += 0 if record.ids is None else len(record.ids)
+            if size >= CHUNK:
                 yield chunk
-                chunk, held = [], 0
+                chunk, size = [], 0
                 if progress is not None:
                     progress((sum(sizes[:number]) + share * sizes[number]) / total)
     yield chunk
 
 
-def _encoded(chunk: list[Record], tokenizer: Tokenizer | None, counts: Counts) -> Iterator[Encoded]:
-    """Documents of a chunk in order; empty records are left out and counted."""
-    texts = [text for record in chunk for text, _ in record.parts]
+def _tokenize(chunk: list[Record], tokenizer: Tokenizer | None, counts: PrepareCounts) -> Iterator[Record]:
+    """Yield the records of a chunk in order, with ids; empty ones are left out and counted."""
+    texts = [text for record in chunk for text, _ in record.texts]
     if texts and tokenizer is None:
-        first = next(record for record in chunk if record.parts)
-        raise SeqloomError(f"{first.place}: a text, and no tokenizer to encode it; name one, for example bytes")
+        first = next(record for record in chunk if record.texts)
+        raise SeqloomError(f"{first.where}: a text, and no tokenizer to encode it; name one, for example bytes")
     pieces = iter([] if tokenizer is None else _encode(tokenizer, texts, chunk))
     for record in chunk:
-        own = [next(pieces) for _ in record.parts]
+        encoded = [next(pieces) for _ in record.texts]
         if record.ids is not None:
-            if len(record.ids):
-                yield Encoded(record.place, record.ids, record.counted)
-            else:
-                counts.empty += 1
-        elif any(counted and not len(piece) for piece, (_, counted) in zip(own, record.parts, strict=True)):
-            counts.empty += 1
+            empty = not len(record.ids)
         else:
-            yield _joined(record, own, tokenizer)
+            empty = any(in_loss and not len(ids) for ids, (_, in_loss) in zip(encoded, record.texts, strict=True))
+        if empty:
+            counts.empty += 1
+        elif record.ids is not None:
+            yield record
+        else:
+            yield _join(record, encoded, tokenizer)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], chunk: list[Record]) -> list[np.ndarray]:
-    """Ids of all texts of a chunk; one that cannot be encoded is named by its place."""
+    """Ids of all texts of a chunk; an error names the record that cannot be encoded."""
     try:
         return tokenizer.encode(texts)
     except SeqloomError:
         for record in chunk:
             try:
-                tokenizer.encode([text for text, _ in record.parts])
+                tokenizer.encode([text for text, _ in record.texts])
             except SeqloomError as error:
-                raise SeqloomError(f"{record.place}: {error}") from None
+                raise SeqloomError(f"{record.where}: {error}") from None
         raise
 
 
-def _joined(record: Record, pieces: list[np.ndarray], tokenizer: Any) -> Encoded:
-    """One document of its parts: begin, the parts, end. The end counts as the last part does."""
-    whole = [np.array(tokenizer.begin, dtype=np.int64), *pieces, np.array(tokenizer.end, dtype=np.int64)]
-    ids = np.concatenate(whole, dtype=np.int64)
-    flags = [counted for _, counted in record.parts]
-    if all(flags):
-        return Encoded(record.place, ids, None)
-    return Encoded(record.place, ids, np.repeat([False, *flags, flags[-1]], [len(piece) for piece in whole]))
+def _join(record: Record, encoded: list[np.ndarray], tokenizer: Any) -> Record:
+    """Concatenate begin, the texts and end. The loss counts the end as it counts the last text."""
+    parts = [np.array(tokenizer.begin, dtype=np.int64), *encoded, np.array(tokenizer.end, dtype=np.int64)]
+    in_loss = [flag for _, flag in record.texts]
+    mask = None if all(in_loss) else np.repeat([False, *in_loss, in_loss[-1]], [len(part) for part in parts])
+    return record._replace(ids=np.concatenate(parts, dtype=np.int64), loss_mask=mask)
 
 
-def _store(writer: StoreWriter, encoded: Encoded, max_length: int | None, too_long: TooLong, counts: Counts) -> None:
-    place, ids, counted = encoded
+def _store(
+    writer: StoreWriter, record: Record, max_length: int | None, too_long: TooLong, counts: PrepareCounts
+) -> None:
+    where, _, ids, mask = record
+    assert ids is not None
     if max_length is not None and len(ids) > max_length:
         if too_long == "refuse":
-            raise refused(place, len(ids), max_length)
+            raise too_long_error(where, len(ids), max_length)
         counts.too_long += 1
-        kept = max_length if too_long == "truncate" else 0
-        counts.tokens_lost += len(ids) - kept
-        if not kept:
+        length = max_length if too_long == "truncate" else 0
+        counts.tokens_lost += len(ids) - length
+        if not length:
             return
-        ids, counted = ids[:kept], None if counted is None else counted[:kept]
-    if len(ids) < 2 or (counted is not None and not counted[1:].any()):
+        ids, mask = ids[:length], None if mask is None else mask[:length]
+    if len(ids) < 2 or (mask is not None and not mask[1:].any()):
         counts.nothing_to_learn += 1
         return
-    writer.add(ids, counted, place=place)
-
-
-def _refuse_nothing(writer: StoreWriter, counts: Counts, max_length: int | None) -> None:
-    """Refuse input of which nothing is left, and say where it went."""
-    if writer.documents:
-        return
-    gone = f"{counts.empty:,} empty, {counts.nothing_to_learn:,} with nothing to learn"
-    if max_length is not None:
-        gone += f", {counts.too_long:,} above {max_length:,} tokens"
-    raise SeqloomError(f"no document is left of {counts.records:,} records ({gone}); check the input and the limit")
+    writer.add(ids, mask, where=where)

@@ -1,7 +1,8 @@
-"""Which documents a step works on: a shuffle per epoch, cut into batches at one global cursor; or batches as given.
+"""Which documents make a step: a shuffle per epoch, cut into batches at one global cursor; or batches packed ahead.
 
-The cursor (epoch, position) is all the state there is. It counts documents, not steps of a rank, so a run goes on
-where it stopped on any number of ranks, and also with another batch size.
+The cursor (epoch, position) is all the state there is. It counts documents of the whole run, not of a rank, so a run
+resumes where it stopped on any number of ranks, and also with another batch size. `rank_rows` then reads the spans of
+a batch that one rank holds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqloom.data.source import Source, frozen
+from seqloom.data.source import Source, read_only
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
     from seqloom.dist import Context
 
 
-Steps = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""steps(epoch) -> int64[n] the documents of an epoch, each once, batch after batch, and int64[m + 1] where batches
-begin among them; the last one is n. The same for an epoch whenever it is asked."""
+PackedBatches = Callable[[int], tuple[np.ndarray, np.ndarray]]
+"""packed(epoch) -> int64[n] the documents of an epoch, each once, batch after batch, and int64[m + 1] where batches
+start among them; the last entry is n. Always the same for an epoch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The documents of one optimiser step. A plan is made of `lengths`; its document numbers are indices into them.
+    """Documents of one optimiser step. A plan is made from `lengths`; its document numbers are indices into them.
 
     Attributes:
         documents: int64[n], numbers in the source, each once.
         lengths: int64[n], tokens.
-        valid: int64[n], labels that count.
+        valid: int64[n], labels that the loss counts.
     """
 
     documents: np.ndarray
@@ -49,7 +50,7 @@ class Batch:
 
     @property
     def valid_tokens(self) -> int:
-        """Labels that count in the whole step: what the loss is divided by."""
+        """Labels of the whole step that the loss counts, and by which it is divided."""
         return int(self.valid.sum())
 
     def __len__(self) -> int:
@@ -57,25 +58,25 @@ class Batch:
         return len(self.documents)
 
     def __eq__(self, other: object) -> bool:
-        """Same columns."""
+        """Compare the columns."""
         if not isinstance(other, Batch):
             return NotImplemented
         mine, theirs = (self.documents, self.lengths, self.valid), (other.documents, other.lengths, other.valid)
         return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def __hash__(self) -> int:
-        """Hash of the documents."""
+        """Hash the documents."""
         return hash(self.documents.tobytes())
 
     def __repr__(self) -> str:
-        """Say how much there is, not all of it."""
+        """Totals."""
         return f"Batch({len(self):,} documents, {self.tokens:,} tokens, {self.valid_tokens:,} valid)"
 
 
 class Sampler:
-    """Batches without end. An epoch is every document once, in its own order; its last batch may be smaller.
+    """Endless batches. An epoch is every document once, in an order of its own; its last batch may be smaller.
 
-    Same lengths, seed and batch rule: same batches, anywhere.
+    Same lengths, seed and batch rule: same batches, on every rank and machine.
     """
 
     def __init__(
@@ -86,101 +87,95 @@ class Sampler:
         seed: int = 0,
         documents: int | None = None,
         tokens: int | None = None,
-        steps: Steps | None = None,
+        packed: PackedBatches | None = None,
     ) -> None:
-        """Begin at the first document of epoch 0.
+        """Start at the first document of epoch 0. Give exactly one of `documents`, `tokens` and `packed`.
 
         Args:
             lengths: int64[n], tokens of every document of the source.
-            valid: int64[n], labels of every document that count.
+            valid: int64[n], labels of every document that the loss counts.
             seed: of the shuffles, 0 or more.
             documents: documents of a batch.
-            tokens: instead: as many documents, in their order, as fit in so many tokens.
-            steps: instead: the batches themselves.
+            tokens: token budget of a batch: as many documents, in their order, as fit.
+            packed: the batches of every epoch.
         """
-        self._lengths, self._valid = frozen(lengths), frozen(valid)
+        self._lengths, self._valid = read_only(lengths), read_only(valid)
         if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.shape != self._valid.shape:
             raise SeqloomError(
                 "a sampler needs documents, each with a length of at least 1 and a count of valid labels"
             )
-        if sum(each is not None for each in (documents, tokens, steps)) != 1:
+        if sum(rule is not None for rule in (documents, tokens, packed)) != 1:
             raise SeqloomError(
-                "a batch ends after so many documents or so many tokens, or batches are given; give one of the three"
+                "a batch ends after so many documents or so many tokens, or batches are packed ahead; give one of the "
+                "three"
             )
-        size = next((each for each in (documents, tokens) if each is not None), 1)
+        size = next((size for size in (documents, tokens) if size is not None), 1)
         if size < 1 or seed < 0:
             raise SeqloomError(f"a batch of {size} with seed {seed}; the size must be at least 1, the seed at least 0")
-        self._seed, self._size, self._by_tokens, self._steps = seed, size, tokens is not None, steps
+        self._seed, self._size, self._by_tokens, self._packed = seed, size, tokens is not None, packed
         if self._by_tokens and self._lengths.max() > size:
             long = int((self._lengths > size).sum())
             raise SeqloomError(
                 f"{long:,} documents are longer than a batch of {size:,} tokens, the longest has "
                 f"{int(self._lengths.max()):,}; raise the budget, or truncate or drop long documents"
             )
-        self._digest = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._epoch = self._position = 0
-        given = b"" if steps is None else b"".join(each.astype("<i8").tobytes() for each in self._ordered(0))
-        self._steps_digest = hashlib.sha256(given).hexdigest()
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Documents of this epoch that are behind."""
-        return self._position
+        self._lengths_sha256 = hashlib.sha256(self._lengths.astype("<i8").tobytes()).hexdigest()
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.epoch = 0
+        """Epoch of the next batch."""
+        self.position = 0
+        """Documents of this epoch that earlier batches had."""
+        first_epoch = b"" if packed is None else b"".join(part.astype("<i8").tobytes() for part in self._order(0))
+        self._packed_sha256 = hashlib.sha256(first_epoch).hexdigest()
 
     def next_batch(self) -> Batch:
-        """Return the next batch and move behind it."""
-        batch, self._epoch, self._position = self._batch(self._epoch, self._position)
-        for epoch in [epoch for epoch in self._epochs if epoch < self._epoch]:
-            del self._epochs[epoch]
+        """Return the next batch and advance."""
+        batch, self.epoch, self.position = self._batch_at(self.epoch, self.position)
+        for epoch in [epoch for epoch in self._orders if epoch < self.epoch]:
+            del self._orders[epoch]
         return batch
 
     def peek(self, count: int) -> list[Batch]:
-        """Return the next `count` batches without moving: what planning ahead looks at."""
-        batches, epoch, position = [], self._epoch, self._position
+        """Return the next `count` batches without advancing, for planning ahead."""
+        batches, epoch, position = [], self.epoch, self.position
         for _ in range(count):
-            batch, epoch, position = self._batch(epoch, position)
+            batch, epoch, position = self._batch_at(epoch, position)
             batches.append(batch)
         return batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return `next_batch()` again and again, without end."""
+        """Yield `next_batch()` without end."""
         while True:
             yield self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor, and what it is a cursor into. Plain values, ready for JSON."""
+        """Return the cursor and digests of the data it points into, ready for JSON."""
         state = {
-            "epoch": self._epoch,
-            "position": self._position,
+            "epoch": self.epoch,
+            "position": self.position,
             "seed": self._seed,
             "documents": len(self._lengths),
-            "lengths_sha256": self._digest,
+            "lengths_sha256": self._lengths_sha256,
         }
-        if self._steps is not None:
-            state["steps_sha256"] = self._steps_digest
+        if self._packed is not None:
+            state["steps_sha256"] = self._packed_sha256
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a cursor. One into other data or another shuffle is refused: it would repeat and skip documents."""
-        own = self.state_dict()
-        if state.get("steps_sha256") != own.get("steps_sha256"):
+        """Move to a cursor. One into other data or another shuffle is refused: it would repeat and skip documents."""
+        mine = self.state_dict()
+        if state.get("steps_sha256") != mine.get("steps_sha256"):
             raise SeqloomError(
                 "the sampler's state is of other batches: they were packed ahead, for another machine or limit, or "
                 "only one of both was; resume with the ranks and limits of the run, or start a new one"
             )
-        missing = [name for name in own if name not in state]
+        missing = [name for name in mine if name not in state]
         if missing:
-            raise SeqloomError(f"the sampler's state has no {missing[0]!r}; it needs {', '.join(own)}")
+            raise SeqloomError(f"the sampler's state has no {missing[0]!r}; it needs {', '.join(mine)}")
         for name in ("documents", "lengths_sha256", "seed"):
-            if state[name] != own[name]:
+            if state[name] != mine[name]:
                 raise SeqloomError(
-                    f"the sampler's state has {name} {state[name]!r}, this sampler {own[name]!r}; "
+                    f"the sampler's state has {name} {state[name]!r}, this sampler {mine[name]!r}; "
                     "resume with the data and the seed of the run, or start a new one"
                 )
         epoch, position = state["epoch"], state["position"]
@@ -189,46 +184,42 @@ class Sampler:
                 f"the sampler's state is at epoch {epoch!r}, position {position!r}; an epoch has positions "
                 f"0 .. {len(self._lengths) - 1}"
             )
-        self._epoch, self._position = epoch, position
+        self.epoch, self.position = epoch, position
 
-    def _batch(self, epoch: int, position: int) -> tuple[Batch, int, int]:
-        """The batch at a cursor, and the cursor behind it."""
-        order, ends = self._ordered(epoch)
+    def _batch_at(self, epoch: int, position: int) -> tuple[Batch, int, int]:
+        """Return the batch at a cursor, and the cursor after it."""
+        order, ends = self._order(epoch)
         stop = position + self._size
-        if self._steps is not None:
+        if self._packed is not None:
             stop = int(ends[np.searchsorted(ends, position, side="right")])
         elif self._by_tokens:
-            behind = ends[position - 1] if position else 0
-            stop = int(np.searchsorted(ends, behind + self._size, side="right"))
-        chosen = order[position:stop]
-        batch = Batch(frozen(chosen), frozen(self._lengths[chosen]), frozen(self._valid[chosen]))
+            before = ends[position - 1] if position else 0
+            stop = int(np.searchsorted(ends, before + self._size, side="right"))
+        documents = order[position:stop]
+        batch = Batch(read_only(documents), read_only(self._lengths[documents]), read_only(self._valid[documents]))
         return (batch, epoch, stop) if stop < len(order) else (batch, epoch + 1, 0)
 
-    def _ordered(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of an epoch, and the tokens up to and with each of its documents, or where its batches begin.
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Documents of an epoch in order, and their cumulative tokens; or, packed ahead, where its batches start.
 
-        Sorting by random keys uses the raw stream of the generator only, which numpy promises to keep.
+        The shuffle sorts by random keys: that uses the raw stream of the generator only, which numpy promises to keep.
         """
-        if epoch not in self._epochs and self._steps is not None:
-            self._epochs[epoch] = self._steps(epoch)
-        elif epoch not in self._epochs:
+        if epoch not in self._orders and self._packed is not None:
+            self._orders[epoch] = self._packed(epoch)
+        elif epoch not in self._orders:
             keys = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self._lengths))
             order = np.argsort(keys, kind="stable")
-            self._epochs[epoch] = order, np.cumsum(self._lengths[order])
-        return self._epochs[epoch]
-
-
-# ---- merged: data.rows
-# A rank's rows of a round: ids and labels of its spans, and of nothing else.
+            self._orders[epoch] = order, np.cumsum(self._lengths[order])
+        return self._orders[epoch]
 
 
 def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read what a rank holds in a round.
+    """Read the ids and labels of the spans that a rank holds in a round, and nothing else.
 
     Args:
-        source: where the documents are.
-        context: of this rank; document k of it is `batch.documents[k]` of the source.
-        batch: the step's.
+        source: of the batch.
+        context: of this rank; its document k is `batch.documents[k]` of the source.
+        batch: of the step.
 
     Returns:
         ids and labels, int64[tokens] each, on the context's device, in the order of the local buffer.
@@ -238,7 +229,7 @@ def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Ten
     ids, labels = (np.empty(context.tokens, dtype=np.int64) for _ in range(2))
     row = 0
     for span in context.spans:
-        _check(source, batch, span.document, span.stop)
+        _check_document(source, batch, span.document, span.stop)
         document, end = int(batch.documents[span.document]), row + span.tokens
         ids[row:end] = source.tokens(document, span.start, span.stop)
         labels[row:end] = source.labels(document, span.start, span.stop)
@@ -246,16 +237,16 @@ def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Ten
     return on_device(ids, context.device), on_device(labels, context.device)
 
 
-def _check(source: Source, batch: Batch, number: int, stop: int) -> None:
-    """Refuse a plan made for another batch, and a batch drawn from another source."""
+def _check_document(source: Source, batch: Batch, number: int, stop: int) -> None:
+    """Refuse a plan of another batch, and a batch of another source."""
     if number >= len(batch) or stop > batch.lengths[number]:
-        has = (
+        there = (
             f"document {number} has {batch.lengths[number]} tokens"
             if number < len(batch)
             else f"{len(batch)} documents"
         )
         raise SeqloomError(
-            f"the plan reads document {number} up to token {stop}, but in this batch {has}; "
+            f"the plan reads document {number} up to token {stop}, but in this batch {there}; "
             "bind the plan that was made for this batch"
         )
     document = int(batch.documents[number])

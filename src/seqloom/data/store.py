@@ -1,4 +1,14 @@
-"""The one door to pyarrow, which is an extra."""
+"""The token store: documents on disk, memory-mapped, so that a rank reads only its own spans.
+
+    FOLDER/
+      tokens.arrow   one column `token`, all documents one after the other
+      index.arrow    per document: `length`, `valid`, `ignored` (runs of tokens that the loss does not count)
+      meta.json      vocabulary, tokenizer, totals, and size and digest of the two files above
+
+Both .arrow files are plain Arrow IPC files: any Arrow reader opens them. `StoreWriter` writes a store document by
+document in constant memory, in a folder NAME.partial-* that gets its final name when everything is on disk: a run that
+is killed leaves no store. `open_source` opens a store, a Megatron pair or a synthetic corpus.
+"""
 
 from __future__ import annotations
 
@@ -18,47 +28,59 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqloom.data.megatron import MegatronSource, without_suffix
-from seqloom.data.source import NAME, Source, check_ids, check_span, frozen, shifted, toy_source
+from seqloom.data.source import SYNTHETIC, Source, SyntheticSource, check_ids
 from seqloom.errors import SeqloomError
 from seqloom.reader import build, read_mapping
 
+TOKENS, INDEX, META = "tokens.arrow", "index.arrow", "meta.json"
+FORMAT, VERSION = "seqloom tokens", 1
+TOKENS_PER_RECORD_BATCH = 1 << 20
+"""4 MiB of int32."""
+DOCUMENTS_PER_RECORD_BATCH = 1 << 15
+_WAY_OUT = "prepare it again"
 
-def pyarrow_for(what: str) -> ModuleType:
-    """Return pyarrow with its file formats, or say how to get it.
+
+def open_source(path: str | Path, *, vocabulary: int | None = None) -> Source:
+    """Open a token store (a folder), a Megatron pair (its prefix, .bin or .idx), or a synthetic corpus (`toy:600`).
 
     Args:
-        what: what needs it, the beginning of the message.
+        path: what to open.
+        vocabulary: ids of the model. A Megatron pair needs it; a store with more ids is refused.
     """
+    if str(path).startswith(SYNTHETIC):
+        source: Source = SyntheticSource.parse(str(path))
+    else:
+        path = Path(path)
+        prefix = without_suffix(path)
+        if not path.is_dir() and prefix.with_name(prefix.name + ".idx").exists():
+            if vocabulary is None:
+                raise SeqloomError(f"{str(path)!r} is a Megatron data set, which does not name its vocabulary; give it")
+            return MegatronSource(prefix, vocabulary=vocabulary)
+        source = TokenStore(path)
+    if vocabulary is not None and source.vocabulary > vocabulary:
+        raise SeqloomError(
+            f"{str(path)!r} was made with {source.vocabulary:,} ids, the model has {vocabulary:,}; "
+            "prepare the data with the model's tokenizer"
+        )
+    return source
+
+
+def import_pyarrow(purpose: str) -> ModuleType:
+    """Return pyarrow with its file formats, or say how to install it; `purpose` begins the message."""
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise SeqloomError(
-            f"{what} needs the package 'pyarrow' ({error}); install the extra 'data': pip install 'seqloom[data]'"
+            f"{purpose} needs the package 'pyarrow' ({error}); install the extra 'data': pip install 'seqloom[data]'"
         ) from None
     return pyarrow
 
 
-# ---- merged: data.store
-# The token store: documents on disk, memory-mapped, so that a rank touches only the spans that it reads.
-#
-#     FOLDER/
-#       tokens.arrow   one column `token`, all documents one after the other
-#       index.arrow    per document: `length`, `valid`, `ignored` (runs of tokens that the loss does not count)
-#       meta.json      vocabulary, tokenizer, totals, and size and digest of the two files above
-#
-# Both .arrow files are plain Arrow IPC files: any Arrow reader opens them.
-
-
-TOKENS, INDEX, META = "tokens.arrow", "index.arrow", "meta.json"
-FORMAT, VERSION = "seqloom tokens", 1
-AGAIN = "prepare it again"
-
-
 @dataclass(frozen=True, slots=True)
-class FileMark:
-    """What a file of the store must be."""
+class FileDigest:
+    """Size and digest of a file of the store."""
 
     __pydantic_config__ = {"extra": "ignore"}  # noqa: RUF012 - a misspelt key makes the right one missing
 
@@ -67,17 +89,17 @@ class FileMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Meta:
-    """The content of meta.json.
+class StoreMetadata:
+    """Content of meta.json.
 
     Attributes:
         format, version: of the store.
         vocabulary: ids are below this.
         dtype: of the ids on disk, int32 or int64.
         documents, tokens, valid, longest: totals; the longest document in tokens.
-        tokenizer: what it was, with a digest; None when ids were given.
+        tokenizer: its kind and digest; None when ids were given.
         prepared: policies and counts of the preparation, free of dates and paths.
-        files: mark of every other file.
+        files: digest of every other file.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
@@ -90,13 +112,36 @@ class Meta:
     tokens: int
     valid: int
     longest: int
-    files: dict[str, FileMark]
+    files: dict[str, FileDigest]
     tokenizer: dict[str, Any] | None = None
     prepared: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, path: Path) -> StoreMetadata:
+        """Read meta.json of a store, and check that the files beside it have the sizes that it names."""
+        if not (path / META).is_file():
+            wrong = "has no meta.json" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+            raise SeqloomError(f"{str(path)!r} is no token store, it {wrong}; make one with `seqloom data prepare`")
+        content = read_mapping(path / META)
+        known = content.get("format"), content.get("version")
+        if known != (FORMAT, VERSION):
+            raise SeqloomError(
+                f"{path / META}: format {known[0]!r} version {known[1]!r}, not {FORMAT!r} {VERSION}; {_WAY_OUT}"
+            )
+        meta = build(cls, content, str(path / META))
+        for name in (TOKENS, INDEX):
+            if name not in meta.files:
+                raise SeqloomError(f"{path / META}: {name} is not among its files; {_WAY_OUT}")
+            if not (path / name).is_file():
+                raise SeqloomError(f"{str(path / name)!r} is missing; copy the whole folder, or {_WAY_OUT}")
+            size, expected = (path / name).stat().st_size, meta.files[name].bytes
+            if size != expected:
+                raise SeqloomError(f"{path / name}: {size:,} bytes of {expected:,}; copy it again, or {_WAY_OUT}")
+        return meta
 
-class TokenStore:
-    """A store opened for reading; a `Source`. Reading is safe from several threads, and a pickle is its path."""
+
+class TokenStore(Source):
+    """A store opened for reading. Reading is safe from several threads, and a pickle is its path."""
 
     def __init__(self, path: str | Path) -> None:
         """Open a folder that `StoreWriter` wrote.
@@ -105,76 +150,51 @@ class TokenStore:
             SeqloomError: no store there, or one that is truncated or does not agree with itself.
         """
         self.path = Path(path)
-        self.meta = read_meta(self.path)
-        self._parts = [part.column("token").to_numpy() for part in _batches(self.path / TOKENS, ["token"])]
-        index = _batches(self.path / INDEX, ["length", "valid", "ignored"])
-        self._lengths = _joined([part.column("length").to_numpy() for part in index])
-        self._valid = _joined([part.column("valid").to_numpy() for part in index])
-        runs = [part.column("ignored") for part in index]
-        self._run_counts = np.concatenate([[0], *(np.diff(part.offsets.to_numpy()) for part in runs)])
-        self._run_ends = np.cumsum(self._run_counts)
-        self._runs = _joined([part.flatten().to_numpy() for part in runs])
-        self._firsts = np.concatenate([[0], np.cumsum(self._lengths)])
-        self._part_firsts = np.cumsum([0, *(len(part) for part in self._parts)])
-        self._check_totals()
+        self.meta = StoreMetadata.read(self.path)
+        tokens = _read_arrow(self.path / TOKENS, ["token"])
+        self._token_batches = [batch.column("token").to_numpy() for batch in tokens]
+        self._batch_starts = np.cumsum([0, *map(len, self._token_batches)])
+        index = _read_arrow(self.path / INDEX, ["length", "valid", "ignored"])
+        lengths, valid = (
+            _concatenate([batch.column(name).to_numpy() for batch in index]) for name in ("length", "valid")
+        )
+        super().__init__(str(self.path), lengths, valid, self.meta.vocabulary)
+        self._token_starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        ignored = [batch.column("ignored") for batch in index]
+        edges_per_document = np.concatenate([[0], *(np.diff(part.offsets.to_numpy()) for part in ignored)])
+        self._run_ends = np.cumsum(edges_per_document)
+        self._runs = _concatenate([part.flatten().to_numpy() for part in ignored])
+        self._check_totals(runs_are_pairs=not (edges_per_document % 2).any())
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[documents], tokens."""
-        return self._lengths
-
-    @property
-    def valid(self) -> np.ndarray:
-        """int64[documents], labels that count."""
-        return self._valid
-
-    @property
-    def vocabulary(self) -> int:
-        """Ids are below this."""
-        return self.meta.vocabulary
-
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return the ids of positions `start .. stop - 1`, int64[stop - start]."""
-        check_span(str(self.path), self._lengths, document, start, stop)
-        return self._read(document, start, stop)
-
-    def labels(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return the labels of positions `start .. stop - 1`, int64[stop - start]."""
-        check_span(str(self.path), self._lengths, document, start, stop)
-        last = min(stop + 1, int(self._lengths[document]))
-        first = min(start + 1, last)
-        return shifted(self._read(document, first, last), self._counted(document, first, last), stop - start)
-
-    def counted(self, document: int) -> np.ndarray:
+    def loss_mask(self, document: int) -> np.ndarray:
         """Return for every token of a document whether the loss counts it, bool[length]."""
-        check_span(str(self.path), self._lengths, document, 0, 0)
-        length = int(self._lengths[document])
-        mask = self._counted(document, 0, length)
+        self._check_span(document, 0, 0)
+        length = int(self.lengths[document])
+        mask = self._loss_mask(document, 0, length)
         return np.ones(length, dtype=bool) if mask is None else mask
 
     def verify(self) -> None:
         """Read everything once and compare it with the digests of meta.json; refuse a store that was changed."""
-        for name, mark in self.meta.files.items():
+        for name, digest in self.meta.files.items():
             with (self.path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != mark.sha256:
-                raise SeqloomError(f"{self.path / name}: its digest is not the one in {META}; it changed, {AGAIN}")
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != digest.sha256:
+                raise SeqloomError(f"{self.path / name}: its digest is not the one in {META}; it changed, {_WAY_OUT}")
 
     def _read(self, document: int, start: int, stop: int) -> np.ndarray:
-        first = self._firsts[document] + start
+        first = self._token_starts[document] + start
         ids = np.empty(stop - start, dtype=np.int64)
-        part = int(np.searchsorted(self._part_firsts, first, side="right")) - 1
+        batch = int(np.searchsorted(self._batch_starts, first, side="right")) - 1
         done = 0
         while done < len(ids):
-            offset = int(first + done - self._part_firsts[part])
-            piece = self._parts[part][offset : offset + len(ids) - done]
+            offset = int(first + done - self._batch_starts[batch])
+            piece = self._token_batches[batch][offset : offset + len(ids) - done]
             ids[done : done + len(piece)] = piece
-            done, part = done + len(piece), part + 1
+            done, batch = done + len(piece), batch + 1
         check_ids(ids, self.vocabulary, f"{self.path}, document {document}", start)
         return ids
 
-    def _counted(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        """The mask of a run of tokens; None when the document has none."""
+    def _loss_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
         low, high = self._run_ends[document], self._run_ends[document + 1]
         if low == high:
             return None
@@ -183,177 +203,135 @@ class TokenStore:
             mask[max(begin - start, 0) : max(end - start, 0)] = False
         return mask
 
-    def _check_totals(self) -> None:
-        found = {
-            "documents": len(self._lengths),
-            "tokens": int(self._part_firsts[-1]),
-            "valid": int(self._valid.sum()),
-            "longest": int(self._lengths.max(initial=0)),
+    def _check_totals(self, *, runs_are_pairs: bool) -> None:
+        totals = {
+            "documents": len(self.lengths),
+            "tokens": int(self._batch_starts[-1]),
+            "valid": int(self.valid.sum()),
+            "longest": int(self.lengths.max(initial=0)),
         }
-        for name, value in found.items():
-            if value != getattr(self.meta, name):
-                raise SeqloomError(
-                    f"{self.path}: {value:,} {name}, but {META} says {getattr(self.meta, name):,}; {AGAIN}"
-                )
-        short = self._lengths.min(initial=1) < 1
-        if short or self._firsts[-1] != found["tokens"] or (self._run_counts % 2).any():
-            raise SeqloomError(f"{self.path}: the lengths of {INDEX} do not cut the ids of {TOKENS}; {AGAIN}")
-
-    def __len__(self) -> int:
-        """Number of documents."""
-        return len(self._lengths)
-
-    def __repr__(self) -> str:
-        """Say how much there is."""
-        return f"TokenStore({str(self.path)!r}: {len(self):,} documents, {self.meta.tokens:,} tokens)"
+        for name, value in totals.items():
+            expected = getattr(self.meta, name)
+            if value != expected:
+                raise SeqloomError(f"{self.path}: {value:,} {name}, but {META} says {expected:,}; {_WAY_OUT}")
+        short = self.lengths.min(initial=1) < 1
+        if short or self._token_starts[-1] != totals["tokens"] or not runs_are_pairs:
+            raise SeqloomError(f"{self.path}: the lengths of {INDEX} do not cut the ids of {TOKENS}; {_WAY_OUT}")
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         """Pickle the path: another process maps the files itself."""
         return TokenStore, (self.path,)
 
 
-def read_meta(path: Path) -> Meta:
-    """Read meta.json of a store, and check that the files beside it have the size that it names."""
-    if not (path / META).is_file():
-        wrong = "has no meta.json" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-        raise SeqloomError(f"{str(path)!r} is no token store, it {wrong}; make one with `seqloom data prepare`")
-    content = read_mapping(path / META)
-    known = content.get("format"), content.get("version")
-    if known != (FORMAT, VERSION):
-        raise SeqloomError(
-            f"{path / META}: format {known[0]!r} version {known[1]!r}, not {FORMAT!r} {VERSION}; {AGAIN}"
-        )
-    meta = build(Meta, content, str(path / META))
-    for name in (TOKENS, INDEX):
-        if name not in meta.files:
-            raise SeqloomError(f"{path / META}: {name} is not among its files; {AGAIN}")
-        if not (path / name).is_file():
-            raise SeqloomError(f"{str(path / name)!r} is missing; copy the whole folder, or {AGAIN}")
-        size, wanted = (path / name).stat().st_size, meta.files[name].bytes
-        if size != wanted:
-            raise SeqloomError(f"{path / name}: {size:,} bytes of {wanted:,}; copy it again, or {AGAIN}")
-    return meta
-
-
-def _batches(path: Path, columns: list[str]) -> list[Any]:
-    """The record batches of an Arrow file, mapped and not read."""
-    pyarrow = pyarrow_for("a token store")
+def _read_arrow(path: Path, columns: list[str]) -> list[Any]:
+    """Map the record batches of an Arrow file without reading them."""
+    pyarrow = import_pyarrow("a token store")
     try:
         reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
-        parts = [reader.get_batch(k) for k in range(reader.num_record_batches)]
-        for part in parts:
-            part.validate(full=path.name == INDEX)
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        for batch in batches:
+            batch.validate(full=path.name == INDEX)
         names = reader.schema.names
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise SeqloomError(f"{path}: not a readable Arrow file ({error}); copy it again, or {AGAIN}") from None
+        raise SeqloomError(f"{path}: not a readable Arrow file ({error}); copy it again, or {_WAY_OUT}") from None
     if names != columns:
-        raise SeqloomError(f"{path}: columns {names}, not {columns}; {AGAIN}")
-    return parts
+        raise SeqloomError(f"{path}: columns {names}, not {columns}; {_WAY_OUT}")
+    return batches
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return frozen(np.concatenate(parts) if parts else [])
-
-
-# ---- merged: data.writer
-# Writing a token store: document by document, in constant memory, all or nothing.
-#
-# The files are written in a folder beside the wanted one, which gets its name when everything is on the disk. A run
-# that is killed leaves no store; what it may leave is a folder NAME.partial-*, which can be removed.
-
-
-TOKENS_PER_PART = 1 << 20
-"""Tokens of a record batch: 4 MiB of int32."""
-DOCUMENTS_PER_PART = 1 << 15
-"""Documents of a record batch of the index."""
+def _concatenate(columns: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)
 
 
 class StoreWriter:
-    """Use as a context manager: leaving it normally makes the store appear, leaving it by an error leaves nothing.
+    """Use as a context manager: leaving it normally creates the store, leaving it by an error leaves nothing.
 
     with StoreWriter("corpus", vocabulary=257) as writer:
         writer.add([72, 105, 256])
+
+    Attributes:
+        prepared: goes into meta.json; may be filled until the writer is left.
+        documents, tokens, valid, longest: totals so far.
     """
 
     def __init__(self, path: str | Path, *, vocabulary: int, tokenizer: dict[str, Any] | None = None) -> None:
-        """Begin a store.
+        """Check the arguments.
 
         Args:
-            path: the folder to make; it must not exist.
-            vocabulary: ids are below this; int32 on disk as long as it allows.
-            tokenizer: what made the ids, kept in meta.json.
+            path: the folder to create; it must not exist.
+            vocabulary: ids are below this; int32 on disk where that is enough.
+            tokenizer: goes into meta.json.
         """
-        self._pyarrow = pyarrow_for("a token store")
+        self._pyarrow = import_pyarrow("a token store")
         self.path = Path(path)
-        require_new(self.path)
+        require_new_folder(self.path)
         if vocabulary < 1:
             raise SeqloomError(f"a vocabulary of {vocabulary}; it needs at least one id")
         self.prepared: dict[str, Any] = {}
-        """Goes into meta.json; may be filled until the store is closed."""
         self._vocabulary, self._tokenizer = vocabulary, tokenizer
         self._dtype = np.dtype(np.int32 if vocabulary <= 1 << 31 else np.int64)
-        self._buffer, self._filled = np.empty(TOKENS_PER_PART, dtype=self._dtype), 0
+        self._buffer, self._filled = np.empty(TOKENS_PER_RECORD_BATCH, dtype=self._dtype), 0
         self._index: list[tuple[int, int, list[int]]] = []
         self.documents = self.tokens = self.valid = self.longest = 0
 
     def __enter__(self) -> StoreWriter:
-        """Make the folder beside."""
+        """Create the partial folder and its files."""
         arrow = self._pyarrow
         self._folder = self.path.with_name(f"{self.path.name}.partial-{secrets.token_hex(4)}")
         self._folder.mkdir()
-        self._columns = arrow.schema(
+        self._index_schema = arrow.schema(
             [("length", arrow.int64()), ("valid", arrow.int64()), ("ignored", arrow.large_list(arrow.int64()))]
         )
-        self._token = arrow.schema([("token", arrow.from_numpy_dtype(self._dtype))])
+        self._token_schema = arrow.schema([("token", arrow.from_numpy_dtype(self._dtype))])
         try:
-            self._token_file = _Marked(self._folder / TOKENS)
-            self._index_file = _Marked(self._folder / INDEX)
-            self._token_writer = arrow.ipc.new_file(self._token_file, self._token)
-            self._index_writer = arrow.ipc.new_file(self._index_file, self._columns)
+            self._token_file = _HashedFile(self._folder / TOKENS)
+            self._index_file = _HashedFile(self._folder / INDEX)
+            self._token_writer = arrow.ipc.new_file(self._token_file, self._token_schema)
+            self._index_writer = arrow.ipc.new_file(self._index_file, self._index_schema)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         return self
 
-    def add(self, tokens: ArrayLike, counted: ArrayLike | None = None, *, place: str | None = None) -> None:
+    def add(self, tokens: ArrayLike, loss_mask: ArrayLike | None = None, *, where: str | None = None) -> None:
         """Add a document.
 
         Args:
             tokens: integers[n], n >= 1.
-            counted: bool[n], whether the loss counts the prediction of each token; None counts all. The first token
+            loss_mask: bool[n], whether the loss counts the prediction of each token; None counts all. The first token
                 is never predicted.
-            place: where it comes from, for messages; without it, its number.
+            where: file and line of the document, for messages; without it, its number.
         """
-        ids, place = np.asarray(tokens), place or f"document {self.documents}"
+        ids, where = np.asarray(tokens), where or f"document {self.documents}"
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
-            raise SeqloomError(f"{place}: {ids.dtype}{list(ids.shape)}; it must be integers, at least one")
-        check_ids(ids, self._vocabulary, place)
-        valid, runs = len(ids) - 1, []
-        if counted is not None:
-            mask = np.asarray(counted, dtype=bool)
+            raise SeqloomError(f"{where}: {ids.dtype}{list(ids.shape)}; it must be integers, at least one")
+        check_ids(ids, self._vocabulary, where)
+        valid, ignored = len(ids) - 1, []
+        if loss_mask is not None:
+            mask = np.asarray(loss_mask, dtype=bool)
             if mask.shape != ids.shape:
-                raise SeqloomError(f"{place}: a mask of {mask.size} for {len(ids)} tokens; give one each")
-            valid, runs = int(mask[1:].sum()), _runs(~mask)
-        self._put(ids)
-        self._index.append((len(ids), valid, runs))
+                raise SeqloomError(f"{where}: a mask of {mask.size} for {len(ids)} tokens; give one each")
+            valid, ignored = int(mask[1:].sum()), _run_edges(~mask)
+        self._append(ids)
+        self._index.append((len(ids), valid, ignored))
         self.documents, self.tokens, self.valid = self.documents + 1, self.tokens + len(ids), self.valid + valid
         self.longest = max(self.longest, len(ids))
-        if len(self._index) == DOCUMENTS_PER_PART:
+        if len(self._index) == DOCUMENTS_PER_RECORD_BATCH:
             self._flush_index()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish, or throw everything away."""
+        """Finish the store, or delete what was written."""
         try:
             if kind is None:
                 self._finish()
         finally:
             self._token_file.close()
             self._index_file.close()
-            shutil.rmtree(self._folder, ignore_errors=True)  # gone already when it got its name
+            shutil.rmtree(self._folder, ignore_errors=True)  # not there any more when it was renamed
 
-    def _put(self, ids: np.ndarray) -> None:
+    def _append(self, ids: np.ndarray) -> None:
         done = 0
         while done < len(ids):
             piece = ids[done : done + len(self._buffer) - self._filled]
@@ -365,16 +343,16 @@ class StoreWriter:
     def _flush_tokens(self) -> None:
         if self._filled:
             column = self._pyarrow.array(self._buffer[: self._filled])
-            self._token_writer.write_batch(self._pyarrow.record_batch([column], schema=self._token))
+            self._token_writer.write_batch(self._pyarrow.record_batch([column], schema=self._token_schema))
             self._filled = 0
 
     def _flush_index(self) -> None:
         if self._index:
             columns = [
                 self._pyarrow.array(values, type=part.type)
-                for values, part in zip(zip(*self._index, strict=True), self._columns, strict=True)
+                for values, part in zip(zip(*self._index, strict=True), self._index_schema, strict=True)
             ]
-            self._index_writer.write_batch(self._pyarrow.record_batch(columns, schema=self._columns))
+            self._index_writer.write_batch(self._pyarrow.record_batch(columns, schema=self._index_schema))
             self._index.clear()
 
     def _finish(self) -> None:
@@ -384,24 +362,29 @@ class StoreWriter:
         self._flush_index()
         self._token_writer.close()
         self._index_writer.close()
-        marks = {TOKENS: self._token_file.finish(), INDEX: self._index_file.finish()}
-        totals = (self.documents, self.tokens, self.valid, self.longest)
-        meta = Meta(
-            FORMAT, VERSION, self._vocabulary, self._dtype.name, *totals, marks, self._tokenizer, dict(self.prepared)
+        meta = StoreMetadata(
+            FORMAT,
+            VERSION,
+            self._vocabulary,
+            self._dtype.name,
+            *(self.documents, self.tokens, self.valid, self.longest),
+            files={TOKENS: self._token_file.sync(), INDEX: self._index_file.sync()},
+            tokenizer=self._tokenizer,
+            prepared=dict(self.prepared),
         )
-        with _Marked(self._folder / META) as file:
+        with _HashedFile(self._folder / META) as file:
             file.write((json.dumps(asdict(meta), indent=2, ensure_ascii=False) + "\n").encode())
-            file.finish()
-        require_new(self.path)
+            file.sync()
+        require_new_folder(self.path)
         os.rename(self._folder, self.path)
         _sync_folder(self.path.absolute().parent)
 
 
-class _Marked(io.RawIOBase):
-    """A file that counts and digests what is written to it, and says in our words why it cannot be written."""
+class _HashedFile(io.RawIOBase):
+    """A file that counts and hashes what is written to it; a write that fails raises a SeqloomError."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._bytes, self._digest = path, 0, hashlib.sha256()
+        self._path, self._bytes, self._sha256 = path, 0, hashlib.sha256()
         self._file = path.open("wb")
 
     def writable(self) -> bool:
@@ -414,83 +397,50 @@ class _Marked(io.RawIOBase):
         try:
             self._file.write(data)
         except OSError as error:
-            raise self._refusal(error) from None
-        self._digest.update(data)
+            raise self._error(error) from None
+        self._sha256.update(data)
         self._bytes += memoryview(data).nbytes
         return memoryview(data).nbytes
 
-    def finish(self) -> FileMark:
-        """Bring everything to the disk; return the mark."""
+    def sync(self) -> FileDigest:
+        """Flush everything to the disk; return size and digest."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._refusal(error) from None
-        return FileMark(self._bytes, self._digest.hexdigest())
+            raise self._error(error) from None
+        return FileDigest(self._bytes, self._sha256.hexdigest())
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            with suppress(OSError):  # what was not brought to the disk by `finish` is thrown away
+            with suppress(OSError):  # a file without `sync` is deleted anyway
                 self._file.close()
 
-    def _refusal(self, error: OSError) -> SeqloomError:
+    def _error(self, error: OSError) -> SeqloomError:
         return SeqloomError(
             f"{self._path}: cannot be written ({error.strerror or error}); make room, or choose another place"
         )
 
 
-def require_new(path: Path) -> None:
-    """Refuse, before any work, a folder that is there already or cannot be made."""
+def require_new_folder(path: Path) -> None:
+    """Refuse, before any work, a folder that exists already or cannot be created."""
     if path.exists() or path.is_symlink():
         raise SeqloomError(f"{str(path)!r} exists; choose another folder, or remove it first")
     if not path.absolute().parent.is_dir():
         raise SeqloomError(f"{str(path)!r} needs the folder {str(path.parent)!r}, which does not exist; make it")
 
 
-def _runs(mask: np.ndarray) -> list[int]:
-    """Starts and stops of the runs of True, one after the other."""
-    edges = np.diff(mask.astype(np.int8), prepend=0, append=0)
-    return np.flatnonzero(edges).tolist()
+def _run_edges(mask: np.ndarray) -> list[int]:
+    """Starts and stops of the runs of True, alternating."""
+    return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a new name to the disk, where the system can do that for a folder."""
+    """Make a new name in a folder survive a power failure, where the system can do that."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-# ---- merged: data.opening
-# One door to every source on disk.
-
-
-def open_source(path: str | Path, *, vocabulary: int | None = None) -> Source:
-    """Open a token store (a folder), a Megatron pair (its prefix, .bin or .idx), or a made-up corpus (`toy:600`).
-
-    Args:
-        path: what to open.
-        vocabulary: ids of the model. A Megatron pair needs it; a store that has more is refused.
-    """
-    if str(path).startswith(NAME):
-        return _fitting(toy_source(str(path)), str(path), vocabulary)
-    path = Path(path)
-    prefix = without_suffix(path)
-    if not path.is_dir() and prefix.with_name(prefix.name + ".idx").exists():
-        if vocabulary is None:
-            raise SeqloomError(f"{str(path)!r} is a Megatron data set, which does not name its vocabulary; give it")
-        return MegatronSource(prefix, vocabulary=vocabulary)
-    return _fitting(TokenStore(path), str(path), vocabulary)
-
-
-def _fitting(source: Source, name: str, vocabulary: int | None) -> Source:
-    """Return the source, unless it has ids that the model does not."""
-    if vocabulary is not None and source.vocabulary > vocabulary:
-        raise SeqloomError(
-            f"{name!r} was made with {source.vocabulary:,} ids, the model has {vocabulary:,}; "
-            "prepare the data with the model's tokenizer"
-        )
-    return source

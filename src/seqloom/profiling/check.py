@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.data import Batch, Limited, Sampler, Source
+from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, Packing, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
@@ -247,7 +247,7 @@ def _of_evaluation(run: Outlook) -> list[str]:
 
 
 def _count(source: Source, sampler: Sampler) -> Documents:
-    limited = source if isinstance(source, Limited) else None
+    limited = source if isinstance(source, LengthLimitedSource) else None
     valid = _labels(sampler, 1)
     return Documents(
         documents=len(source.lengths),
@@ -256,7 +256,7 @@ def _count(source: Source, sampler: Sampler) -> Documents:
         longest=int(source.lengths.max()),
         truncated=limited.truncated if limited else 0,
         dropped=limited.dropped if limited else 0,
-        lost=limited.lost if limited else 0,
+        lost=limited.lost_tokens if limited else 0,
         batches=len(valid),
         unlabelled=valid.count(0),
     )

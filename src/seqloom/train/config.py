@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Strict
 
 from seqloom.cost import Profile
-from seqloom.data.source import NAME as MADE_UP
+from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Sharding
@@ -126,7 +126,7 @@ class Data:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     source: Path
-    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a made-up corpus such as toy:600."""
+    """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600."""
     validation: Path | None = None
     """Documents for evaluation, in either form."""
     sequences: Whole | None = None
@@ -575,7 +575,7 @@ def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def anchor(section: str, key: str) -> None:
         keys = result.get(section)
-        if isinstance(keys, dict) and isinstance(keys.get(key), str) and not keys[key].startswith(MADE_UP):
+        if isinstance(keys, dict) and isinstance(keys.get(key), str) and not keys[key].startswith(SYNTHETIC):
             keys[key] = str((folder / Path(keys[key]).expanduser()).resolve())
 
     for section, key in _PATHS:

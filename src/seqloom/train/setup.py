@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.data import Batch, Limited, Sampler, Source, open_source
+from seqloom.data import Batch, LengthLimitedSource, Sampler, Source, open_source
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp
@@ -367,7 +367,7 @@ def open_documents(config: Config, spec: ModelSpec, *, validation: bool = False)
     source = open_source(path, vocabulary=spec.vocabulary)
     if config.data.max_length is None:
         return source
-    return Limited(source, config.data.max_length, config.data.too_long)
+    return LengthLimitedSource(source, config.data.max_length, config.data.too_long)
 
 
 def make_sampler(config: Config, source: Source, cost: CostModel | None = None) -> Sampler:
@@ -381,7 +381,7 @@ def make_sampler(config: Config, source: Source, cost: CostModel | None = None) 
     if cost is not None and config.data.batches == "hbp":
         assert config.data.tokens is not None  # the section has checked it
         packed = PackedSteps(source.lengths, cost, config.data.tokens, config.run.seed)
-        return Sampler(source.lengths, source.valid, seed=config.run.seed, steps=packed)
+        return Sampler(source.lengths, source.valid, seed=config.run.seed, packed=packed)
     size = {"documents": config.data.sequences, "tokens": config.data.tokens}
     return Sampler(source.lengths, source.valid, seed=config.run.seed, **size)
 

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from seqloom.data import IGNORED, MegatronSource, TokenStore, open_source
+from seqloom.data import IGNORE_INDEX, MegatronSource, TokenStore, open_source
 from seqloom.errors import SeqloomError
 
 CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.float64: 6, np.float32: 7, np.uint16: 8}
@@ -44,7 +44,7 @@ def test_every_type_and_every_document(tmp_path, dtype, gap):
         for start in range(len(ids) + 1):
             for stop in range(start, len(ids) + 1):
                 assert source.tokens(number, start, stop).tolist() == ids[start:stop]
-                assert source.labels(number, start, stop).tolist() == [*ids[1:], IGNORED][start:stop]
+                assert source.labels(number, start, stop).tolist() == [*ids[1:], IGNORE_INDEX][start:stop]
 
 
 def test_a_document_may_be_a_sequence(tmp_path):

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from seqloom.data import IGNORED, Fields, TokenStore, load_tokenizer, prepare
+from seqloom.data import IGNORE_INDEX, RecordFields, TokenStore, load_tokenizer, prepare
 from seqloom.errors import SeqloomError
 
 BYTES = load_tokenizer("bytes")
@@ -44,7 +44,7 @@ def test_round_trip(kind, suffix, texts, jsonl, tmp_path, tokenizer_file, tokeni
     for document, (text, ids) in enumerate(zip(texts, tokenizer.encode(texts), strict=True)):
         assert whole(store, document).tolist() == [*tokenizer.begin, *ids, *tokenizer.end]
         assert tokenizer.decode(whole(store, document)) == text
-    assert store.meta.tokenizer == tokenizer.described()
+    assert store.meta.tokenizer == tokenizer.metadata()
     store.verify()
 
 
@@ -55,11 +55,15 @@ def test_the_loss_counts_answers_only(jsonl, tmp_path, tokenizer_folder):
     store = TokenStore(tmp_path / "store")
     prompt, answer = (ids.tolist() for ids in tokenizer.encode(["the cat", "sat"]))
     assert whole(store, 0).tolist() == [0, *prompt, *answer, 1]
-    assert store.labels(0, 0, int(store.lengths[0])).tolist() == [IGNORED] * len(prompt) + [*answer, 1, IGNORED]
+    assert store.labels(0, 0, int(store.lengths[0])).tolist() == [IGNORE_INDEX] * len(prompt) + [
+        *answer,
+        1,
+        IGNORE_INDEX,
+    ]
     assert store.valid.tolist() == [len(answer) + 1, len(tokenizer.encode(["on the mat"])[0]) + 1]
     for document in range(2):
         labels = store.labels(document, 0, int(store.lengths[document]))
-        assert (labels != IGNORED).sum() == store.valid[document]
+        assert (labels != IGNORE_INDEX).sum() == store.valid[document]
 
 
 def test_forms_may_differ_from_file_to_file(jsonl, tmp_path):
@@ -68,8 +72,8 @@ def test_forms_may_differ_from_file_to_file(jsonl, tmp_path):
         jsonl({"q": "2 + 2 = ", "a": "4", "text": "not read"}, name="b.jsonl"),
     ]
     with pytest.raises(SeqloomError, match=r"a\.jsonl, line 1: no field 'q', it has 'text'"):
-        prepare(paths, tmp_path / "store", tokenizer=BYTES, fields=Fields(prompt="q", answer="a"))
-    done = prepare(paths[1:], tmp_path / "store", tokenizer=BYTES, fields=Fields(prompt="q", answer="a"))
+        prepare(paths, tmp_path / "store", tokenizer=BYTES, fields=RecordFields(prompt="q", answer="a"))
+    done = prepare(paths[1:], tmp_path / "store", tokenizer=BYTES, fields=RecordFields(prompt="q", answer="a"))
     assert (done.documents, done.valid) == (1, 2)
     more = [paths[0], jsonl({"prompt": "p", "answer": "a"}, name="c.jsonl")]
     assert prepare(more, tmp_path / "both", tokenizer=BYTES).valid == 5 + 2
@@ -86,8 +90,8 @@ def test_ids_and_labels_as_others_wrote_them(suffix, jsonl, tmp_path):
     store = TokenStore(tmp_path / "store")
     assert (done.documents, done.counts.empty, store.meta.tokenizer) == (2, 1, None)
     assert whole(store, 0).tolist() == [1, 2, 3]
-    assert store.labels(0, 0, 3).tolist() == [2, IGNORED, IGNORED]
-    assert store.labels(1, 0, 2).tolist() == [5, IGNORED]
+    assert store.labels(0, 0, 3).tolist() == [2, IGNORE_INDEX, IGNORE_INDEX]
+    assert store.labels(1, 0, 2).tolist() == [5, IGNORE_INDEX]
 
 
 def test_a_text_file_may_be_one_document(tmp_path):
@@ -108,7 +112,7 @@ def test_too_long(jsonl, tmp_path):
     assert (cut.documents, cut.longest, cut.counts.too_long, cut.counts.tokens_lost) == (3, 5, 1, 4)
     store = TokenStore(tmp_path / "cut")
     assert BYTES.decode(whole(store, 1)) == "abcde"
-    assert store.labels(1, 4, 5).tolist() == [IGNORED]
+    assert store.labels(1, 4, 5).tolist() == [IGNORE_INDEX]
     assert store.valid.tolist() == [3, 4, 3]
     gone = prepare([path], tmp_path / "gone", tokenizer=BYTES, max_length=5, too_long="drop")
     assert (gone.documents, gone.counts.too_long, gone.counts.tokens_lost) == (2, 1, 9)
@@ -193,7 +197,7 @@ def test_bad_settings(tmp_path, jsonl):
             prepare([path], tmp_path / "store", **options)
     for fields in ({"prompt": "p"}, {"text": "t", "ids": "i"}):
         with pytest.raises(SeqloomError, match="name"):
-            Fields(**fields)
+            RecordFields(**fields)
     assert not (tmp_path / "store").exists()
 
 
@@ -221,7 +225,7 @@ def test_progress_rises_and_chunks_do_not_show(tmp_path, jsonl, monkeypatch):
     paths = [jsonl(*({"text": "x" * n} for n in range(1, 40)), name=f"{k}.jsonl") for k in range(3)]
     prepare(paths, tmp_path / "large", tokenizer=BYTES)
     monkeypatch.setattr(module, "CHUNK", 50)
-    monkeypatch.setattr(module, "ROWS", 3)
+    monkeypatch.setattr(module, "PARQUET_ROWS", 3)
     seen = []
     prepare(paths, tmp_path / "small", tokenizer=BYTES, progress=seen.append)
     assert len(seen) > 10
@@ -274,6 +278,6 @@ def test_valid_counts_equal_the_labels(tmp_path, jsonl):
         records.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     done = prepare([jsonl(*records)], tmp_path / "store", vocabulary=9, max_length=8, too_long="truncate")
     store = TokenStore(tmp_path / "store")
-    counts = [(store.labels(k, 0, int(store.lengths[k])) != IGNORED).sum() for k in range(len(store))]
+    counts = [(store.labels(k, 0, int(store.lengths[k])) != IGNORE_INDEX).sum() for k in range(len(store))]
     assert counts == store.valid.tolist()
     assert done.valid == sum(counts) == json.loads((tmp_path / "store" / "meta.json").read_text())["valid"]

@@ -21,7 +21,7 @@ def test_a_file_keeps_its_own_template(tokenizer_file, texts):
     assert (tokenizer.begin, tokenizer.end) == ((0,), ())
     assert tokenizer.vocabulary > 258
     assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
-    assert tokenizer.described()["kind"] == "tokenizers"
+    assert tokenizer.metadata()["kind"] == "tokenizers"
 
 
 def test_a_folder_adds_its_end_of_sequence(tokenizer_folder, tokenizer_file, texts):
@@ -31,7 +31,7 @@ def test_a_folder_adds_its_end_of_sequence(tokenizer_folder, tokenizer_file, tex
     assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
     for ours, theirs in zip(tokenizer.encode(texts), plain.encode(texts), strict=True):
         assert ours.tolist() == theirs.tolist()
-    described = tokenizer.described()
+    described = tokenizer.metadata()
     assert (described["kind"], described["name"], len(described["sha256"])) == ("transformers", "little", 64)
 
 
