@@ -144,7 +144,12 @@ def simulate(
 
 
 def cost_model_of(
-    plan: Plan, cluster: Cluster | str, model: ModelSpec | str, *, sharding: Sharding | str | None = None, **options: Any
+    plan: Plan,
+    cluster: Cluster | str,
+    model: ModelSpec | str,
+    *,
+    sharding: Sharding | str | None = None,
+    **options: Any,
 ) -> CostModel:
     """Build the cost model for a plan that exists: its sharding, unless one is given, and its number of stages."""
     stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
@@ -210,9 +215,7 @@ class Evaluation:
         }
 
 
-def evaluate(
-    plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planning_ns: int | None = None
-) -> Evaluation:
+def evaluate(plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planning_ns: int | None = None) -> Evaluation:
     """Simulate a plan and compare its step with the lower bound. Refuses what `simulate` refuses.
 
     Args:

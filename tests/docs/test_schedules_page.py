@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.cli.main import main
+from seqloom.cli import main
 from seqloom.errors import PlanError
 from seqloom.schedules import NAMES, Schedule, schedule_of
 from seqloom.schedules.timing import figures

@@ -1,4 +1,4 @@
-"""``seqloom check``: what a training run will be, before it is launched."""
+"""``seqloom check``: data, steps, predicted times and memory of a training run, before it is launched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.shared import AsJson, print_json
+from seqloom.cli import shared
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
@@ -19,18 +19,16 @@ if TYPE_CHECKING:
 
     from seqloom.profiling.check import Documents, Forecast, Outlook, Repacked
 
-ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes of the run; without it, the config's.")]
 Batches = Annotated[int, typer.Option("--batches", help="First batches that are planned.")]
 
 
 def check(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     ranks: Ranks = None,
     batches: Batches = 8,
-    json: AsJson = False,
+    json: shared.AsJson = False,
 ) -> None:
     """Say what a training run will be before it is launched: data, steps, predicted times and memory.
 
@@ -40,57 +38,55 @@ def check(
     Example:
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
-    from seqloom.cli.shared import planning
     from seqloom.profiling.check import forecasts, outlook, repacked, warnings
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
     run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
     if loaded.model.huggingface is not None:
-        _require_attachable(loaded.model.huggingface, cut=run.planners.cut)
-    with planning(len(run.sample) * (2 if run.baseline else 1)) as progress:
-        made = forecasts(run, progress)
-    notes = warnings(run, made[0])
-    packed = repacked([batch.lengths for batch in run.sample], run.cost)
+        _check_attachable(loaded.model.huggingface, with_stages=run.planners.cut)
+    with shared.planning_progress(len(run.sample) * (2 if run.baseline else 1)) as progress:
+        planned = forecasts(run, progress)
+    notes = warnings(run, planned[0])
+    packings = repacked([batch.lengths for batch in run.sample], run.cost)
     if json:
-        print_json(_report(run, made, packed, notes))
+        shared.print_json(_report(run, planned, packings, notes))
     else:
-        _print(run, made, packed, notes)
+        _print_report(run, planned, packings, notes)
 
 
-def _require_attachable(folder: Path, *, cut: bool) -> None:
-    """Refuse a Hugging Face model that the engine cannot run, or not in stages: the model is made without weights."""
+def _check_attachable(folder: Path, *, with_stages: bool) -> None:
+    """Refuse a Hugging Face model that the engine cannot run, or not in stages. Loads no weights."""
     from seqloom.integrations.transformers import attach, model_adapter  # says what to install where torch is missing
 
     try:
-        attached = model_adapter(attach(_without_weights(folder)))
-        if cut:
+        adapter = model_adapter(attach(_meta_model(folder)))
+        if with_stages:
             from seqloom.train.model import require_parts
 
-            require_parts(attached)
+            require_parts(adapter)
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
 
 
-def _without_weights(folder: Path) -> PreTrainedModel:
+def _meta_model(folder: Path) -> PreTrainedModel:
+    """Build the model of a folder's config.json on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise SeqloomError(f"its config.json makes no causal model ({reason}); give the folder of one") from None
 
 
-def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> dict[str, Any]:
-    """One object: the data, the run, for every planner its figures as lists over the batches, and packings of these."""
-    from seqloom.cli.shared import setting
-
+def _report(run: Outlook, planned: list[Forecast], packings: Repacked, notes: list[str]) -> dict[str, Any]:
+    """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
     return {
-        **setting(run.cost),
+        **shared.cost_dict(run.cost),
         "ranks": run.cost.ranks,
         "steps": run.steps,
         "epochs": run.steps / run.training.batches,
@@ -100,83 +96,83 @@ def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[st
             {"documents": len(batch), "tokens": batch.tokens, "longest": int(batch.lengths.max())}
             for batch in run.sample
         ],
-        "planners": {each.planner: _figures(each) for each in made},
+        "planners": {one.planner: _figures(one) for one in planned},
         "packings": {
-            "tokens_per_step": packed.tokens_per_step,
-            "balance": {name: balance.as_dict() for name, balance in packed.balance.items()},
-            "refused": packed.refused or None,
+            "tokens_per_step": packings.tokens_per_step,
+            "balance": {name: balance.as_dict() for name, balance in packings.balance.items()},
+            "refused": packings.refused or None,
         },
         "warnings": notes,
     }
 
 
-def _figures(made: Forecast) -> dict[str, Any]:
-    from seqloom.cli.shared import GIB, MS
+def _figures(planned: Forecast) -> dict[str, Any]:
+    from seqloom.api import GIB, MS
 
     return {
-        "step_ms": [ns / MS for ns in made.step_ns],
-        "bound_ms": [ns / MS for ns in made.bound_ns],
-        "gap": list(made.gaps),
-        "rounds": list(made.rounds),
-        "plan_ms": [ns / MS for ns in made.plan_ns],
-        "median_step_ms": median(made.step_ns) / MS,
-        "worst_step_ms": max(made.step_ns) / MS,
-        "worst_batch": made.worst,
-        "worst_step_memory_gib": (made.memory[made.worst] / GIB).tolist(),
-        "peak_memory_gib": made.peak_bytes / GIB,
-        "balance": made.balance.as_dict(),
+        "step_ms": [ns / MS for ns in planned.step_ns],
+        "bound_ms": [ns / MS for ns in planned.bound_ns],
+        "gap": list(planned.gaps),
+        "rounds": list(planned.rounds),
+        "plan_ms": [ns / MS for ns in planned.plan_ns],
+        "median_step_ms": median(planned.step_ns) / MS,
+        "worst_step_ms": max(planned.step_ns) / MS,
+        "worst_batch": planned.worst,
+        "worst_step_memory_gib": (planned.memory[planned.worst] / GIB).tolist(),
+        "peak_memory_gib": planned.peak_bytes / GIB,
+        "balance": planned.balance.as_dict(),
     }
 
 
-def _print(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> None:
+def _print_report(run: Outlook, planned: list[Forecast], packings: Repacked, notes: list[str]) -> None:
     from rich.console import Console
 
-    from seqloom.cli.shared import GIB, heading
-    from seqloom.view.numbers import duration
+    from seqloom.api import GIB
+    from seqloom.view.format import duration
 
     console = Console(highlight=False, soft_wrap=True)
-    lines = [heading(run.cost), f"training: {_documents(run.training)}"]
+
+    def write(text: str) -> None:
+        console.print(text, markup=False)
+
+    write(shared.cost_line(run.cost))
+    write(f"training: {_documents_line(run.training)}")
     if run.validation is not None:
-        lines.append(f"validation: {_documents(run.validation)}")
-    epochs = run.steps / run.training.batches
-    lines.append(f"run: {run.steps:,} steps on {run.cost.ranks} ranks, {epochs:.3g} epochs")
-    for line in lines:
-        console.print(line, markup=False)
-    console.print(_table(made))
-    planned = made[0]
-    held, budget = planned.memory[planned.worst], run.cost.budget_bytes / GIB
-    mean = sum(planned.step_ns) / len(planned.step_ns)
-    console.print(
-        f"Predicted from the first {len(run.sample)} batches. The longest step, batch {planned.worst}, takes at most "
-        f"{held.max() / GIB:.3g} GiB on a rank (the least {held.min() / GIB:.3g}) of {budget:.3g} GiB.",
-        markup=False,
+        write(f"validation: {_documents_line(run.validation)}")
+    write(f"run: {run.steps:,} steps on {run.cost.ranks} ranks, {run.steps / run.training.batches:.3g} epochs")
+    console.print(_table(planned))
+    chosen = planned[0]
+    memory, budget = chosen.memory[chosen.worst], run.cost.budget_bytes / GIB
+    write(
+        f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
+        f"{memory.max() / GIB:.3g} GiB on a rank (the least {memory.min() / GIB:.3g}) of {budget:.3g} GiB."
     )
-    console.print(f"All steps together: about {duration(mean * run.steps)}.", markup=False)
-    _print_balance(console, made, packed)
+    mean = sum(chosen.step_ns) / len(chosen.step_ns)
+    write(f"All steps together: about {duration(mean * run.steps)}.")
+    _print_balance(console, planned, packings)
     for note in notes:
-        console.print(f"warning: {note}", markup=False)
+        write(f"warning: {note}")
 
 
-def _print_balance(console: Console, made: list[Forecast], packed: Repacked) -> None:
-    """How evenly ranks are used: by the planners, and by packing the same documents into other steps beforehand."""
+def _print_balance(console: Console, planned: list[Forecast], packings: Repacked) -> None:
+    """Print how evenly ranks are used: by the planners, and by packing the same documents into other steps."""
     from seqloom.view import balance_table
 
-    console.print(balance_table({each.planner: each.balance for each in made} | packed.balance))
+    console.print(balance_table({one.planner: one.balance for one in planned} | packings.balance))
     console.print(
         "DBR, ABR: tokens and attention work that ranks lack beside the one that has most; PR: padding; CR: tokens "
         "spread over several ranks.",
         markup=False,
     )
-    if packed.refused:
-        console.print(f"no packing beforehand: {packed.refused}", markup=False)
+    if packings.refused:
+        text = f"no packing beforehand: {packings.refused}"
     else:
-        console.print(
-            f"hbp and first-fit choose the documents of a step themselves, at most {packed.tokens_per_step:,} tokens.",
-            markup=False,
-        )
+        most = f"at most {packings.tokens_per_step:,} tokens"
+        text = f"hbp and first-fit choose the documents of a step themselves, {most}."
+    console.print(text, markup=False)
 
 
-def _documents(count: Documents) -> str:
+def _documents_line(count: Documents) -> str:
     text = (
         f"{count.documents:,} documents, {count.tokens:,} tokens of which {count.valid:,} count, "
         f"longest {count.longest:,}; {count.batches:,} batches in an epoch"
@@ -185,27 +181,22 @@ def _documents(count: Documents) -> str:
     return text + (f"; too long: {', '.join(changed)}, {count.lost:,} tokens lost" if changed else "")
 
 
-def _table(made: list[Forecast]) -> Table:
-    """One row per planner: medians and the worst of step and gap, the highest peak."""
-    from rich import box
-    from rich.table import Table
+def _table(planned: list[Forecast]) -> Table:
+    """Draw one row per planner: medians and the worst of step and gap, the highest peak."""
+    from seqloom.api import GIB
+    from seqloom.view.format import milliseconds, percent, table_of
 
-    from seqloom.cli.shared import GIB
-    from seqloom.view.numbers import milliseconds, percent
-
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    table.add_column("planner", no_wrap=True)
-    for name in ("step ms", "worst ms", "gap %", "worst %", "rounds", "peak GiB", "plan ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in made:
+    names = ("planner", "step ms", "worst ms", "gap %", "worst %", "rounds", "peak GiB", "plan ms")
+    table = table_of(names, left=("planner",))
+    for one in planned:
         table.add_row(
-            each.planner,
-            milliseconds(median(each.step_ns)),
-            milliseconds(max(each.step_ns)),
-            percent(median(each.gaps)),
-            percent(max(each.gaps)),
-            f"{median(each.rounds):g}",
-            f"{each.peak_bytes / GIB:.3g}",
-            milliseconds(median(each.plan_ns)),
+            one.planner,
+            milliseconds(median(one.step_ns)),
+            milliseconds(max(one.step_ns)),
+            percent(median(one.gaps)),
+            percent(max(one.gaps)),
+            f"{median(one.rounds):g}",
+            f"{one.peak_bytes / GIB:.3g}",
+            milliseconds(median(one.plan_ns)),
         )
     return table

@@ -193,7 +193,7 @@ def test_hugging_face_models_are_attached_without_weights(run, values, tmp_path)
 
 def test_shapes_alone_need_no_torch(settings):
     words = ["check", str(RECIPE), *settings, "--batches", "1"]
-    script = f"import sys; from seqloom.cli.main import app; app({words!r}, standalone_mode=False); " + (
+    script = f"import sys; from seqloom.cli import app; app({words!r}, standalone_mode=False); " + (
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
