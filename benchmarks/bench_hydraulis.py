@@ -26,7 +26,8 @@ from common import Check, K, options, progress, show, show_checks
 from record import write
 
 from seqloom.describe import lengths_from
-from seqloom.planners.hydraulis.assign import choose, first_fit
+from seqloom.planners.compiled import kernels
+from seqloom.planners.hydraulis.assign import choose
 from seqloom.planners.hydraulis.config import ParallelConfig, Strategy, placed
 from seqloom.planners.hydraulis.propose import propose
 from seqloom.planners.published.hydraulis import published_model
@@ -62,7 +63,7 @@ def fixed_packing_s(step: np.ndarray, context: int) -> float:
     """The baseline, seconds."""
     falling = np.sort(step)[::-1].copy()
     batch, wide = np.empty(len(falling), np.int64), COSTS[ParallelConfig(1, 16)]
-    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(first_fit(falling, context, batch))]
+    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(kernels().first_fit(falling, context, batch))]
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 
 

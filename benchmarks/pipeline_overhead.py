@@ -63,7 +63,7 @@ class Hollow:
     """Parameters of stages that hand on what they are given; adds up the time of what is not the executor's."""
 
     def __init__(self) -> None:
-        self.weights, self.sharers, self.seconds = WeightGradients(), (RANK,), 0.0
+        self.weight_gradients, self.sharers, self.seconds = WeightGradients(), (RANK,), 0.0
 
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run a stage's work."""
@@ -97,8 +97,8 @@ class Hollow:
 def plan_of(name: str, pieces: int, chunks: int) -> Plan:
     """Return a plan with one rank per host, in the order of a schedule."""
     schedule = schedule_of(name, HOSTS, SEQUENCES, pieces, chunks)
-    cuts = pairwise(range(len(schedule.hosts) + 1))
-    stages = tuple(Stage((host,), layers) for host, layers in zip(schedule.hosts, cuts, strict=True))
+    cuts = pairwise(range(len(schedule.pp_ranks) + 1))
+    stages = tuple(Stage((host,), layers) for host, layers in zip(schedule.pp_ranks, cuts, strict=True))
     units = [Span(sequence, TOKENS * piece, TOKENS * (piece + 1)) for sequence, piece, _ in schedule.units]
     works = [
         tuple(StageMicroBatch((Group(s.ranks, 1, 1, (span,)),), Checkpoint.NONE) for s in stages) for span in units

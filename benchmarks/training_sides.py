@@ -46,15 +46,15 @@ class Sides:
         self.parameters = list(plain.parameters())
         self.rivals = {"": plain}
         shared = {id(each): each for each in self.parameters}
-        self.network = model_adapter(attach(copy.deepcopy(plain, dict(shared))))
+        self.adapter = model_adapter(attach(copy.deepcopy(plain, dict(shared))))
         if compiled != "none":
-            compile_layers(self.network.layers)
+            compile_layers(self.adapter.layers)
         if compiled == "both":
             self.rivals["compiled"] = copy.deepcopy(plain, dict(shared))
             for layer in self.rivals["compiled"].get_decoder().layers:
                 layer.compile()
-        recompute_layers(self.network.layers)
-        self.engine = ReplicatedParameters(self.network, SingleRankTransport(), chunk=CHUNK)
+        recompute_layers(self.adapter.layers)
+        self.engine = ReplicatedParameters(self.adapter, SingleRankTransport(), chunk=CHUNK)
         self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
 
     def pack(self, lengths: list[int]) -> Pack:
@@ -91,7 +91,7 @@ class Sides:
         exact = copy.deepcopy(plain).float()
         parts = ids.split(pack.lengths)
         oracle, wanted = (torch.cat([self._hidden(m, part, None) for part in parts]).float() for m in (exact, plain))
-        found = self.network.hidden(ids, bind_single_rank(pack.lengths, device=self.device)).float()
+        found = self.adapter.hidden(ids, bind_single_rank(pack.lengths, device=self.device)).float()
         return tuple(float((one - oracle).norm() / oracle.norm()) for one in (found, wanted))
 
     def _engine(self, pack: Pack, keep: Checkpoint) -> tuple[float, float]:
@@ -107,7 +107,7 @@ class Sides:
         return result.loss, result.gradient_norm
 
     def _prepare(self, context: Context) -> None:
-        self.network.prepare(context, torch.bfloat16)
+        self.adapter.prepare(context, torch.bfloat16)
 
     def _plain(self, model: Any, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         """What a loop without Seqloom does."""

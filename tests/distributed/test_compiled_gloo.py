@@ -40,18 +40,18 @@ def pool():
         yield workers
 
 
-def compiled_step(transport, network, rows, valid, plan):
+def compiled_step(transport, adapter, rows, valid, plan):
     """Loss, norm and gradients of a step with compiled layers, and what was compiled."""
     from torch._dynamo.utils import counters
 
     counters.clear()
-    names = [name for name, _ in network.module.named_parameters()]
-    compile_layers(network.layers, backend="aot_eager")
-    recompute_layers(network.layers)
+    names = [name for name, _ in adapter.module.named_parameters()]
+    compile_layers(adapter.layers, backend="aot_eager")
+    recompute_layers(adapter.layers)
     if plan.sharding == Sharding.FREE:
-        parameters = ReshardingParameters(network, transport)
+        parameters = ReshardingParameters(adapter, transport)
     else:
-        parameters = FSDPParameters(network, transport, plan.sharding, node_size=1)
+        parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=1)
     assert list(parameters.masters()) == names
     result = run_step(bind_plan(plan, transport), parameters, rows, valid)
     found = Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
@@ -98,16 +98,16 @@ def traffic(transport, plan, keeps):
     """Calls and bytes of every verb in the rounds of a plan, with plain layers and with compiled ones."""
     found = []
     for compiles in (False, True):
-        network = ModelAdapter.of(STEP.model())
+        adapter = ModelAdapter.of(STEP.model())
         if compiles:
-            compile_layers(network.layers, backend="aot_eager")
-        recompute_layers(network.layers, keep_exchanged=keeps)
+            compile_layers(adapter.layers, backend="aot_eager")
+        recompute_layers(adapter.layers, keep_exchanged=keeps)
         counting = CountingTransport(transport)
         contexts = [each.context for each in bind_plan(plan, counting).rounds]
         counting.reset()
         for context in contexts:
             if context is not None:
-                LossOf(network)(*STEP.rows()(context), context).backward()
+                LossOf(adapter)(*STEP.rows()(context), context).backward()
         sent = [counting.traffic(verb) for verb in ("all_to_all", "exchange", "all_gather", "all_reduce")]
         found.append([(each.calls, each.bytes) for each in sent])
     return found

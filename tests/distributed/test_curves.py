@@ -109,9 +109,9 @@ def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
     """The same run in this process, without plans: a step is one pack of its documents, in their order or the other."""
     setup = Setup.of(config, RANKS)
     source, device = setup.source, torch.device("cpu")
-    network = build_reference(config, device, getattr(torch, config.model.dtype))
-    network.fill()
-    parameters = dict(network.module.named_parameters())
+    adapter = build_reference(config, device, getattr(torch, config.model.dtype))
+    adapter.materialize()
+    parameters = dict(adapter.module.named_parameters())
     optimiser, losses = make_optimiser(parameters, config.optimiser), []
     for step, batch in enumerate(setup.sampler.peek(STEPS), 1):
         documents = [(n, 0, source.lengths[n]) for n in (batch.documents[::-1] if backwards else batch.documents)]
@@ -119,7 +119,7 @@ def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
         ids, labels = (
             torch.from_numpy(np.concatenate([f(*d) for d in documents])) for f in (source.tokens, source.labels)
         )
-        loss = summed_loss(network.hidden(ids, context), network.head.weight, labels) / batch.valid_tokens
+        loss = summed_loss(adapter.hidden(ids, context), adapter.head.weight, labels) / batch.valid_tokens
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimiser.clip)

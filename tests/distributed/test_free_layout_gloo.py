@@ -51,17 +51,17 @@ def alone(dtype, numbers, *, one_by_one=False):
 
 def kept(transport, dtype, kind, shift):
     """Parameters and their optimiser; `shift` is added to all values, which a checkpoint must bring."""
-    network = made_ready(replace(STEPS[0], dtype=dtype).network())
+    adapter = made_ready(replace(STEPS[0], dtype=dtype).model_adapter())
     with torch.no_grad():
-        for each in network.module.parameters():
+        for each in adapter.module.parameters():
             each += shift
     if kind == "free":
-        parameters = ReshardingParameters(network, transport)
+        parameters = ReshardingParameters(adapter, transport)
     elif kind == "full":
-        parameters = FSDPParameters(network, transport, Sharding.FULL)
+        parameters = FSDPParameters(adapter, transport, Sharding.FULL)
     else:
         stages = (Stage((0, 1, 2, 3), (0, 1)), Stage((4, 5, 6, 7), (1, 4)))
-        parameters = PipelineFSDP(network, transport, Placement(stages, Sharding.FULL, RANKS))
+        parameters = PipelineFSDP(adapter, transport, Placement(stages, Sharding.FULL, RANKS))
     return parameters, make_optimiser(parameters.masters(), SETTINGS)
 
 

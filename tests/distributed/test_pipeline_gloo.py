@@ -50,7 +50,7 @@ def test_messages_arrive_in_order_and_ways_do_not_wait_for_each_other(gloo_pool)
 def planned(name, hosts, width, pieces, sharding):
     """A document is a sequence of the schedule; rounds keep something else in turn."""
     schedule = schedule_of(name, hosts, len(STEP.lengths), pieces)
-    stages, rounds = stages_on(schedule.hosts, width, STEP.spec.layers), []
+    stages, rounds = stages_on(schedule.pp_ranks, width, STEP.spec.layers), []
     ulysses = min(width, STEP.spec.heads)
     for number, (document, piece, count) in enumerate(schedule.units):
         low, high = (STEP.lengths[document] * (piece + k) // count for k in (0, 1))
@@ -68,8 +68,8 @@ def planned(name, hosts, width, pieces, sharding):
 def run(transport, plan, kind):
     placement = Placement(plan.pipelines[0].stages, plan.sharding, plan.limits.node_size)
     make = {
-        "layers": lambda network, own: FSDPParameters(network, own, plan.sharding),
-        "stages": lambda network, own: PipelineFSDP(network, own, placement),
+        "layers": lambda adapter, own: FSDPParameters(adapter, own, plan.sharding),
+        "stages": lambda adapter, own: PipelineFSDP(adapter, own, placement),
     }
     return STEP.spread(plan, transport, make[kind])
 

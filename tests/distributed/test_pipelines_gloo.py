@@ -23,7 +23,7 @@ CASES = {
 
 def spread(transport, step, plan):
     """The step, with every stage's parameters in shards over its ranks."""
-    return step.spread(plan, transport, lambda network, t: PipelineFSDP(network, t, Placement.of(plan)))
+    return step.spread(plan, transport, lambda adapter, t: PipelineFSDP(adapter, t, Placement.of(plan)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -34,10 +34,10 @@ NODE = 4
 def spread(transport, step, plan):
     """The step under the plan's own sharding."""
 
-    def make(network, transport):
+    def make(adapter, transport):
         if plan.sharding == Sharding.FREE:
-            return ReshardingParameters(network, transport)
-        return FSDPParameters(network, transport, plan.sharding, node_size=NODE)
+            return ReshardingParameters(adapter, transport)
+        return FSDPParameters(adapter, transport, plan.sharding, node_size=NODE)
 
     return step.spread(plan, transport, make)
 
@@ -92,13 +92,13 @@ def test_rounds_may_be_open_together(gloo_pool):
 
 def trained_with(transport, step, plan, compute, kind):
     """Losses of four clipped AdamW steps, and what a rank holds."""
-    network = ModelAdapter.of(step.model())
-    recompute_layers(network.layers)
-    names = [name for name, _ in network.module.named_parameters()]
+    adapter = ModelAdapter.of(step.model())
+    recompute_layers(adapter.layers)
+    names = [name for name, _ in adapter.module.named_parameters()]
     if kind == Sharding.FREE:
-        parameters = ReshardingParameters(network, transport, compute=compute)
+        parameters = ReshardingParameters(adapter, transport, compute=compute)
     else:
-        parameters = FSDPParameters(network, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
+        parameters = FSDPParameters(adapter, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
     assert list(parameters.masters()) == names
     optimiser = torch.optim.AdamW(parameters.masters().values(), lr=0.02)
     bound, losses = bind_plan(plan, transport), []
@@ -167,9 +167,9 @@ def adapted(transport, step, plan):
         found = model.model(ids, context.positions, context)
         return found + model.shift if context.tokens else found
 
-    network = ModelAdapter(model, tuple(model.model.layers), hidden, model.lm_head)
-    recompute_layers(network.layers)
-    parameters = FSDPParameters(network, transport, plan.sharding, node_size=NODE)
+    adapter = ModelAdapter(model, tuple(model.model.layers), hidden, model.lm_head)
+    recompute_layers(adapter.layers)
+    parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=NODE)
     run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
     return dict(parameters.gradients())
 
@@ -230,11 +230,11 @@ def test_models_of_transformers_under_every_sharding(gloo_pool, name, lora, shar
 
 def refused(transport, step):
     """Messages of what cannot be done."""
-    network, messages = ModelAdapter.of(step.model()), []
+    adapter, messages = ModelAdapter.of(step.model()), []
     cases = {
-        "no node size": (network, Sharding.HYBRID, None),
-        "odd nodes": (network, Sharding.HYBRID, 3),
-        "free": (network, Sharding.FREE, None),
+        "no node size": (adapter, Sharding.HYBRID, None),
+        "odd nodes": (adapter, Sharding.HYBRID, 3),
+        "free": (adapter, Sharding.FREE, None),
         "meta": (ModelAdapter.of(type(step.model())(step.spec, device="meta")), Sharding.FULL, None),
     }
     for name, (given, kind, node) in cases.items():
@@ -242,9 +242,9 @@ def refused(transport, step):
             FSDPParameters(given, transport, kind, node_size=node)
         except SeqloomError as error:
             messages.append((name, str(error)))
-    network.head.float()
+    adapter.head.float()
     try:
-        FSDPParameters(network, transport, Sharding.FULL)
+        FSDPParameters(adapter, transport, Sharding.FULL)
     except SeqloomError as error:
         messages.append(("dtypes", str(error)))
     return dict(messages)

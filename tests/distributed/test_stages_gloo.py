@@ -13,7 +13,7 @@ from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
+from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
@@ -102,14 +102,14 @@ def run_units(transport, step, placement, parameters, weights=None):
 
 
 def one_step(transport, step, placement, compute=None):
-    network = step.network()
-    weights = split_weights(network.layers)
-    parameters = PipelineFSDP(network, transport, placement, compute=compute)
+    adapter = step.model_adapter()
+    weights = defer_weight_gradients(adapter.layers)
+    parameters = PipelineFSDP(adapter, transport, placement, compute=compute)
     loss = run_units(transport, step, placement, parameters, weights)
     found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.gradients()})
     held = {name: tuple(master.to_local().shape) for name, master in parameters.masters().items()}
     assert {each.grad.dtype for each in parameters.masters().values()} == {step.dtype}
-    copies = sum(each.untyped_storage().nbytes() for each in network.module.parameters() if not each.is_meta)
+    copies = sum(each.untyped_storage().nbytes() for each in adapter.module.parameters() if not each.is_meta)
     return found, held, copies
 
 
@@ -149,9 +149,9 @@ def of_transformers(step, lora):
 
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         randomised(model, 1)
-    network = described(attach(model.double()))
-    recompute_layers(network.layers)
-    return replace(network, weights=split_weights(network.layers))
+    adapter = described(attach(model.double()))
+    recompute_layers(adapter.layers)
+    return replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
 
 
 def run_transformers(transport, step, plan, lora):
@@ -164,10 +164,10 @@ def run_transformers(transport, step, plan, lora):
 def test_models_of_transformers_in_stages(gloo_pool, lora):
     """A tied head, or parameters that are not trained; documents in pieces, backwards in halves."""
     step, plan = fixed_step("seq1f1b-zb", 4, 2, (2, 1, 3))
-    network, context = of_transformers(step, lora), bind_single_rank(step.lengths)
-    loss = LossOf(network)(*step.rows()(context), context) / step.valid
+    adapter, context = of_transformers(step, lora), bind_single_rank(step.lengths)
+    loss = LossOf(adapter)(*step.rows()(context), context) / step.valid
     loss.backward()
-    wanted = {name: each.grad for name, each in network.module.named_parameters() if each.requires_grad}
+    wanted = {name: each.grad for name, each in adapter.module.named_parameters() if each.requires_grad}
     norm = torch.stack([each.norm() for each in wanted.values()]).norm()
     found = gloo_pool.run(run_transformers, step, plan, lora, ranks=RANKS)
     assert max(each.worst(Found(loss.item(), norm.item(), wanted)) for each in found) < 1e-9
@@ -192,14 +192,14 @@ def test_a_rank_holds_its_stages_alone(gloo_pool):
 
 def kept(transport, step, placement):
     """Parameters as a placement says, or sharded by FSDP2, with an optimiser."""
-    network = step.network()
+    adapter = step.model_adapter()
     with torch.no_grad():
-        for each in network.module.parameters():
+        for each in adapter.module.parameters():
             each += placement is None  # other values: a checkpoint must bring all of them
     if placement is None:
-        parameters = FSDPParameters(network, transport, Sharding.FULL)
+        parameters = FSDPParameters(adapter, transport, Sharding.FULL)
     else:
-        parameters = PipelineFSDP(network, transport, placement)
+        parameters = PipelineFSDP(adapter, transport, placement)
     return parameters, make_optimiser(parameters.masters(), Optimiser(lr=0.1))
 
 
@@ -249,20 +249,20 @@ def test_checkpoints_go_from_stages_to_other_stages_and_to_fsdp_and_back(gloo_po
 def refused(transport, step):
     """Messages of what cannot be done."""
     messages = {}
-    network, each = step.network(), Stage((0, 1, 2, 3), (0, 3))
+    adapter, each = step.model_adapter(), Stage((0, 1, 2, 3), (0, 3))
     half = Placement((each, Stage((4, 5), (3, 5))), Sharding.FULL, 2)
     odd = placed((3, 2), 2, Sharding.HYBRID, node_size=3)
-    extra = step.network()
+    extra = step.model_adapter()
     extra.module.shift = torch.nn.Parameter(torch.zeros(3))
-    whole = replace(step.network(), body=None, whole="it is a test")
-    cases = {"ranks": (network, half), "nodes": (network, odd), "extra": (extra, placed((3, 2), 2))}
+    whole = replace(step.model_adapter(), body=None, whole="it is a test")
+    cases = {"ranks": (adapter, half), "nodes": (adapter, odd), "extra": (extra, placed((3, 2), 2))}
     cases |= {"whole": (whole, placed((3, 2), 2))}
     for name, (given, placement) in cases.items():
         try:
             PipelineFSDP(given, transport, placement)
         except SeqloomError as error:
             messages[name] = str(error)
-    parameters = PipelineFSDP(network, transport, placed((3, 2), 2))
+    parameters = PipelineFSDP(adapter, transport, placed((3, 2), 2))
     try:
         parameters.acquire(LayerRange(1, 2, 5))
     except SeqloomError as error:

@@ -134,7 +134,7 @@ def test_torch_runs_our_files_and_gets_the_gradients_of_one_process(gloo_pool, s
         for form, rows in (("compute_only", made.rows), ("compute_comms", made.rows_of_plan())):
             path = tmp_path / f"{name}.{form}.csv"
             path.write_text(to_csv(rows))
-            files.append((str(path), form, made.hosts, made.units))
+            files.append((str(path), form, made.pp_ranks, made.units))
     ranks = gloo_pool.run(run_all, files, ranks=HOSTS, timeout_s=150)
     for number, (path, _, hosts, units) in enumerate(files):
         found = {stage: gradients for rank in ranks for stage, gradients in rank[number].items()}

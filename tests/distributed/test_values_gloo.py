@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.models import ModelAdapter, Transformer
-from seqloom.models.deferred_init import Values
+from seqloom.models.deferred_init import DeferredParameters
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Sharding, Stage
 from support.steps import tiny_spec
@@ -17,14 +17,14 @@ SPEC = tiny_spec(layers=4, heads=8, kv_heads=4, tied=True)
 LAYOUTS = ("full", "hybrid", "none", "stages", "free")
 
 
-def place(transport, network, layout):
+def place(transport, adapter, layout):
     """Cut the network's parameters."""
     if layout == "free":
-        return ReshardingParameters(network, transport)
+        return ReshardingParameters(adapter, transport)
     if layout == "stages":
         stages = (Stage((0, 1, 2, 3), (0, 2)), Stage((4, 5, 6, 7), (2, 4)))
-        return PipelineFSDP(network, transport, Placement(stages, Sharding.FULL, RANKS))
-    return FSDPParameters(network, transport, Sharding(layout), node_size=4)
+        return PipelineFSDP(adapter, transport, Placement(stages, Sharding.FULL, RANKS))
+    return FSDPParameters(adapter, transport, Sharding(layout), node_size=4)
 
 
 def whole(module):
@@ -41,8 +41,8 @@ def read(transport, layout):
         asked.append(name)
         return model.drawn(SEED, name)
 
-    network = replace(ModelAdapter.of(model), values=Values(watched, torch.device("cpu")))
-    found = {name: each.clone() for name, each in place(transport, network, layout).values()}
+    adapter = replace(ModelAdapter.of(model), deferred=DeferredParameters(watched, torch.device("cpu")))
+    found = {name: each.clone() for name, each in place(transport, adapter, layout).values()}
     there = ModelAdapter.of(Transformer(SPEC, seed=SEED, dtype=torch.float64))
     wanted = {name: each.clone() for name, each in place(transport, there, layout).values()}
     same = found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())

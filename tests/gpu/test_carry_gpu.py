@@ -99,9 +99,9 @@ def test_a_piece_copies_nothing_of_its_prefix(kernels):
     long, short, heads, kv_heads, dim = 65_536, 512, 8, 4, 64
     whole = Case((long + short,), heads, kv_heads, dim, 1, ())
     case = PiecesCase.on_one_group(whole, [[Span(0, 0, long)], [Span(0, long, long + short)]])
-    carry = KVCache(backward=False)
+    kv_cache = KVCache(backward=False)
     with torch.no_grad():
-        for context in case.bind(SingleRankTransport(), carry, "cuda"):
+        for context in case.bind(SingleRankTransport(), kv_cache, "cuda"):
             sizes = [(context.tokens, count, dim) for count in (heads, kv_heads, kv_heads)]
             q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
             torch.cuda.synchronize()
@@ -110,4 +110,4 @@ def test_a_piece_copies_nothing_of_its_prefix(kernels):
             attention(q, k, v, context, kernels=kernels["triton"], layer=0)
             added = torch.cuda.max_memory_allocated() - before
     assert added < long * 2 * kv_heads * dim * 2 // 2
-    carry.check_empty()
+    kv_cache.check_empty()

@@ -9,7 +9,7 @@ from seqloom.dist import Ranks, SingleRankTransport
 from seqloom.engine import bind_plan, run_step
 from seqloom.engine import microbatch as offload
 from seqloom.layout import Span
-from seqloom.models import ModelAdapter, Transformer, recompute_layers, split_weights
+from seqloom.models import ModelAdapter, Transformer, defer_weight_gradients, recompute_layers
 from seqloom.params import ReplicatedParameters
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
 from seqloom.schedules import schedule_of
@@ -26,7 +26,7 @@ STEP = Step((61, 40, 33, 18), tiny_spec(layers=4, tied=True))
 def planned(step, name, hosts, width, pieces, offloads, kinds):
     """A document is a sequence of the schedule; rounds keep something else in turn."""
     schedule = schedule_of(name, hosts, len(step.lengths), pieces)
-    stages, rounds = stages_on(schedule.hosts, width, step.spec.layers), []
+    stages, rounds = stages_on(schedule.pp_ranks, width, step.spec.layers), []
     for number, (document, piece, count) in enumerate(schedule.units):
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
         spans, kind = (Span(document, low, high),), kinds[number % len(kinds)]
@@ -39,10 +39,10 @@ def planned(step, name, hosts, width, pieces, offloads, kinds):
 
 
 def spread(step, plan, transport):
-    network = ModelAdapter.of(step.model().cuda())
-    network = replace(network, weights=split_weights(network.layers))
-    recompute_layers(network.layers)
-    parameters, read = ReplicatedParameters(network, transport), step.rows()
+    adapter = ModelAdapter.of(step.model().cuda())
+    adapter = replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
+    recompute_layers(adapter.layers)
+    parameters, read = ReplicatedParameters(adapter, transport), step.rows()
     bound = bind_plan(plan, transport, device="cuda")
     result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), step.valid)
     return Found(result.loss, result.gradient_norm, {name: each.cpu() for name, each in parameters.gradients()})
@@ -63,9 +63,9 @@ def test_stages_of_two_ranks_are_one_process(name, hosts, offloads, monkeypatch)
 def peak(step, kind, offloads):
     """Bytes allocated at most in a step whose forwards all come before its backwards."""
     model = Transformer(step.spec, dtype=torch.bfloat16, device="cuda")
-    network = ModelAdapter.of(model)
-    recompute_layers(network.layers)
-    parameters, read = ReplicatedParameters(network, SingleRankTransport()), step.rows()
+    adapter = ModelAdapter.of(model)
+    recompute_layers(adapter.layers)
+    parameters, read = ReplicatedParameters(adapter, SingleRankTransport()), step.rows()
     bound = bind_plan(planned(step, "gpipe", 1, 1, 1, offloads, (kind,)), SingleRankTransport(), device="cuda")
     for _ in range(2):  # the first one finds kernels and workspaces
         parameters.clear()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from seqloom.dist import SingleRankTransport, bind_single_rank
-from seqloom.models import split_weights
+from seqloom.models import defer_weight_gradients
 from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.params import PipelineFSDP, Placement
 from seqloom.plan import Sharding, Stage
@@ -40,9 +40,9 @@ def network_of(dtype, device=DEVICE):
 
 def gradients_in(dtype, device=DEVICE):
     """What one process finds in a dtype."""
-    network, context, ids, labels = network_of(dtype, device)
-    (LossOf(network)(ids, labels, context) / STEP.valid).backward()
-    return {name: each.grad.double().cpu() for name, each in network.module.named_parameters()}
+    adapter, context, ids, labels = network_of(dtype, device)
+    (LossOf(adapter)(ids, labels, context) / STEP.valid).backward()
+    return {name: each.grad.double().cpu() for name, each in adapter.module.named_parameters()}
 
 
 def furthest(found, wanted):
@@ -55,11 +55,11 @@ def bytes_now():
 
 
 def test_two_stages_on_one_gpu(job):
-    network, context, ids, labels = network_of(torch.float32)
-    network = replace(network, weights=split_weights(network.layers))
-    whole = sum(each.numel() for each in network.module.parameters())
+    adapter, context, ids, labels = network_of(torch.float32)
+    adapter = replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
+    whole = sum(each.numel() for each in adapter.module.parameters())
     placement = Placement((Stage((0,), (0, 1)), Stage((0,), (1, 4))), Sharding.FULL, 1)
-    parameters = PipelineFSDP(network, SingleRankTransport(), placement, compute=torch.bfloat16)
+    parameters = PipelineFSDP(adapter, SingleRankTransport(), placement, compute=torch.bfloat16)
     first, last = placement.parts_of(0)
     before = bytes_now()
     for part in (first, last):
@@ -68,19 +68,19 @@ def test_two_stages_on_one_gpu(job):
     given = parameters.run(first, ids, None, context)
     middle = given.detach().requires_grad_()
     loss = parameters.run(last, middle, labels, context)
-    with parameters.weights.deferred(1):
+    with parameters.weight_gradients.deferred(1):
         parameters.backward(loss, torch.full_like(loss, 1 / STEP.valid), reduce=False)
-    with parameters.weights.deferred(0):
+    with parameters.weight_gradients.deferred(0):
         parameters.backward(given, middle.grad, reduce=False)
-    assert parameters.weights.bytes > 0
+    assert parameters.weight_gradients.bytes > 0
     del given, middle, loss
     for number, part in enumerate((first, last)):
-        parameters.weights.run(number)
+        parameters.weight_gradients.run(number)
         parameters.reduce(part)
         parameters.release(part)
     parameters.finish()
     found = {name: each.double().cpu() for name, each in parameters.gradients()}
     assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
-    assert sum(each.untyped_storage().nbytes() for each in network.module.parameters()) == 0
+    assert sum(each.untyped_storage().nbytes() for each in adapter.module.parameters()) == 0
     exact = gradients_in(torch.float64, "cpu")
     assert furthest(found, exact) < 2 * furthest(gradients_in(torch.bfloat16), exact)

@@ -24,7 +24,7 @@ def test_one_model_under_random_pipelines(threads, data):
     plans = [plan for plan in drawn if plan.limits.ranks == drawn[0].limits.ranks]
 
     def body(transport):
-        parameters, found = ReshardingParameters(made_ready(step.network()), transport), []
+        parameters, found = ReshardingParameters(made_ready(step.model_adapter()), transport), []
         for plan in (*plans, plans[0]):
             result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
             gradients = {name: each.clone() for name, each in parameters.gradients()}

@@ -8,7 +8,7 @@ from seqloom.describe import ModelSpec
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
-from seqloom.models import Details, Transformer
+from seqloom.models import Transformer, TransformerOptions
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def cases(draw):
         tied=draw(st.booleans()),
         windows=tuple(draw(st.lists(st.none() | st.integers(1, 20), min_size=layers, max_size=layers))),
     )
-    details = Details(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
+    details = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     ulysses = draw(st.integers(1, min(heads, 4)))
     ring = draw(st.integers(1, 6 // ulysses))
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))

@@ -26,7 +26,7 @@ def test_stages_that_share_their_ranks_are_drawn(shape: str) -> None:
     """Interleaved, V-shaped with the last stage on the first host, and others."""
 
     def placed(plan: Plan) -> bool:
-        return any("".join(str(p.host_of(s)) for s in range(len(p.stages))) == shape for p in plan.pipelines)
+        return any("".join(str(p.pp_rank_of(s)) for s in range(len(p.stages))) == shape for p in plan.pipelines)
 
     find(plans(), placed, settings=settings(max_examples=2000, derandomize=True, phases=[Phase.generate]))
 

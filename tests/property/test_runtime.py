@@ -54,7 +54,7 @@ class HuggingFaceStep(Step):
 
     name: str = "llama"
 
-    def network(self):
+    def model_adapter(self):
         from seqloom.integrations.transformers import attach, model_adapter
 
         return model_adapter(attach(tiny_model(self.name)))

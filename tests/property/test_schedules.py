@@ -25,7 +25,7 @@ def schedules(draw):
 @st.composite
 def times_of(draw, schedule: Schedule, least: int = 0) -> Times:
     numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    shape = len(schedule.hosts), len(schedule.units)
+    shape = len(schedule.pp_ranks), len(schedule.units)
     apart = numbers.integers(0, 4, (shape[0], 1)) if draw(st.booleans()) else 0
     return Times(*(numbers.integers(least, 20, shape) for _ in range(3)), apart)
 
@@ -36,7 +36,7 @@ def test_every_schedule_keeps_every_rule(schedule):
     peak = play(schedule, Times.equal(schedule)).peak
     schedule.validate(cap=peak)
     rows = schedule.rows_of_plan()
-    table = Table("plan", schedule.hosts, len(schedule.units), rows)
+    table = Table("plan", schedule.pp_ranks, len(schedule.units), rows)
     complete(table)
     matched(table)
     ending(table, send_of, "a receive waits for its send")
@@ -89,7 +89,7 @@ def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list
                     other = by_name.get((a.stage - 1, "F", a.round))
                 elif a.kind is not ActionKind.W:
                     other = by_name.get((a.stage + 1, "I" if (a.stage + 1, a.round) in halves else "B", a.round))
-                late = message if other and schedule.hosts[other.stage] != schedule.hosts[a.stage] else 0
+                late = message if other and schedule.pp_ranks[other.stage] != schedule.pp_ranks[a.stage] else 0
                 free = max(free, ends[other] + late if other else 0) + duration[a]
                 changed |= ends[a] != free
                 ends[a] = free

@@ -8,13 +8,23 @@ serves up to about 13 documents on 8 ranks.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables, Variant
 from seqloom.errors import SeqloomError
-from seqloom.planners.compiled import kernel
+from seqloom.planners.loops import NEVER
 
-NEVER = np.int64(1) << np.int64(60)
+if find_spec("numba"):
+    from numba import njit
+
+    kernel = njit(cache=True)
+else:
+
+    def kernel(loop):
+        """Leave the loop as it is."""
+        return loop
 
 
 @kernel

@@ -86,9 +86,9 @@ class PiecesCase:
         """What one process computes of whole documents, in float64."""
         return self.whole.truth(inputs)
 
-    def bind(self, transport: Transport, carry: KVCache, device: torch.device | str = "cpu") -> list[Context]:
+    def bind(self, transport: Transport, kv_cache: KVCache, device: torch.device | str = "cpu") -> list[Context]:
         """Bind all rounds to one carry."""
-        options: dict[str, Any] = {"device": device, "pieces": self.pieces, "carry": carry}
+        options: dict[str, Any] = {"device": device, "pieces": self.pieces, "kv_cache": kv_cache}
         options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
         return [bind(StageMicroBatch(groups, self.checkpoint), transport, **options) for groups in self.rounds]
 
@@ -118,8 +118,8 @@ def attend_pieces(
     """Run one rank's share of all rounds and layers; return that of every layer. Nothing may be left in the carry."""
     if device is not None:
         inputs = [Inputs(*(x.to(device) for x in each)) for each in inputs]
-    carry, numbers = KVCache(), range(len(inputs))
-    contexts = case.bind(transport, carry, inputs[0].q.device)
+    kv_cache, numbers = KVCache(), range(len(inputs))
+    contexts = case.bind(transport, kv_cache, inputs[0].q.device)
     forward = partial(_forward, case, kernels)
     units: dict[tuple[int, int], _Unit] = {}
     parts: list[list[Part]] = [[] for _ in inputs]
@@ -132,20 +132,20 @@ def attend_pieces(
             units |= {(number, n): forward(contexts[number], inputs[n], n, True) for n in numbers}
         for n in reversed(numbers):
             parts[n].append(_backward(units.pop((number, n)), inputs[n]))
-    carry.check_empty()
+    kv_cache.check_empty()
     return [_joined(own) for own in parts]
 
 
 def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inputs]) -> list[Part]:
     """The same without a backward: gradients are zero."""
-    carry, found = KVCache(backward=False), [[] for _ in inputs]
+    kv_cache, found = KVCache(backward=False), [[] for _ in inputs]
     with torch.no_grad():
-        for context in case.bind(transport, carry, inputs[0].q.device):
+        for context in case.bind(transport, kv_cache, inputs[0].q.device):
             for n, given in enumerate(inputs):
                 unit = _forward(case, None, context, given, n, False)
                 zeros = (x.new_zeros(x.shape) for x in unit.given)
                 found[n].append(Part(unit.rows, Truth(unit.out, unit.lse, *zeros)))
-    carry.check_empty()
+    kv_cache.check_empty()
     return [_joined(own) for own in found]
 
 

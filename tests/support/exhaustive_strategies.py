@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from seqloom.planners.hydraulis.assign import one_f_one_b
 from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, SchemeCosts
+from seqloom.planners.loops import one_f_one_b_ns
 
 
 def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -31,7 +31,7 @@ def best_packing(lengths: Sequence[int], cost: ConfigCost, stages: int) -> int |
     for sets in partitions(lengths):
         if all(sum(own) <= cost.longest for own in sets):
             rising = sorted(cost.micro_batch_ns(np.array(own)) for own in sets)
-            found.append(int(one_f_one_b(np.array(rising[0::2] + rising[1::2][::-1]), stages)))
+            found.append(int(one_f_one_b_ns(np.array(rising[0::2] + rising[1::2][::-1]), stages)))
     return min(found, default=None)
 
 

@@ -34,7 +34,7 @@ class Places:
     linear: np.ndarray  # float64[n, P]
     serial: np.ndarray  # float64[n + 1, P] attention, steps, ulysses; the last row is the group's own
     excess: np.ndarray  # float64[n + 1, P] ring messages beyond attention and steps
-    network: np.ndarray  # float64[n, P]
+    adapter: np.ndarray  # float64[n, P]
     attention: np.ndarray  # float64[n, P] where the place is one rank, else 0
     once: float
     floor: float  # parameter gathers and gradient reduction
@@ -96,7 +96,7 @@ def price_places(lengths: np.ndarray, cost: CostModel, variant: Variant, groups:
         linear=of("linear", "head"),
         serial=np.vstack([of(*SERIAL), own(*SERIAL)]),
         excess=np.where(rings, excess, 0.0),
-        network=of("network"),
+        adapter=of("network"),
         attention=np.where(local, of("attention"), 0.0),
         once=float(own("fixed").min()),
         floor=float(own("gather", "reduce").min()),
@@ -152,7 +152,7 @@ def _round_times(
     exposed = np.maximum(total(places.excess, own=True), 0.0) @ places.on - total(places.attention) @ places.on
     stays = total(places.serial, own=True) @ places.on + np.maximum(exposed, 0.0)
     linear = total(places.linear) @ places.on
-    least = places.floor + total(places.network) @ places.on
+    least = places.floor + total(places.adapter) @ places.on
     joined = np.zeros((shape[0], int(shard_group.max()) + 1, int(shard_group.max()) + 1), bool)
     for p, row in enumerate(places.on):
         touched = np.bincount(shard_group, weights=row) > 0

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from seqloom.layout import Span
-from seqloom.models import Details
+from seqloom.models import TransformerOptions
 from seqloom.plan import (
     Action,
     ActionKind,
@@ -123,7 +123,7 @@ def pipeline_steps(draw: st.DrawFn, *, longest: int = 24) -> Step:
         tied=draw(st.booleans()),
         windows=tuple(draw(st.sampled_from((None, None, 3, 11))) for _ in range(layers)),
     )
-    details = Details(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
+    details = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
     return Step(tuple(lengths), spec, details, masked=draw(st.sampled_from((0.0, 0.4, 1.1))))
 

@@ -28,9 +28,9 @@ def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
     lengths = [draw(st.integers(count, 9)) for count in pieces]
     beside = draw(st.lists(st.integers(0, len(schedule.units) - 1), max_size=2))
     seats = unit_spans(schedule, lengths, beside, length=draw(st.integers(1, 5)))
-    spec = tiny_spec(layers=len(schedule.hosts), tied=draw(st.booleans()), hidden=8, ffn=8)
+    spec = tiny_spec(layers=len(schedule.pp_ranks), tied=draw(st.booleans()), hidden=8, ffn=8)
     own = ample(hosts * width, spec.heads)
-    stages = stages_on(schedule.hosts, width, spec.layers)
+    stages = stages_on(schedule.pp_ranks, width, spec.layers)
     rounds = draw(grouped_rounds(seats, len(lengths) + len(beside), stages, own, Sharding.FULL))
     return scheduled(schedule, spec, stages, rounds, own)
 
@@ -82,8 +82,8 @@ def fixed_step(
     """
     schedule = schedule_of(name, hosts, len(pieces), list(pieces))
     seats = unit_spans(schedule, [5 + 7 * count for count in pieces], (0, len(schedule.units) - 1), length=4)
-    spec = tiny_spec(layers=len(schedule.hosts) + 1, tied=tied)
-    stages, own = stages_on(schedule.hosts, width, spec.layers), ample(hosts * width, spec.heads)
+    spec = tiny_spec(layers=len(schedule.pp_ranks) + 1, tied=tied)
+    stages, own = stages_on(schedule.pp_ranks, width, spec.layers), ample(hosts * width, spec.heads)
     shape = (1, width) if ring else (width, 1)
     kinds = [*Checkpoint] * len(seats)
     rounds = [

@@ -59,9 +59,9 @@ def shaped_plan(lengths: Sequence[int], shapes: Sequence[Shape], *, ranks: int, 
 def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[int], layers: int) -> Pipeline:
     apart = lengths[:UNITS]
     schedule = schedule_of(shape.schedule, shape.stages, len(apart), [shape.pieces, *[1] * (len(apart) - 1)])
-    cuts = [s * layers // len(schedule.hosts) for s in range(len(schedule.hosts) + 1)]
+    cuts = [s * layers // len(schedule.pp_ranks) for s in range(len(schedule.pp_ranks) + 1)]
     stages = []
-    for place, host in enumerate(schedule.hosts):
+    for place, host in enumerate(schedule.pp_ranks):
         begin = first + host * shape.width
         stages.append(Stage(tuple(range(begin, begin + shape.width)), (cuts[place], cuts[place + 1]), shape.tensor))
     seats = unit_spans(schedule, apart, (), 0)

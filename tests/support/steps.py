@@ -15,12 +15,12 @@ from seqloom.dist import Context, Transport, bind_single_rank
 from seqloom.engine.executor import run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Span
-from seqloom.models import Details, Transformer
+from seqloom.models import Transformer, TransformerOptions
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.loss import IGNORED
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
+from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.interface import Parameters, ReplicatedParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import (
@@ -73,7 +73,7 @@ class Step:
 
     lengths: tuple[int, ...]
     spec: ModelSpec
-    details: Details = Details()  # noqa: RUF009 - frozen
+    details: TransformerOptions = TransformerOptions()  # noqa: RUF009 - frozen
     dtype: torch.dtype = torch.float64
     masked: float = 0.3
 
@@ -85,7 +85,7 @@ class Step:
                 parameter *= 12 if parameter.ndim == 2 else 1
         return model
 
-    def network(self) -> ModelAdapter:
+    def model_adapter(self) -> ModelAdapter:
         """Return the model as the runtime sees it."""
         return ModelAdapter.of(self.model())
 
@@ -145,13 +145,13 @@ class Step:
         """
         if make is None:
             make = ReshardingParameters if plan.sharding == Sharding.FREE else ReplicatedParameters
-        network = self.network()
+        adapter = self.model_adapter()
         if any(action.kind == ActionKind.W for line in plan.pipelines for row in line.actions for action in row):
-            network = replace(network, weights=split_weights(network.layers))
+            adapter = replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
         if backend is not None:
-            compile_layers(network.layers, backend=backend)
-        recompute_layers(network.layers)
-        parameters = make(network, transport)
+            compile_layers(adapter.layers, backend=backend)
+        recompute_layers(adapter.layers)
+        parameters = make(adapter, transport)
         result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
         gradients = {name: each.clone() for name, each in parameters.gradients()}
         return Found(result.loss, result.gradient_norm, gradients)
@@ -212,7 +212,7 @@ def steps(draw: st.DrawFn, *, longest: int = 30) -> Step:
         tied=draw(st.booleans()),
         windows=tuple(windows),
     )
-    details = Details(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
+    details = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
     masked = draw(st.sampled_from((0.0, 0.4, 1.1)))
     return Step(tuple(lengths), spec, details, masked=masked)

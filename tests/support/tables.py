@@ -100,7 +100,7 @@ def rows_with_messages(stages: Sequence[Stage], rows: Sequence[str]) -> Table:
 def _empty(stages: Sequence[Stage]) -> tuple[list[list[Action]], list[int]]:
     """Return an empty row per host, and the host of every stage."""
     line = Pipeline(tuple(stages), (), ())
-    return [[] for _ in line.hosts], [line.host_of(s) for s in range(len(stages))]
+    return [[] for _ in line.ranks_by_pp_rank], [line.pp_rank_of(s) for s in range(len(stages))]
 
 
 def _message(action: Action, host: list[int]) -> tuple[Action, Action] | None:

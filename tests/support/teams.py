@@ -10,7 +10,7 @@ from seqloom.models.adapter import ModelAdapter
 
 
 @torch.no_grad()
-def slice_parameters(network: ModelAdapter, degree: int, index: int) -> None:
+def slice_parameters(adapter: ModelAdapter, degree: int, index: int) -> None:
     """Leave a team member's slices in the parameters of a network, in place.
 
     Args:
@@ -18,9 +18,9 @@ def slice_parameters(network: ModelAdapter, degree: int, index: int) -> None:
         degree: ranks of the team.
         index: of the member.
     """
-    for name, parameter in network.module.named_parameters():
-        if name in network.cuts:
-            parameter.data = parameter.data.chunk(degree, network.cuts[name])[index].clone()
+    for name, parameter in adapter.module.named_parameters():
+        if name in adapter.tp_axes:
+            parameter.data = parameter.data.chunk(degree, adapter.tp_axes[name])[index].clone()
 
 
 def whole_gradients(

@@ -2,10 +2,10 @@
 
 from seqloom.attention.api import attention, attention_with_lse, packed_attention
 from seqloom.attention.masks import Segments
-from seqloom.attention.plan import ModelCall, prepare_attention, warm_up_attention
+from seqloom.attention.plan import AttentionSpec, prepare_attention, warm_up_attention
 
 __all__ = [
-    "ModelCall",
+    "AttentionSpec",
     "Segments",
     "attention",
     "attention_with_lse",

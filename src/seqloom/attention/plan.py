@@ -95,13 +95,13 @@ def _check_pieces(context: Context, group: Group, call: Call) -> None:
             if start > 0:
                 raise SeqloomError(
                     f"document {document} begins at token {start} in this round: the keys before it are in another "
-                    "round; bind every round with pieces= of the plan and carry= of the step, or plan whole documents"
+                    "round; bind with pieces= of the plan and kv_cache= of the step, or plan whole documents"
                 )
             continue
-        if not isinstance(context.carry, KVCache):
+        if not isinstance(context.kv_cache, KVCache):
             raise SeqloomError(
-                f"document {document} is in pieces, and the context has {context.carry!r} to carry keys from one to "
-                "the next; bind all rounds of a step with carry=one Carry()"
+                f"document {document} is in pieces, and the context has {context.kv_cache!r} to carry keys from one to "
+                "the next; bind all rounds of a step with kv_cache=one KVCache()"
             )
         if not call.causal:
             raise SeqloomError(
@@ -137,7 +137,7 @@ def _check_options(call: Call) -> None:
 # From a bound context to what every group computes: index work and prepared kernels, built once per round.
 
 
-class ModelCall(NamedTuple):
+class AttentionSpec(NamedTuple):
     """An attention call that a model makes, as far as its index work depends on it.
 
     Attributes:

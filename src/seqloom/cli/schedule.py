@@ -194,7 +194,7 @@ def _size(made: Schedule) -> dict[str, Any]:
     ranks = len(made.rows)
     return {
         "stages": ranks,
-        "chunks": len(made.hosts) // ranks,
+        "chunks": len(made.pp_ranks) // ranks,
         "micro_batches": len(pieces),
         "pieces": pieces[0] if len(set(pieces)) == 1 else pieces,
     }

@@ -228,7 +228,7 @@ class Context:
         around_mlp: from the model's tokens to those of the MLP; None where these are the same.
         node_size: ranks per node; None: not known.
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
-        carry: where attention keeps what it carries from piece to piece (`attention.Carry`); None: nowhere.
+        kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         team: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
     """
 
@@ -236,7 +236,7 @@ class Context:
         "_kept",
         "around_attention",
         "around_mlp",
-        "carry",
+        "kv_cache",
         "documents",
         "groups",
         "node_size",
@@ -260,19 +260,19 @@ class Context:
         crossing: TokenRedistribute | None = None,
         kept: dict[Hashable, object] | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
-        carry: object | None = None,
+        kv_cache: object | None = None,
         team: TPGroup | None = None,
     ) -> None:
         """Keep what `bind` has found.
 
         Args:
-            work, transport, spans, positions, documents, groups, node_size, pieces, carry, team: see the attributes.
+            work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, team: see the attributes.
             crossing: from the linear to the attention layout; None where these are the same.
             kept: what was built from all this already, shared with another view of it.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
-        self.node_size, self.pieces, self.carry, self.team = node_size, pieces or {}, carry, team
+        self.node_size, self.pieces, self.kv_cache, self.team = node_size, pieces or {}, kv_cache, team
         around = work.remap if crossing is not None else None
         self.around_attention = crossing if around == Remap.ATTENTION else None
         self.around_mlp = crossing.reversed() if crossing is not None and around == Remap.MLP else None
@@ -309,7 +309,7 @@ def bind(
     shard_groups: Sequence[Sequence[int]] | None = None,
     family: GroupFamily | None = None,
     pieces: Mapping[int, tuple[Span, ...]] | None = None,
-    carry: object | None = None,
+    kv_cache: object | None = None,
     tensor: int = 1,
 ) -> Context:
     """Work out what one stage's share of a round means for the rank of `transport`. Nothing is communicated.
@@ -322,12 +322,12 @@ def bind(
         shard groups, family: where tokens may change places if the work has a linear layout, see `bind_crossing`; a team
             that is a block of the family meets on its communicator.
         pieces: for every document that the plan has in several pieces, all of them, in order.
-        carry: an `attention.Carry`, the same for all rounds of a step; needed where the work has such a document.
+        kv_cache: an `attention.KVCache`, one for all rounds of a step; needed where the work has such a document.
         tensor: ranks that share the weights, the inner part of every group's Ulysses axis; see `team`.
     """
     check_work(work, transport, node_size, tensor)
     in_pieces, device = pieces_of_round(work, pieces or {}), torch.device(device)
-    view = partial(_view, transport=transport, device=device, node_size=node_size, pieces=in_pieces, carry=carry)
+    view = partial(_view, transport=transport, device=device, node_size=node_size, pieces=in_pieces, kv_cache=kv_cache)
     blocks, team = _block_layouts(work, transport.rank), None
     if tensor > 1:
         ranks, index = place_in(work, transport.rank, tensor)
@@ -344,7 +344,7 @@ def _view(
     device: torch.device,
     node_size: int | None,
     pieces: Mapping[int, tuple[Span, ...]],
-    carry: object | None,
+    kv_cache: object | None,
     crossing: TokenRedistribute | None = None,
     team: TPGroup | None = None,
 ) -> Context:
@@ -374,7 +374,7 @@ def _view(
         node_size=node_size,
         crossing=crossing,
         pieces=pieces,
-        carry=carry,
+        kv_cache=kv_cache,
         team=team,
     )
 

@@ -122,8 +122,8 @@ def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) ->
     _check(bound, parameters, valid)
     parameters.clear()
     parameters.arrange(bound.plan)
-    parameters.weights.clear()
-    parameters.weights.wanted = any(action.kind == W for action in bound.actions)
+    parameters.weight_gradients.clear()
+    parameters.weight_gradients.enabled = any(action.kind == W for action in bound.actions)
     run = _Run(bound, parameters, rows, valid, backward=True)
     run.run()
     return run.result()
@@ -152,8 +152,8 @@ class _Run:
         self._open: dict[tuple[int, int | None], MicrobatchState] = {}
         self._seen = torch.zeros(2, dtype=torch.float64, device=bound.device)  # sum of losses, labels that count
         self._stream = torch.cuda.Stream(bound.device) if bound.device.type == "cuda" else None
-        bound.carry.clear()  # an earlier step may have been given up
-        bound.carry.backward = backward
+        bound.kv_cache.clear()  # an earlier step may have been given up
+        bound.kv_cache.backward = backward
 
     def run(self) -> None:
         """Run the row."""
@@ -165,7 +165,7 @@ class _Run:
         progress.at(None)
         with self._clock.measure(WAIT):
             mail.close()
-        self._bound.carry.check_empty()
+        self._bound.kv_cache.check_empty()
 
     def result(self) -> StepResult:
         """End the step."""
@@ -205,7 +205,7 @@ class _Run:
             self._backward(action, reduce)
         elif kind == W:
             with self._clock.measure(kind.value):
-                self._parameters.weights.run((action.stage, action.round))
+                self._parameters.weight_gradients.run((action.stage, action.round))
         elif kind in (SEND_F, SEND_B):
             self._mail.send(action, _shares(self._bound, action))
         elif kind in (RECV_F, RECV_B):
@@ -246,7 +246,7 @@ class _Run:
         unit, kept = self._bound.at(action), self._open.pop((action.stage, action.round))
         gradient = None if unit.part.ends else self._take(Action(action.stage, RECV_B, action.round))
         with self._clock.measure(action.kind.value):
-            edge, weights = kept.edge(), self._parameters.weights
+            edge, weights = kept.edge(), self._parameters.weight_gradients
             with weights.deferred((action.stage, action.round)) if action.kind == I else nullcontext():
                 if edge is not None:
                     scale = torch.full((), 1 / self._valid, dtype=kept.dtype, device=self._bound.device)

@@ -63,7 +63,7 @@ class RankPlan:
         stages: all rounds of its pipeline, in order, on every stage of this rank, by the number of the stage.
         actions: what this rank runs, in order: its host's row without the rounds it takes no part in, and with the
             messages among the host's ranks where two of its stages deal tokens differently.
-        carry: keys and values of documents in pieces, while a step runs.
+        kv_cache: keys and values of documents in pieces, while a step runs.
         progress: where the rank is in its row, while a step runs.
     """
 
@@ -74,7 +74,7 @@ class RankPlan:
     shard_group: tuple[int, ...]
     stages: dict[int, tuple[RankMicroBatch, ...]]
     actions: tuple[Action, ...]
-    carry: KVCache
+    kv_cache: KVCache
     progress: Progress
 
     @property
@@ -117,7 +117,7 @@ def bind_plan(
     _check_plan(plan, transport)
     if check and transport.ranks > 1:  # looking at the answer waits for the device
         _check_hash(plan, transport, torch.device(device))
-    shard_groups, rank, carry, device = plan.shard_groups, transport.rank, KVCache(), torch.device(device)
+    shard_groups, rank, kv_cache, device = plan.shard_groups, transport.rank, KVCache(), torch.device(device)
     bind_work = partial(
         bind,
         transport=transport,
@@ -126,14 +126,14 @@ def bind_plan(
         shard_groups=shard_groups,
         family=plan.limits.family,
         pieces=pieces_of_plan(plan),
-        carry=carry,
+        kv_cache=kv_cache,
     )
     shard_group = next((shard_group for shard_group in shard_groups if rank in shard_group), ())
     pipeline, name = _own_pipeline(plan, rank)
     progress = Progress(pipeline, rank, name)
     if pipeline is None:
-        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), carry, progress)
-    host = next(h for h, ranks in enumerate(pipeline.hosts) if rank in ranks)
+        return RankPlan(plan, pipeline, transport, device, shard_group, {}, (), kv_cache, progress)
+    host = next(h for h, ranks in enumerate(pipeline.ranks_by_pp_rank) if rank in ranks)
     handovers = StageBoundary(pipeline, rank, device)
     stages: dict[int, tuple[RankMicroBatch, ...]] = {}
     for stage in pipeline.stages_of(host):
@@ -150,7 +150,7 @@ def bind_plan(
     actions = tuple(a for a in row if a.round is None or stages[a.stage][a.round].takes_part)
     every = [each for rounds in stages.values() for each in rounds]
     transport.connect(way for each in every for way in ways_of(rank, each.ahead or (), each.behind or ()))
-    return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, carry, progress)
+    return RankPlan(plan, pipeline, transport, device, shard_group, stages, actions, kv_cache, progress)
 
 
 def _own_pipeline(plan: Plan, rank: int) -> tuple[Pipeline | None, str]:

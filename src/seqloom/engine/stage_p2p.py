@@ -207,7 +207,7 @@ class Progress:
             name: of the pipeline, where others run beside it.
         """
         self._rows, self._rank, self._name = () if pipeline is None else pipeline.actions, rank, name
-        hosts = () if pipeline is None else pipeline.hosts
+        hosts = () if pipeline is None else pipeline.ranks_by_pp_rank
         self._host = next((h for h, ranks in enumerate(hosts) if rank in ranks), None)
         self._action: Action | None = None
         self._awaited: tuple[Action, int | None] | None = None

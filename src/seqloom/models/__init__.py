@@ -4,17 +4,17 @@ from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.loss import summed_loss
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
-from seqloom.models.transformer import Details, Rope, Stretch, Transformer
+from seqloom.models.split_backward import defer_weight_gradients
+from seqloom.models.transformer import Llama3Scaling, Rope, Transformer, TransformerOptions
 
 __all__ = [
-    "Details",
+    "Llama3Scaling",
     "ModelAdapter",
     "Rope",
-    "Stretch",
     "Transformer",
+    "TransformerOptions",
     "compile_layers",
+    "defer_weight_gradients",
     "recompute_layers",
-    "split_weights",
     "summed_loss",
 ]

@@ -18,10 +18,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from seqloom.attention import ModelCall, prepare_attention
+from seqloom.attention import AttentionSpec, prepare_attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
-from seqloom.models.deferred_init import Values
+from seqloom.models.deferred_init import DeferredParameters
 from seqloom.models.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.models.transformer import Transformer
@@ -34,34 +34,34 @@ _AXES = {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "gate_proj": ROWS, "up_
 }
 
 
-def reference_cuts(model: Transformer) -> dict[str, int]:
-    """Return the axis of every parameter of the reference model that a team cuts, by name."""
+def reference_tp_axes(model: Transformer) -> dict[str, int]:
+    """Return the axis of every parameter of the reference model that a TP group shards, by name."""
     owners = {name: name.split(".")[-2] for name, _ in model.named_parameters()}
     return {name: _AXES[owner] for name, owner in owners.items() if owner in _AXES}
 
 
-def reference_divided(model: Transformer) -> dict[str, int]:
+def reference_tp_divisors(model: Transformer) -> dict[str, int]:
     """Return what a tensor degree must divide in the reference model."""
     spec = model.spec
     return {"heads": spec.heads, "kv heads": spec.kv_heads, "MLP width": spec.ffn}
 
 
-def check_degree(model: str, degree: int, divided: Mapping[str, int], uncuttable: str) -> None:
+def check_degree(model: str, degree: int, tp_divisors: Mapping[str, int], no_tp_reason: str) -> None:
     """Refuse a tensor degree that a model does not allow.
 
     Args:
         model: what to call it.
         degree: ranks of a team; 1 is always fine.
-        divided: what -> how many there are; the degree divides each.
-        uncuttable: why there is no degree above 1; "" if there may be one.
+        tp_divisors: what -> how many there are; the degree divides each.
+        no_tp_reason: why there is no degree above 1; "" if there may be one.
     """
     if degree == 1:
         return
-    if uncuttable:
-        raise SeqloomError(f"tensor degree {degree}: {model} cannot be cut: {uncuttable}; plan with tensor = 1")
-    wrong = [f"{what} {count}" for what, count in divided.items() if degree < 1 or count % degree]
+    if no_tp_reason:
+        raise SeqloomError(f"tensor degree {degree}: {model} cannot be cut: {no_tp_reason}; plan with tensor = 1")
+    wrong = [f"{what} {count}" for what, count in tp_divisors.items() if degree < 1 or count % degree]
     if wrong:
-        common = math.gcd(*divided.values())
+        common = math.gcd(*tp_divisors.values())
         legal = [each for each in range(1, common + 1) if common % each == 0]
         nearest = min(legal, key=lambda each: (abs(each - degree), each))
         raise SeqloomError(
@@ -85,35 +85,37 @@ class ModelAdapter:
         layers: parts that are gathered, released and recomputed one by one; each is called with the context.
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
         head: has `weight` [vocabulary, hidden]; maybe the table of tokens.
-        calls: the attention calls of the layers, each distinct one once, for `prepare`.
+        attention_specs: the attention calls of the layers, each distinct one once, for `prepare`.
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
         body: body(hidden [tokens, hidden], context, first, stop) -> the same shape, after layers first .. stop - 1.
         norm: the final norm, [tokens, hidden] -> the same shape.
-        weights: what `split_weights(layers)` returned; without that a backward's halves are one, all in I.
+        weight_gradients: returned by `defer_weight_gradients(layers)`; without it a backward is all in I.
         embedding: has the parameters that `embed` needs.
-        whole: why the model cannot be cut into stages, where that is known.
-        cuts: canonical name of a parameter -> axis along which a team of ranks cuts it (0 rows, 1 columns); names that
-            are not in it are whole on every member. See `runtime.cuts`.
-        divided: what a tensor degree must divide (such as "kv heads") -> how many there are.
-        uncuttable: why no team can cut the model's weights; "" if one can.
-        values: where those of parameters are that are on "meta"; None: the module has them.
+        single_stage_reason: why the model cannot be cut into stages, where that is known.
+        tp_axes: canonical name of a parameter -> axis along which a TP group shards it (0 rows, 1 columns); names that
+            are not in it are whole on every member. See `runtime.tp_axes`.
+        tp_divisors: what a tensor degree must divide (such as "kv heads") -> how many there are.
+        no_tp_reason: why no team can cut the model's weights; "" if one can.
+        deferred: where those of parameters are that are on "meta"; None: the module has them.
     """
 
     module: nn.Module
     layers: tuple[nn.Module, ...]
     hidden: Callable[[torch.Tensor, Context], torch.Tensor]
     head: nn.Module
-    calls: tuple[ModelCall, ...] = ()
+    attention_specs: tuple[AttentionSpec, ...] = ()
     embed: Callable[[torch.Tensor, Context], torch.Tensor] | None = None
     body: Callable[[torch.Tensor, Context, int, int], torch.Tensor] | None = None
     norm: nn.Module | None = None
-    weights: WeightGradients = field(default_factory=WeightGradients)
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     embedding: nn.Module | None = None
-    whole: str = ""
-    cuts: Mapping[str, int] = field(default_factory=dict)
-    divided: Mapping[str, int] = field(default_factory=dict)
-    uncuttable: str = "nobody has said along which axes, see Network(.., cuts=, divided=, uncuttable='')"
-    values: Values | None = None
+    single_stage_reason: str = ""
+    tp_axes: Mapping[str, int] = field(default_factory=dict)
+    tp_divisors: Mapping[str, int] = field(default_factory=dict)
+    no_tp_reason: str = (
+        "nobody has said along which axes, see ModelAdapter(.., tp_axes=, tp_divisors=, no_tp_reason='')"
+    )
+    deferred: DeferredParameters | None = None
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:
@@ -121,10 +123,12 @@ class ModelAdapter:
         if not isinstance(model, Transformer):
             raise SeqloomError(
                 f"{type(model).__name__} is not the reference transformer; for another model say what its layers, "
-                "its hidden states and its head are: Network(module, layers, hidden, head)"
+                "its hidden states and its head are: ModelAdapter(module, layers, hidden, head)"
             )
         decoder, spec = model.model, model.spec
-        calls = tuple(ModelCall(spec.heads, spec.kv_heads, spec.head_dim, each) for each in dict.fromkeys(spec.windows))
+        calls = tuple(
+            AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, each) for each in dict.fromkeys(spec.windows)
+        )
         return cls(
             model,
             tuple(decoder.layers),
@@ -135,34 +139,34 @@ class ModelAdapter:
             body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
             norm=decoder.norm,
             embedding=decoder.embed_tokens,
-            cuts=reference_cuts(model),
-            divided=reference_divided(model),
-            uncuttable="",
+            tp_axes=reference_tp_axes(model),
+            tp_divisors=reference_tp_divisors(model),
+            no_tp_reason="",
         )
 
     @property
-    def uncut(self) -> str:
+    def stages_error(self) -> str:
         """What to say where this model shall be cut into stages and cannot."""
-        why = self.whole or "it is not known how to run some of its layers"
+        why = self.single_stage_reason or "it is not known how to run some of its layers"
         return (
             f"{type(self.module).__name__} cannot be cut into stages: {why}; plan with one stage "
-            "(pipeline.stages = 1), or say how its parts are called: Network(.., embed=, body=, norm=, embedding=)"
+            "(pipeline.stages = 1), or say how its parts are called: ModelAdapter(.., embed=, body=, norm=, embedding=)"
         )
 
-    def fill(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
-        """Give parameters their values where they are on "meta" and `values` has them.
+    def materialize(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
+        """Give parameters their values where they are on "meta" and `deferred` has them.
 
         Args:
             named: canonical name and parameter; None: all of the module.
         """
-        if self.values is not None:
+        if self.deferred is not None:
             for name, parameter in self.module.named_parameters() if named is None else named:
                 if parameter.is_meta:
-                    self.values.fill(name, parameter)
+                    self.deferred.materialize(name, parameter)
 
-    def check_tensor(self, degree: int) -> None:
+    def check_tp_degree(self, degree: int) -> None:
         """Refuse a tensor degree that heads, kv heads or widths do not allow, with the nearest that they do."""
-        check_degree(type(self.module).__name__, degree, self.divided, self.uncuttable)
+        check_degree(type(self.module).__name__, degree, self.tp_divisors, self.no_tp_reason)
 
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
@@ -172,7 +176,7 @@ class ModelAdapter:
             dtype: that layers compute in.
         """
         members, inside = 1 if context.team is None else len(context.team.ranks), attention_context(context)
-        for heads, kv_heads, dim, window, scale in self.calls:
+        for heads, kv_heads, dim, window, scale in self.attention_specs:
             prepare_attention(inside, heads // members, kv_heads // members, dim, dtype, window=window, scale=scale)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
@@ -192,7 +196,7 @@ class ModelAdapter:
                 "make the plan for this model"
             )
         if self.embed is None or self.body is None or self.norm is None:
-            raise SeqloomError(self.uncut)
+            raise SeqloomError(self.stages_error)
         states = self.embed(given, context) if part.begins else given
         if part.begins and self._carries_frozen(context) and not states.requires_grad:
             states.requires_grad_()
@@ -212,11 +216,11 @@ class ModelAdapter:
 class LossOf(nn.Module):
     """A network from token ids to the sum of token losses, as one module: what it needs is gathered for one call."""
 
-    def __init__(self, network: ModelAdapter, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
+    def __init__(self, adapter: ModelAdapter, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
         """Wrap a network; `chunk` and `together` as in `summed_loss`."""
         super().__init__()
-        self.inner = network.module
-        self._network = (network,)  # in a tuple: torch sees parameters under `inner` alone
+        self.inner = adapter.module
+        self._adapter = (adapter,)  # in a tuple: torch sees parameters under `inner` alone
         self._options = {"chunk": chunk, "together": together}
 
     def forward(
@@ -230,10 +234,10 @@ class LossOf(nn.Module):
             context: of the round.
             part: of the model; None: all of it. One that does not end returns its hidden states [tokens, hidden].
         """
-        network = self._network[0]
-        part = part or LayerRange(0, len(network.layers), len(network.layers))
-        states = network.run(part, given, context)
+        adapter = self._adapter[0]
+        part = part or LayerRange(0, len(adapter.layers), len(adapter.layers))
+        states = adapter.run(part, given, context)
         if not part.ends:
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
-        return summed_loss(states, cast("torch.Tensor", network.head.weight), labels, **self._options)
+        return summed_loss(states, cast("torch.Tensor", adapter.head.weight), labels, **self._options)

@@ -19,7 +19,7 @@ from torch.utils import swap_tensors
 META = torch.device("meta")
 
 
-class Values:
+class DeferredParameters:
     """Where the values of a model's parameters are.
 
     Attributes:
@@ -36,7 +36,7 @@ class Values:
         self.device = device
         self._read: Callable[[str], torch.Tensor] | None = read
 
-    def fill(self, name: str, parameter: nn.Parameter) -> None:
+    def materialize(self, name: str, parameter: nn.Parameter) -> None:
         """Give a parameter on "meta" its values, in its dtype. It stays the same object: tied ones stay tied."""
         assert self._read is not None, "values were closed"
         values = torch.empty_like(parameter, device=self.device, requires_grad=False)
@@ -49,11 +49,11 @@ class Values:
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def meta_parameters() -> Iterator[None]:
     """Inside, new modules have their parameters on "meta" and their buffers where they say."""
 
     def register(module: nn.Module, name: str, given: nn.Parameter | None) -> nn.Parameter | None:
-        return None if given is None else emptied(given)
+        return None if given is None else to_meta(given)
 
     hook = register_module_parameter_registration_hook(cast("Callable[..., None]", register))  # what it returns counts
     try:
@@ -62,6 +62,6 @@ def without_values() -> Iterator[None]:
         hook.remove()
 
 
-def emptied(parameter: nn.Parameter) -> nn.Parameter:
+def to_meta(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter's shape without its values."""
     return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to(META), parameter.requires_grad)

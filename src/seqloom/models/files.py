@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.models.transformer import Details, Rope, Transformer
+from seqloom.models.transformer import Rope, Transformer, TransformerOptions
 from seqloom.reader import is_file_name, read_mapping
 
 CONFIG, PARAMETERS = "config.json", "model.safetensors"
@@ -48,7 +48,7 @@ def write_model(
 
 
 def config_of(
-    spec: ModelSpec, details: Details, dtype: str | None = None, context: int | None = None
+    spec: ModelSpec, details: TransformerOptions, dtype: str | None = None, context: int | None = None
 ) -> dict[str, Any]:
     """Return the content of config.json: Hugging Face's keys where it has this model, else the fields of the spec.
 
@@ -57,10 +57,10 @@ def config_of(
     """
     family = _FAMILIES.get((details.qk_norm, details.qkv_bias))
     if family is None or any(window is not None for window in spec.windows):
-        if details != Details():
+        if details != TransformerOptions():
             raise SeqloomError(
                 f"model {spec.name} with {details} and windows {sorted(set(map(str, spec.windows)))}: no config says "
-                "all of this, so the trained model could not be written; use full attention, or Details()"
+                "all of this, so the trained model could not be written; use full attention, or TransformerOptions()"
             )
         return asdict(spec)
     config = {
@@ -85,11 +85,11 @@ def config_of(
     return {key: value for key, value in config.items() if value is not None}
 
 
-def details_of(spec: str) -> Details:
+def load_options(spec: str) -> TransformerOptions:
     """Return the constants of the model that `ModelSpec.load(spec)` gives the shapes of: those of its config.json."""
     path = Path(spec) / CONFIG if Path(spec).is_dir() else Path(spec)
     content = read_mapping(path) if is_file_name(str(path)) else {}
-    return Details.from_config(content) if "model_type" in content else Details()
+    return TransformerOptions.from_config(content) if "model_type" in content else TransformerOptions()
 
 
 def parameters_in(model: Transformer, path: Path) -> Callable[[str], torch.Tensor]:

@@ -143,7 +143,7 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        more = {"kept": own._kept, "pieces": own.pieces, "carry": own.carry}
+        more = {"kept": own._kept, "pieces": own.pieces, "kv_cache": own.kv_cache}
         super().__init__(own.work, own.transport, *rows, own.node_size, **more)
         self.tape, self.around_mlp = tape, own.around_mlp
         if own.team is not None:

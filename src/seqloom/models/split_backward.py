@@ -1,6 +1,6 @@
 """Split backward: gradients of inputs now (I), gradients of linear layers' weights later (W).
 
-    weights = split_weights(network.layers)
+    weights = defer_weight_gradients(network.layers)
     with weights.deferred(unit):        # I: what the stage before waits for
         output.backward(gradient)
     weights.run(unit)                   # W: whenever there is time, before gradients are reduced
@@ -28,13 +28,13 @@ class WeightGradients:
     """What weights' gradients will be made of, for every unit whose I has run and whose W has not.
 
     Attributes:
-        wanted: whether a forward has to prepare for `deferred`; without, layers run as plain torch has them, which is
+        enabled: whether a forward has to prepare for `deferred`; without, layers run as plain torch has them, which is
             a little faster. Set before the forwards of a step.
     """
 
     def __init__(self) -> None:
         """Start with nothing."""
-        self.wanted = True
+        self.enabled = True
         self._waiting: dict[Hashable, list[_Product]] = {}
         self._open: list[_Product] | None = None
 
@@ -83,7 +83,7 @@ class WeightGradients:
         return True
 
 
-def split_weights(layers: Iterable[nn.Module]) -> WeightGradients:
+def defer_weight_gradients(layers: Iterable[nn.Module]) -> WeightGradients:
     """Make the linear layers inside `layers` able to put off their weights' gradients. Names and parameters stay.
 
     A layer that torch.compile runs computes both halves in I, and W finds nothing to do: its backward is one graph.
@@ -95,7 +95,9 @@ def split_weights(layers: Iterable[nn.Module]) -> WeightGradients:
     for layer in layers:
         for module in layer.modules():
             if isinstance(module, _Split):
-                raise SeqloomError("a linear layer's backward is split already; call split_weights once for a layer")
+                raise SeqloomError(
+                    "a linear layer's backward is split already; call defer_weight_gradients once for a layer"
+                )
             if type(module) is nn.Linear:
                 module.__class__ = _Split
                 module.weight_gradients = weights  # pyrefly: ignore[bad-argument-type]
@@ -109,7 +111,7 @@ class _Split(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """See nn.Linear."""
-        plain = not self.weight_gradients.wanted or not torch.is_grad_enabled()
+        plain = not self.weight_gradients.enabled or not torch.is_grad_enabled()
         if plain or torch.compiler.is_compiling():
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias, self)

@@ -49,7 +49,7 @@ def check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Llama3Scaling:
     """Llama 3's way to a longer context: slow points turn `factor` times slower, fast ones as they did.
 
     A point is slow when it turns less than `low` times in the `context` tokens of the first training, fast when it
@@ -64,7 +64,9 @@ class Stretch:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if self.factor < 1 or not 0 < self.low < self.high or self.context < 1:
-            raise SeqloomError(f"{self}: needs factor >= 1, 0 < low < high and context >= 1; Llama 3.1 has Stretch()")
+            raise SeqloomError(
+                f"{self}: needs factor >= 1, 0 < low < high and context >= 1; Llama 3.1 has Llama3Scaling()"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Rope:
     """Rotary positions with base `theta`: point i of n turns by theta ** (-i / n) radians per token."""
 
     theta: float = 10_000.0
-    stretch: Stretch | None = None
+    stretch: Llama3Scaling | None = None
 
     def frequencies(self, dim: int, device: torch.device | None = None) -> torch.Tensor:
         """Return radians per token of every point, float64[dim / 2]."""
@@ -132,7 +134,7 @@ _EXPECTED: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Details:
+class TransformerOptions:
     """Constants and switches of the Llama family.
 
     Attributes:
@@ -148,7 +150,7 @@ class Details:
     qkv_bias: bool = False
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Details:
+    def from_config(cls, config: Mapping[str, Any]) -> TransformerOptions:
         """Read the content of a Hugging Face ``config.json``, beside `ModelSpec.load`, which reads the shapes.
 
         Raises:
@@ -178,7 +180,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     if missing:
         raise SeqloomError(f"rope scaling 'llama3' without {', '.join(missing)}; add it to the config")
     factor, low, high, context = (given[key] for key in keys)
-    return Rope(theta, Stretch(float(factor), float(low), float(high), int(context)))
+    return Rope(theta, Llama3Scaling(float(factor), float(low), float(high), int(context)))
 
 
 # ---- merged: models.transformer
@@ -217,7 +219,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Project to queries, keys and values, turn them by their positions, ask the engine, project back."""
 
-    def __init__(self, spec: ModelSpec, details: Details, layer: int, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, details: TransformerOptions, layer: int, **options: Any) -> None:
         """Make the attention of one layer, with that layer's window."""
         super().__init__()
         self.layer_idx = layer
@@ -264,7 +266,7 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each added to what comes in, each on normalised input."""
 
-    def __init__(self, spec: ModelSpec, details: Details, layer: int, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, details: TransformerOptions, layer: int, **options: Any) -> None:
         """Make layer number `layer` of the model."""
         super().__init__()
         self.self_attn = Attention(spec, details, layer, **options)
@@ -281,7 +283,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """All but the output projection: tokens to hidden states."""
 
-    def __init__(self, spec: ModelSpec, details: Details, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, details: TransformerOptions, **options: Any) -> None:
         """Make embedding, layers and final norm."""
         super().__init__()
         self.rope, self.dim = details.rope, spec.head_dim
@@ -325,7 +327,7 @@ class Transformer(nn.Module):
     def __init__(
         self,
         spec: ModelSpec,
-        details: Details | None = None,
+        details: TransformerOptions | None = None,
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -341,7 +343,7 @@ class Transformer(nn.Module):
             device: where parameters live. On "meta" nothing is drawn: call `to_empty` and `initialise` later.
         """
         super().__init__()
-        details = details or Details()
+        details = details or TransformerOptions()
         _refuse(spec, details.rope)
         self.spec, self.details = spec, details
         self.model = Decoder(spec, details, dtype=dtype, device="meta")  # no time spent on values that are replaced

@@ -79,8 +79,8 @@ def imbalances(plan: Plan, cost: CostModel) -> np.ndarray:
     """float64[2]: imbalance of tokens and of attention work in one step."""
     total, most = np.zeros((2, cost.ranks)), np.zeros(2)
     for pipeline in plan.pipelines:
-        paced = np.zeros((len(pipeline.hosts), 2))
-        hosts = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
+        paced = np.zeros((len(pipeline.ranks_by_pp_rank), 2))
+        hosts = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
         shares = [(part.stop - part.first) / part.of for part in pipeline.parts]
         for current in pipeline.rounds:
             for host, share, work in zip(hosts, shares, current.work, strict=True):

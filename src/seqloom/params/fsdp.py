@@ -42,7 +42,7 @@ class FSDPParameters:
 
     def __init__(
         self,
-        network: ModelAdapter,
+        adapter: ModelAdapter,
         transport: Transport,
         sharding: Sharding,
         *,
@@ -63,24 +63,24 @@ class FSDPParameters:
             keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
             chunk: as in `summed_loss`.
         """
-        parameters = list(network.module.parameters())
-        device = device_of(network, parameters)
+        parameters = list(adapter.module.parameters())
+        device = device_of(adapter, parameters)
         self._mesh = _mesh(transport, Sharding(sharding), node_size, device)
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype(parameters))
         del parameters  # they would keep what is whole
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
-        names = {id(each): name for name, each in network.module.named_parameters()}
-        for layer in network.layers:
-            network.fill([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
+        names = {id(each): name for name, each in adapter.module.named_parameters()}
+        for layer in adapter.layers:
+            adapter.materialize([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
-        self._network, self._compute, self._weights = network, compute, WeightGradients()
-        self._loss = LossOf(network, chunk)
-        network.fill()
+        self._adapter, self._compute, self._weights = adapter, compute, WeightGradients()
+        self._loss = LossOf(adapter, chunk)
+        adapter.materialize()
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             _sum_only(part)
-        self._masters = trained(network.module)  # while nothing is gathered, these are the shards
+        self._masters = trained(adapter.module)  # while nothing is gathered, these are the shards
 
     @property
     def sharers(self) -> tuple[int, ...]:
@@ -88,13 +88,13 @@ class FSDPParameters:
         return tuple(self._mesh[SHARD].mesh.flatten().tolist())
 
     @property
-    def weights(self) -> WeightGradients:
-        """See `Parameters.weights`. Nothing waits there: FSDP2 reduces a layer's gradients in its backward."""
+    def weight_gradients(self) -> WeightGradients:
+        """See `Parameters.weight_gradients`. Nothing waits there: FSDP2 reduces a layer's gradients in its backward."""
         return self._weights
 
     def room(self, tokens: int) -> torch.Tensor:
         """See `Parameters.room`."""
-        head = cast("torch.Tensor", self._network.head.weight)
+        head = cast("torch.Tensor", self._adapter.head.weight)
         return torch.empty(tokens, head.shape[1], dtype=self._compute or head.dtype, device=head.device)
 
     def arrange(self, plan: Plan) -> None:
@@ -152,7 +152,7 @@ class FSDPParameters:
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.values`; each is gathered when its turn comes."""
-        for name, parameter in self._network.module.named_parameters():
+        for name, parameter in self._adapter.module.named_parameters():
             held = parameter.detach()
             yield name, held.full_tensor() if isinstance(held, DTensor) else held
 
@@ -208,10 +208,10 @@ def _sum_only(part: FSDPModule) -> None:
         part.set_reduce_scatter_unused_params(True)
 
 
-def device_of(network: ModelAdapter, parameters: Sequence[nn.Parameter]) -> torch.device:
+def device_of(adapter: ModelAdapter, parameters: Sequence[nn.Parameter]) -> torch.device:
     """Return the device where these parameters are or will be; refuse several, and parameters without values."""
-    if network.values is not None:
-        return network.values.device
+    if adapter.deferred is not None:
+        return adapter.deferred.device
     devices = {parameter.device for parameter in parameters}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise SeqloomError(

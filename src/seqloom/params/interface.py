@@ -38,7 +38,7 @@ class Parameters(Protocol):
         ...
 
     @property
-    def weights(self) -> WeightGradients:
+    def weight_gradients(self) -> WeightGradients:
         """Where gradients of weights wait between the two halves of a split backward: those of the network."""
         ...
 
@@ -122,7 +122,7 @@ class Parameters(Protocol):
 class ReplicatedParameters:
     """Every rank has all parameters; gradients are summed over all ranks once per step, through the transport."""
 
-    def __init__(self, network: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
+    def __init__(self, adapter: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
         """Take a network that has the same values on all ranks.
 
         Args:
@@ -130,10 +130,10 @@ class ReplicatedParameters:
             transport: this rank's. Its family has the block of all ranks.
             chunk: as in `summed_loss`.
         """
-        network.fill()
-        self._network, self._transport = network, transport
+        adapter.materialize()
+        self._adapter, self._transport = adapter, transport
         self._head = HeadGradients()
-        self._loss = LossOf(network, chunk, self._head)
+        self._loss = LossOf(adapter, chunk, self._head)
 
     @property
     def sharers(self) -> tuple[int, ...]:
@@ -141,13 +141,13 @@ class ReplicatedParameters:
         return (self._transport.rank,)
 
     @property
-    def weights(self) -> WeightGradients:
-        """See `Parameters.weights`."""
-        return self._network.weights
+    def weight_gradients(self) -> WeightGradients:
+        """See `Parameters.weight_gradients`."""
+        return self._adapter.weight_gradients
 
     def room(self, tokens: int) -> torch.Tensor:
         """See `Parameters.room`."""
-        head = cast("torch.Tensor", self._network.head.weight)
+        head = cast("torch.Tensor", self._adapter.head.weight)
         return head.new_empty(tokens, head.shape[1])
 
     def arrange(self, plan: Plan) -> None:
@@ -194,21 +194,21 @@ class ReplicatedParameters:
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.values`."""
-        for name, parameter in self._network.module.named_parameters():
+        for name, parameter in self._adapter.module.named_parameters():
             yield name, parameter.detach()
 
     def masters(self) -> dict[str, nn.Parameter]:
         """See `Parameters.masters`."""
-        return trained(self._network.module)
+        return trained(self._adapter.module)
 
     def computing(self) -> Iterator[torch.Tensor]:
         """See `Parameters.computing`."""
-        yield from self._network.module.parameters()
+        yield from self._adapter.module.parameters()
 
     def clear(self) -> None:
         """See `Parameters.clear`."""
         self._head.clear()
-        self._network.module.zero_grad(set_to_none=True)
+        self._adapter.module.zero_grad(set_to_none=True)
 
 
 def check_whole(plan: Plan) -> None:

@@ -48,7 +48,7 @@ class PipelineFSDP:
 
     def __init__(
         self,
-        network: ModelAdapter,
+        adapter: ModelAdapter,
         transport: Transport,
         placement: Placement,
         *,
@@ -69,9 +69,9 @@ class PipelineFSDP:
         check_job(transport)
         table = placement.table(transport.ranks)
         self._host, self._parts = placement.host_of(transport.rank), placement.parts_of(transport.rank)
-        hosts = [held_by(network, placement.parts(host)) for host in range(len(placement.hosts))]
+        hosts = [held_by(adapter, placement.parts(host)) for host in range(len(placement.hosts))]
         held = hosts[self._host]
-        device = device_of(network, list(held.values()))
+        device = device_of(adapter, list(held.values()))
         reduce_dtype(list(held.values()))
         self._mesh = DeviceMesh(device.type, table, mesh_dim_names=(HOST, REPLICA, SHARD))
         for axis in (HOST, REPLICA, SHARD):
@@ -80,21 +80,21 @@ class PipelineFSDP:
         self._sharers: tuple[int, ...] = tuple(self._mesh[SHARD].mesh.flatten().tolist())
         self._holders = {
             name: [host for host, names in enumerate(hosts) if name in names]
-            for name, _ in network.module.named_parameters()
+            for name, _ in adapter.module.named_parameters()
         }
         self._together = _groups(self._holders, table)
-        keep_only(network, self._parts)
+        keep_only(adapter, self._parts)
         self._kept: dict[str, ShardedParameter] = {}
         for name, each in held.items():
-            network.fill([(name, each)])
+            adapter.materialize([(name, each)])
             self._kept[name] = ShardedParameter.of(each, self._mesh[SHARD], compute)
             each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
-        exchange(network.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
-        self._needs = {part: [self._kept[name] for name in parameters_of(network, part)] for part in self._parts}
+        exchange(adapter.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
+        self._needs = {part: [self._kept[name] for name in parameters_of(adapter, part)] for part in self._parts}
         self._ready: set[LayerRange] = set()  # acquired
         self._due: set[LayerRange] = set()  # have run, and are to be reduced
-        self._network, self._device, self._head = network, device, HeadGradients()
-        self._loss = LossOf(network, chunk, self._head)
+        self._adapter, self._device, self._head = adapter, device, HeadGradients()
+        self._loss = LossOf(adapter, chunk, self._head)
 
     @property
     def sharers(self) -> tuple[int, ...]:
@@ -102,13 +102,13 @@ class PipelineFSDP:
         return self._sharers
 
     @property
-    def weights(self) -> WeightGradients:
-        """See `Parameters.weights`."""
-        return self._network.weights
+    def weight_gradients(self) -> WeightGradients:
+        """See `Parameters.weight_gradients`."""
+        return self._adapter.weight_gradients
 
     def room(self, tokens: int) -> torch.Tensor:
         """See `Parameters.room`."""
-        head = cast("torch.Tensor", self._network.head.weight)
+        head = cast("torch.Tensor", self._adapter.head.weight)
         dtype = next(iter(self._kept.values())).copy.dtype
         return torch.empty((tokens, head.shape[1]), dtype=dtype, device=self._device)
 
@@ -184,13 +184,13 @@ class PipelineFSDP:
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.gradients`; each comes from its host when its turn comes."""
-        for name, parameter in trained(self._network.module).items():
+        for name, parameter in trained(self._adapter.module).items():
             kept = self._kept.get(name)
             yield name, self._whole(name, parameter, None if kept is None else kept.master.grad)
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Parameters.values`; each comes from its host when its turn comes."""
-        for name, parameter in self._network.module.named_parameters():
+        for name, parameter in self._adapter.module.named_parameters():
             kept = self._kept.get(name)
             yield name, self._whole(name, parameter, None if kept is None else kept.master.detach())
 

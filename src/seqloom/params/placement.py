@@ -17,7 +17,7 @@ from torch import nn
 
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
-from seqloom.models.deferred_init import emptied
+from seqloom.models.deferred_init import to_meta
 from seqloom.plan import LayerRange, Plan, Sharding, Stage
 
 
@@ -99,18 +99,18 @@ def _shard_groups(host: tuple[int, ...], sharding: Sharding, node_size: int) -> 
     return list(found.values())
 
 
-def parameters_of(network: ModelAdapter, part: LayerRange) -> dict[str, nn.Parameter]:
+def parameters_of(adapter: ModelAdapter, part: LayerRange) -> dict[str, nn.Parameter]:
     """Return the parameters that a part needs, by canonical name: tied ones by their first name in the module.
 
     Raises:
         SeqloomError: the model cannot be cut, or has parameters that no part would hold.
     """
-    if network.embedding is None or network.norm is None or network.body is None:
-        raise SeqloomError(network.uncut)
-    names = {id(parameter): name for name, parameter in network.module.named_parameters()}
-    modules = list(network.layers[part.first : part.stop])
-    modules = [network.embedding, *modules] if part.begins else modules
-    modules = [*modules, network.norm, network.head] if part.ends else modules
+    if adapter.embedding is None or adapter.norm is None or adapter.body is None:
+        raise SeqloomError(adapter.stages_error)
+    names = {id(parameter): name for name, parameter in adapter.module.named_parameters()}
+    modules = list(adapter.layers[part.first : part.stop])
+    modules = [adapter.embedding, *modules] if part.begins else modules
+    modules = [*modules, adapter.norm, adapter.head] if part.ends else modules
     found = {names[id(parameter)]: parameter for module in modules for parameter in module.parameters()}
     if part.begins and part.ends and len(found) != len(names):
         lost = next(name for name in names.values() if name not in found)
@@ -121,19 +121,19 @@ def parameters_of(network: ModelAdapter, part: LayerRange) -> dict[str, nn.Param
     return found
 
 
-def held_by(network: ModelAdapter, parts: Iterable[LayerRange]) -> dict[str, nn.Parameter]:
+def held_by(adapter: ModelAdapter, parts: Iterable[LayerRange]) -> dict[str, nn.Parameter]:
     """Return the parameters of several parts, in the order of the module."""
-    whole = LayerRange(0, len(network.layers), len(network.layers))
-    every = parameters_of(network, whole)
-    wanted = {name for part in parts for name in parameters_of(network, part)}
-    return {name: every[name] for name, _ in network.module.named_parameters() if name in wanted}
+    whole = LayerRange(0, len(adapter.layers), len(adapter.layers))
+    every = parameters_of(adapter, whole)
+    wanted = {name for part in parts for name in parameters_of(adapter, part)}
+    return {name: every[name] for name, _ in adapter.module.named_parameters() if name in wanted}
 
 
-def keep_only(network: ModelAdapter, parts: Iterable[LayerRange]) -> None:
+def keep_only(adapter: ModelAdapter, parts: Iterable[LayerRange]) -> None:
     """Give up the values of all parameters that parts do not need: they go to "meta", under their names."""
-    held = {id(parameter) for parameter in held_by(network, parts).values()}
-    others = [parameter for parameter in network.module.parameters() if id(parameter) not in held]
-    exchange(network.module, {id(each): emptied(each) for each in others})
+    held = {id(parameter) for parameter in held_by(adapter, parts).values()}
+    others = [parameter for parameter in adapter.module.parameters() if id(parameter) not in held]
+    exchange(adapter.module, {id(each): to_meta(each) for each in others})
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -146,7 +146,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 def taken_out(module: nn.Module) -> dict[str, torch.Tensor]:
     """Take the values out of a module, whose parameters go to "meta"; return them by canonical name."""
     named = dict(module.named_parameters())
-    exchange(module, {id(each): emptied(each) for each in named.values()})
+    exchange(module, {id(each): to_meta(each) for each in named.values()})
     return {name: each.detach() for name, each in named.items()}
 
 

@@ -452,7 +452,7 @@ class ReshardingParameters:
     """
 
     def __init__(
-        self, network: ModelAdapter, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
+        self, adapter: ModelAdapter, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
     ) -> None:
         """Cut the network in place: between steps its module has shapes and values of the last plan only.
 
@@ -463,24 +463,24 @@ class ReshardingParameters:
                 added up and summed over ranks in float32 or wider.
             chunk: as in `summed_loss`.
         """
-        parameters = list(network.module.parameters())
-        self._device = device_of(network, parameters)
+        parameters = list(adapter.module.parameters())
+        self._device = device_of(adapter, parameters)
         _check_dtypes(parameters, compute)
-        self._network, self._transport = network, transport
-        self._hidden = cast("torch.Tensor", network.head.weight).shape[1]
-        self._weights = weights_of(network)
+        self._adapter, self._transport = adapter, transport
+        self._hidden = cast("torch.Tensor", adapter.head.weight).shape[1]
+        self._weights = weights_of(adapter)
         learning = (number for number, each in enumerate(parameters) if each.requires_grad)
         self._maker = MoveMaker(self._weights, learning, transport, self._device)
         self._bundles = self._maker.bundles
-        self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(network.layers)), HEAD)}
-        self._masters = OptimizerShards(network, transport, self._device)
-        self._copies = ComputeCopies(network.module, compute, self._masters.shapes)
+        self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(adapter.layers)), HEAD)}
+        self._masters = OptimizerShards(adapter, transport, self._device)
+        self._copies = ComputeCopies(adapter.module, compute, self._masters.shapes)
         self._moves: dict[Strategy, Moves] = {}
         self._arrivals, self._passes = ParamPrefetch(), Passes({}, {}, self._copies)
         self._departures: GradReduce | None = None
         self._last = False  # inside the last backward of the step
         self._head = HeadGradients()
-        self._loss = LossOf(network, chunk, self._head)
+        self._loss = LossOf(adapter, chunk, self._head)
         self._watch()
 
     @property
@@ -489,9 +489,9 @@ class ReshardingParameters:
         return (self._transport.rank,)
 
     @property
-    def weights(self) -> WeightGradients:
-        """See `Parameters.weights`."""
-        return self._network.weights
+    def weight_gradients(self) -> WeightGradients:
+        """See `Parameters.weight_gradients`."""
+        return self._adapter.weight_gradients
 
     def room(self, tokens: int) -> torch.Tensor:
         """See `Parameters.room`."""
@@ -528,7 +528,7 @@ class ReshardingParameters:
         """See `Parameters.run`."""
         if part.begins:
             self._arrivals.wait(self._wants[EMBEDDING])
-        if part.ends and self._network.norm is None:
+        if part.ends and self._adapter.norm is None:
             self._arrivals.wait(self._wants[HEAD])
         output = self._loss(given, labels, context, part)
         missing = self._arrivals.missing(self._bundles_of(part))
@@ -542,7 +542,7 @@ class ReshardingParameters:
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
         """See `Parameters.backward`. Where no weights' gradients come later, the last one sends layer by layer."""
-        self._last = reduce and not self.weights.wanted and not self._passes
+        self._last = reduce and not self.weight_gradients.enabled and not self._passes
         torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
         self._passes.went_back()
         if self._last:
@@ -551,7 +551,7 @@ class ReshardingParameters:
 
     def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`."""
-        self._passes.flush(part, late=self.weights.wanted)
+        self._passes.flush(part, late=self.weight_gradients.enabled)
         self._leaving().end_part(part)
 
     def release(self, part: LayerRange) -> None:
@@ -561,7 +561,7 @@ class ReshardingParameters:
     def finish(self) -> None:
         """See `Parameters.finish`."""
         self.settle()
-        self._passes.finish(late=self.weights.wanted)
+        self._passes.finish(late=self.weight_gradients.enabled)
         self._masters.put_gradients(self._leaving().wait())
         self._departures = None
 
@@ -599,11 +599,11 @@ class ReshardingParameters:
 
     def _watch(self) -> None:
         """Let modules wait for their parameters, and gradients say when they are complete. Once for all steps."""
-        homes = [*enumerate(self._network.layers), (HEAD, self._network.norm)]
+        homes = [*enumerate(self._adapter.layers), (HEAD, self._adapter.norm)]
         for home, module in homes:
             if module is not None:
                 module.register_forward_pre_hook(partial(self._before, self._wants[home]))
-        for layer, module in enumerate(self._network.layers):
+        for layer, module in enumerate(self._adapter.layers):
             module.register_forward_pre_hook(partial(self._passing, frozenset(self._bundles[layer + 1])))
         for number, copy in enumerate(self._copies.all):
             if copy.requires_grad:
@@ -618,7 +618,7 @@ class ReshardingParameters:
         Weights whose gradients come later, in halves of a backward, wait for the REDUCE.
         """
         states = args[0] if args else None
-        wanted = bool(self._passes) and torch.is_grad_enabled() and not self.weights.wanted
+        wanted = bool(self._passes) and torch.is_grad_enabled() and not self.weight_gradients.enabled
         if wanted and isinstance(states, torch.Tensor) and states.requires_grad:
             states.register_hook(lambda _: self._passes.layer_went_back(numbers))
 
@@ -658,14 +658,14 @@ class ReshardingParameters:
             )
         for line in plan.pipelines:
             layers = line.stages[-1].layers[1]
-            if layers != len(self._network.layers):
+            if layers != len(self._adapter.layers):
                 raise SeqloomError(
-                    f"a plan for {layers} layers and a model with {len(self._network.layers)}; make the plan for this "
+                    f"a plan for {layers} layers and a model with {len(self._adapter.layers)}; make the plan for this "
                     "model"
                 )
         for tensor in sorted({stage.tensor for line in plan.pipelines for stage in line.stages}):
             if tensor > 1:
-                self._network.check_tensor(tensor)
+                self._adapter.check_tp_degree(tensor)
 
 
 def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | None) -> None:

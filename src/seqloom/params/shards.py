@@ -191,26 +191,26 @@ def _flat(verb: str) -> Callable[..., object]:
 # anew.
 
 
-def weights_of(network: ModelAdapter) -> tuple[Weight, ...]:
+def weights_of(adapter: ModelAdapter) -> tuple[Weight, ...]:
     """Return the parameters of a network as layouts see them, in the order of the module.
 
     A parameter of which it is not known what needs it is needed everywhere: where only the layers of a model are known,
     all that is in none of them.
     """
-    places: list[tuple[int | str, nn.Module]] = list(enumerate(network.layers))
-    if network.embedding is not None and network.norm is not None:
-        places += [(EMBEDDING, network.embedding), (HEAD, network.norm), (HEAD, network.head)]
+    places: list[tuple[int | str, nn.Module]] = list(enumerate(adapter.layers))
+    if adapter.embedding is not None and adapter.norm is not None:
+        places += [(EMBEDDING, adapter.embedding), (HEAD, adapter.norm), (HEAD, adapter.head)]
     homes: dict[int, dict[int | str, None]] = {}
     for home, module in places:
         for parameter in module.parameters():
             homes.setdefault(id(parameter), {})[home] = None
-    everywhere = dict.fromkeys((EMBEDDING, *range(len(network.layers)), HEAD))
+    everywhere = dict.fromkeys((EMBEDDING, *range(len(adapter.layers)), HEAD))
     found = []
-    for name, parameter in network.module.named_parameters():
+    for name, parameter in adapter.module.named_parameters():
         if not parameter.ndim:
             raise SeqloomError(f"parameter {name} has no axis, and rows are what ranks share; make it a vector of one")
         home = tuple(homes.get(id(parameter), everywhere))
-        found.append(Weight(name, len(parameter), prod(parameter.shape[1:]), home, network.cuts.get(name)))
+        found.append(Weight(name, len(parameter), prod(parameter.shape[1:]), home, adapter.tp_axes.get(name)))
     return tuple(found)
 
 
@@ -333,7 +333,7 @@ class OptimizerShards:
         rows: the same memory as plain tensors, by number; optimisers and checkpoints write it in place.
     """
 
-    def __init__(self, network: ModelAdapter, transport: Transport, device: torch.device) -> None:
+    def __init__(self, adapter: ModelAdapter, transport: Transport, device: torch.device) -> None:
         """Cut the parameters of a network, which keeps none of its values.
 
         Args:
@@ -343,12 +343,12 @@ class OptimizerShards:
         """
         self._transport, self._device = transport, device
         self._mesh = _mesh(transport, device) if dist.is_initialized() else None
-        named = dict(network.module.named_parameters())
+        named = dict(adapter.module.named_parameters())
         self.names = tuple(named)
         self.shapes = tuple(each.shape for each in named.values())
         self.parameters: list[nn.Parameter] = []
         for name, parameter in named.items():
-            network.fill([(name, parameter)])
+            adapter.materialize([(name, parameter)])
             values = parameter.detach().contiguous()
             own = self._share(values)
             own = own if transport.ranks == 1 else own.clone()

@@ -150,15 +150,15 @@ class Limits:
         """Return `tokens` rounded up to the granule."""
         return -(-tokens // self.granule) * self.granule
 
-    def shard_groups(self, sharding: Sharding, host: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def shard_groups(self, sharding: Sharding, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Cut a host's ranks into shard groups: ranks that share parameter shards, and so take part in the same
         rounds.
         """
         if sharding == Sharding.FULL:
-            return (tuple(host),)
+            return (tuple(ranks),)
         if sharding in (Sharding.NONE, Sharding.FREE):
-            return tuple((rank,) for rank in host)
+            return tuple((rank,) for rank in ranks)
         nodes: dict[int, list[int]] = {}
-        for rank in host:
+        for rank in ranks:
             nodes.setdefault(rank // self.node_size, []).append(rank)
         return tuple(map(tuple, nodes.values()))

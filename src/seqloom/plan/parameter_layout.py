@@ -109,7 +109,7 @@ def step_layout(
     found = []
     for number, pipeline in enumerate(pipelines):
         parts = pipeline.parts
-        for host in range(len(pipeline.hosts)):
+        for host in range(len(pipeline.ranks_by_pp_rank)):
             stages = sorted(pipeline.stages_of(host), key=lambda stage: ((number, stage) in per_pass, stage))
             held: dict[int, int] = {}  # weight: tensor degree of the stage that has brought it
             for stage in stages:

@@ -76,10 +76,10 @@ class Pipeline:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of all hosts, host by host."""
-        return tuple(rank for host in self.hosts for rank in host)
+        return tuple(rank for host in self.ranks_by_pp_rank for rank in host)
 
     @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
+    def ranks_by_pp_rank(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every host."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
@@ -88,13 +88,13 @@ class Pipeline:
         """What every stage has of the model."""
         return tuple(LayerRange(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
 
-    def host_of(self, stage: int) -> int:
+    def pp_rank_of(self, stage: int) -> int:
         """Return the host, and so the row of `actions`, that runs a stage."""
-        return self.hosts.index(self.stages[stage].ranks)
+        return self.ranks_by_pp_rank.index(self.stages[stage].ranks)
 
-    def stages_of(self, host: int) -> tuple[int, ...]:
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages that a host runs."""
-        ranks = self.hosts[host]
+        ranks = self.ranks_by_pp_rank[pp_rank]
         return tuple(s for s, stage in enumerate(self.stages) if stage.ranks == ranks)
 
     @classmethod

@@ -51,7 +51,7 @@ class Plan:
         A shard group is a whole host (full sharding), a host's ranks in one node (hybrid) or one rank (none).
         Ranks of no stage are in no shard group.
         """
-        hosts = (host for pipeline in self.pipelines for host in pipeline.hosts)
+        hosts = (host for pipeline in self.pipelines for host in pipeline.ranks_by_pp_rank)
         return tuple(shard_group for host in hosts for shard_group in self.limits.shard_groups(self.sharding, host))
 
     @property
@@ -157,4 +157,4 @@ def outline(plan: Plan) -> str:
 
 def _name(line: Pipeline) -> str:
     tensors = dict.fromkeys(str(stage.tensor) for stage in line.stages)
-    return f"{'-'.join(tensors)}x{len(line.hosts)}/{len(line.ranks)}"
+    return f"{'-'.join(tensors)}x{len(line.ranks_by_pp_rank)}/{len(line.ranks)}"

@@ -20,7 +20,7 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Pipeline, Plan, Round, StageMicroBatch, in_order
-from seqloom.planners.fill import NEVER, Tables
+from seqloom.planners.loops import NEVER, BatchTables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
 """From the fastest, which keeps the most, to the slowest."""
@@ -81,7 +81,7 @@ class Problem:
         return next(c for c in CHECKPOINTS if self.capacities.get(c, -1) >= fullest)
 
     @cached_property
-    def search(self) -> Tables:
+    def search(self) -> BatchTables:
         """The same problem as plain arrays for the hot loops; lanes that are never used are left out."""
         tables = self.tables
         lanes = [0] + [lane for lane in (1, 2) if tables.cost[lane].any() or tables.fixed[lane].any()]
@@ -90,21 +90,21 @@ class Problem:
         degrees = np.unique(tables.degree)
         fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
         time = np.where(fits, (cost + fixed[:, :, None]).max(axis=0), NEVER)
-        alone = np.empty((len(degrees), len(self.lengths)), np.int64)
-        alone_shape = np.empty_like(alone)
+        solo_ns = np.empty((len(degrees), len(self.lengths)), np.int64)
+        solo_shape = np.empty_like(solo_ns)
         for index, degree in enumerate(degrees):
             shapes = np.flatnonzero(tables.degree == degree)
             best = time[shapes].argmin(axis=0)
-            alone_shape[index] = shapes[best]
-            alone[index] = time[shapes[best], np.arange(len(best))]
-        return Tables(
+            solo_shape[index] = shapes[best]
+            solo_ns[index] = time[shapes[best], np.arange(len(best))]
+        return BatchTables(
             tokens=tables.tokens,
             cost=cost,
             fixed=fixed,
             shape_degree=tables.degree,
             degrees=degrees,
-            alone=alone,
-            alone_shape=alone_shape,
+            solo_ns=solo_ns,
+            solo_shape=solo_shape,
             value=self._value(cost, fixed, fits),
             capacity=tables.capacity,
             ranks=self.cost.ranks,

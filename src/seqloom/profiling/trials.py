@@ -49,9 +49,9 @@ class StepTimer:
             stages: of all plans that are timed; none or one: no pipeline. Under free sharding any plan is timed.
         """
         self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
-        network = ModelAdapter.of(Transformer(cost.model, dtype=torch.float32, device=device))
+        adapter = ModelAdapter.of(Transformer(cost.model, dtype=torch.float32, device=device))
         compute = None if dtype == torch.float32 else dtype
-        ready = made_ready(network, split=len(stages) > 1 or cost.sharding == Sharding.FREE)
+        ready = made_ready(adapter, split=len(stages) > 1 or cost.sharding == Sharding.FREE)
         self._parameters = place(ready, transport, stages, cost, compute)
         self._settings = Optimiser()
         self._optimiser = make_optimiser(self._parameters.masters(), self._settings)

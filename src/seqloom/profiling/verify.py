@@ -95,11 +95,11 @@ def verify(
 
 def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], ModelAdapter]) -> Outcome:
     """Run one step of a plan on threads, with a model each, and return what the first rank holds in the end."""
-    networks = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
+    adapters = [build() for _ in range(plan.limits.ranks)]  # before: libraries draw and load for one thread at a time
 
     def body(transport: Transport) -> Outcome | None:
         kind = ReshardingParameters if plan.sharding == Sharding.FREE else ReplicatedParameters
-        parameters = kind(made_ready(networks[transport.rank]), transport)
+        parameters = kind(made_ready(adapters[transport.rank]), transport)
         bound = bind_plan(plan, transport)
         result = run_step(bound, parameters, lambda context: rank_rows(source, context, batch), batch.valid_tokens)
         gradients = {name: each for name, each in parameters.gradients() if transport.rank == 0}

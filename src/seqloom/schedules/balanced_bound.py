@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from seqloom.schedules.timing import Times
 
 
-def least_makespan(hosts: Sequence[int], times: Times) -> int:
+def least_makespan(pp_ranks: Sequence[int], times: Times) -> int:
     """Return a lower bound on the makespan of every schedule of these units, in the unit of `times`.
 
     A host cannot begin before the first unit has come through the stages before its own, nor be done before it has
@@ -15,12 +15,12 @@ def least_makespan(hosts: Sequence[int], times: Times) -> int:
     its weight halves may run meanwhile.
 
     Args:
-        hosts: the host of every stage.
+        pp_ranks: the host of every stage.
         times: int64[stages, units] each; the first unit is forwarded first.
     """
     best = 0
-    for host in range(max(hosts) + 1):
-        own = [stage for stage, other in enumerate(hosts) if other == host]
+    for host in range(max(pp_ranks) + 1):
+        own = [stage for stage, other in enumerate(pp_ranks) if other == host]
         forward, backward, weights = (int(column[own].sum()) for column in times[:3])
         head = int(times.forward[: own[0], 0].sum())
         tail = int((times.backward[: own[0]].sum(axis=0) + times.weights[0] * (own[0] > 0)).min())

@@ -119,36 +119,36 @@ def _paced(name: str, stages: int, units: tuple[Unit, ...], before: Sequence[int
 F, B = ActionKind.F, ActionKind.B
 
 
-def breadth_first(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
+def breadth_first(name: str, pp_size: int, chunks: int, pieces: Sequence[int]) -> Schedule:
     """All units forward through a chunk before any goes through the next; then backward likewise.
 
     Args:
         name: of the schedule.
-        hosts: of the pipeline.
+        pp_size: of the pipeline.
         chunks: stages per host.
         pieces: how many each sequence has, in forward order.
     """
     units = units_of(pieces)
-    return _looped(name, hosts, chunks, units, len(units), late=True)
+    return _looped(name, pp_size, chunks, units, len(units), late=True)
 
 
-def interleaved(name: str, hosts: int, chunks: int, pieces: Sequence[int]) -> Schedule:
+def interleaved(name: str, pp_size: int, chunks: int, pieces: Sequence[int]) -> Schedule:
     """Interleaved 1F1B over pieces, for any number of them.
 
     Args:
         name: of the schedule.
-        hosts: of the pipeline.
+        pp_size: of the pipeline.
         chunks: stages per host.
         pieces: how many each sequence has, in forward order.
     """
     units = units_of(pieces)
-    if len(set(pieces)) == 1 and hosts % pieces[0] == 0 and len(units) % hosts == 0:
-        return _looped(name, hosts, chunks, units, hosts)
+    if len(set(pieces)) == 1 and pp_size % pieces[0] == 0 and len(units) % pp_size == 0:
+        return _looped(name, pp_size, chunks, units, pp_size)
     longest = max(pieces, default=1)
-    fewest = -(-hosts // longest)  # sequences of a block that has at least p units
-    sizes = {hosts, *(longest * count for count in range(fewest, 2 * fewest + 1))}
-    orders = [breadth_first(name, hosts, chunks, pieces)]
-    orders += [_looped(name, hosts, chunks, units, size) for size in sorted(sizes)]
+    fewest = -(-pp_size // longest)  # sequences of a block that has at least p units
+    sizes = {pp_size, *(longest * count for count in range(fewest, 2 * fewest + 1))}
+    orders = [breadth_first(name, pp_size, chunks, pieces)]
+    orders += [_looped(name, pp_size, chunks, units, size) for size in sorted(sizes)]
     return _leanest_of_the_fast(orders)
 
 
@@ -166,7 +166,7 @@ def _leanest_of_the_fast(orders: Sequence[Schedule]) -> Schedule:
     return min((entry for entry in found if 100 * entry[1] <= 103 * fastest), key=lambda entry: entry[:2])[2]
 
 
-def _looped(name: str, hosts: int, chunks: int, units: tuple[Unit, ...], size: int, late: bool = False) -> Schedule:
+def _looped(name: str, pp_size: int, chunks: int, units: tuple[Unit, ...], size: int, late: bool = False) -> Schedule:
     """Build the order with blocks of so many units; `late`: backwards after all forwards."""
     back = list(backward_order(units))
     forwards = [(c, u) for block in _blocks(range(len(units)), size) for c in range(chunks) for u in block]
@@ -176,10 +176,10 @@ def _looped(name: str, hosts: int, chunks: int, units: tuple[Unit, ...], size: i
     needed = [len(forwards) if late else place[c, last[units[u].sequence]] + 1 for c, u in backwards]
     before = one_more_each(needed, len(forwards))
     rows = []
-    for r in range(hosts):
-        mine = [Action(c * hosts + r, F, u) for c, u in forwards]
-        rows.append(paced(mine, [Action(c * hosts + r, B, u) for c, u in backwards], before, 2 * (hosts - 1 - r)))
-    return Schedule(name, tuple(range(hosts)) * chunks, units, tuple(rows))
+    for r in range(pp_size):
+        mine = [Action(c * pp_size + r, F, u) for c, u in forwards]
+        rows.append(paced(mine, [Action(c * pp_size + r, B, u) for c, u in backwards], before, 2 * (pp_size - 1 - r)))
+    return Schedule(name, tuple(range(pp_size)) * chunks, units, tuple(rows))
 
 
 def _blocks(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -24,7 +24,7 @@ class Request(NamedTuple):
     """What is asked for, checked."""
 
     name: str
-    hosts: int
+    pp_size: int
     chunks: int
     pieces: tuple[int, ...]
     """Of every micro-batch."""
@@ -51,19 +51,19 @@ class Family(NamedTuple):
 _ONE, _LOOPED, _VEE = (1, 1), (2, None), (2, 2)
 
 FAMILIES: dict[str, Family] = {
-    "gpipe": Family(lambda r: strict.all_forwards_first(r.name, r.hosts, r.pieces), _ONE),
-    "1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
-    "interleaved": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
-    "breadth-first": Family(lambda r: looped.breadth_first(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
-    "zb-h1": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
-    "zb-h2": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times, 2), _ONE),
-    "zb-v": Family(lambda r: vee.zb_v(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
-    "v-half": Family(lambda r: vee.v_half(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
-    "v-min": Family(lambda r: vee.v_min(r.name, r.hosts, r.micro_batches, r.times), _VEE, "seq1f1b"),
-    "terapipe": Family(lambda r: strict.all_forwards_first(r.name, r.hosts, r.pieces), _ONE),
-    "seq1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.hosts, r.pieces), _ONE),
-    "seq1f1b-i": Family(lambda r: looped.interleaved(r.name, r.hosts, r.chunks, r.pieces), _LOOPED),
-    "seq1f1b-zb": Family(lambda r: zero_bubble.zero_bubble(r.name, r.hosts, r.pieces, r.times), _ONE),
+    "gpipe": Family(lambda r: strict.all_forwards_first(r.name, r.pp_size, r.pieces), _ONE),
+    "1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.pp_size, r.pieces), _ONE),
+    "interleaved": Family(lambda r: looped.interleaved(r.name, r.pp_size, r.chunks, r.pieces), _LOOPED),
+    "breadth-first": Family(lambda r: looped.breadth_first(r.name, r.pp_size, r.chunks, r.pieces), _LOOPED),
+    "zb-h1": Family(lambda r: zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times), _ONE),
+    "zb-h2": Family(lambda r: zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times, 2), _ONE),
+    "zb-v": Family(lambda r: vee.zb_v(r.name, r.pp_size, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
+    "v-half": Family(lambda r: vee.v_half(r.name, r.pp_size, r.micro_batches, r.times), _VEE, "seq1f1b-zb"),
+    "v-min": Family(lambda r: vee.v_min(r.name, r.pp_size, r.micro_batches, r.times), _VEE, "seq1f1b"),
+    "terapipe": Family(lambda r: strict.all_forwards_first(r.name, r.pp_size, r.pieces), _ONE),
+    "seq1f1b": Family(lambda r: strict.one_forward_one_backward(r.name, r.pp_size, r.pieces), _ONE),
+    "seq1f1b-i": Family(lambda r: looped.interleaved(r.name, r.pp_size, r.chunks, r.pieces), _LOOPED),
+    "seq1f1b-zb": Family(lambda r: zero_bubble.zero_bubble(r.name, r.pp_size, r.pieces, r.times), _ONE),
     "balanced": Family(lambda request: _balanced(request), (1, None)),
 }
 
@@ -135,11 +135,11 @@ def within(schedule: Schedule, memory: Fraction) -> None:
 
 def _balanced(request: Request) -> Schedule:
     """Equal pieces on equal stages, for the memory of Seq1F1B or what is asked for."""
-    hosts, units = tuple(range(request.hosts)) * request.chunks, units_of(request.pieces)
+    hosts, units = tuple(range(request.pp_size)) * request.chunks, units_of(request.pieces)
     held, one = shares(hosts, units)
     if request.memory is None:
-        order = strict.one_forward_one_backward(request.name, request.hosts, request.pieces)
-        cap = request.chunks * max(play(order, Times.equal(order), held[: request.hosts]).peak)
+        order = strict.one_forward_one_backward(request.name, request.pp_size, request.pieces)
+        cap = request.chunks * max(play(order, Times.equal(order), held[: request.pp_size]).peak)
     else:
         cap = math.floor(request.memory * one)
     return balanced(hosts, units, request.times, held, cap)

@@ -46,7 +46,7 @@ class Schedule:
     """
 
     name: str
-    hosts: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
     """The host of every stage; hosts are numbered in the order in which the stages name them."""
     units: tuple[Unit, ...]
     rows: Rows
@@ -54,8 +54,8 @@ class Schedule:
 
     def __repr__(self) -> str:
         """Name and size in one line."""
-        width = max(self.hosts, default=-1) + 1
-        return f"<Schedule {self.name}: {len(self.hosts)} stages on {width} hosts, {len(self.units)} units>"
+        width = max(self.pp_ranks, default=-1) + 1
+        return f"<Schedule {self.name}: {len(self.pp_ranks)} stages on {width} hosts, {len(self.units)} units>"
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -71,7 +71,7 @@ class Schedule:
     @property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
         """For every host, the hosts that have a stage next to one of its own."""
-        pairs = {(a, b) for a, b in pairwise(self.hosts) if a != b}
+        pairs = {(a, b) for a, b in pairwise(self.pp_ranks) if a != b}
         pairs |= {(b, a) for a, b in pairs}
         return tuple(tuple(sorted(b for a, b in pairs if a == host)) for host in range(len(self.rows)))
 
@@ -88,7 +88,7 @@ class Schedule:
     def with_messages(self) -> Rows:
         """The rows with every SEND directly after what makes it and every RECV as late as it may come."""
 
-        return with_messages(self.hosts, self.rows)
+        return with_messages(self.pp_ranks, self.rows)
 
     def to_csv(self) -> str:
         """The rows as a CSV file that torch.distributed.pipelining loads; see `files`."""
@@ -105,7 +105,7 @@ class Schedule:
         """The rows of a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once."""
         rows = []
         for host, row in enumerate(self.with_messages()):
-            stages = [stage for stage, own in enumerate(self.hosts) if own == host]
+            stages = [stage for stage, own in enumerate(self.pp_ranks) if own == host]
             gather = [Action(stage, ActionKind.UNSHARD) for stage in stages]
             end = [Action(stage, kind) for stage in stages for kind in (ActionKind.REDUCE, ActionKind.RESHARD)]
             rows.append((*gather, *row, *end))
@@ -235,7 +235,7 @@ def validate(
         one: what an error calls 1, for example the bytes of a micro-batch.
     """
     _shape(schedule)
-    table = Table(schedule.name, schedule.hosts, len(schedule.units), schedule.rows, schedule.links)
+    table = Table(schedule.name, schedule.pp_ranks, len(schedule.units), schedule.rows, schedule.links)
     with drawn(schedule.rows):
         complete(table)
         ordered(table)
@@ -257,11 +257,11 @@ def drawn(rows: Rows) -> Iterator[None]:
 
 def _shape(schedule: Schedule) -> None:
     """Check hosts and units."""
-    named = list(dict.fromkeys(schedule.hosts))
+    named = list(dict.fromkeys(schedule.pp_ranks))
     if named != list(range(len(named))) or not named:
-        value = f"{schedule.name} has its stages on hosts {list(schedule.hosts)}"
+        value = f"{schedule.name} has its stages on hosts {list(schedule.pp_ranks)}"
         must = "hosts are numbered from 0 in the order in which the stages name them"
-        raise broken("hosts", value, must, f"use {[named.index(host) for host in schedule.hosts] or [0]}")
+        raise broken("hosts", value, must, f"use {[named.index(host) for host in schedule.pp_ranks] or [0]}")
     done: Counter[int] = Counter()
     for number, unit in enumerate(schedule.units):
         if unit.piece != done[unit.sequence] or not 0 <= unit.piece < unit.pieces:
@@ -280,7 +280,7 @@ def _shape(schedule: Schedule) -> None:
 def _waits(schedule: Schedule) -> Callable[[Action], Action | None]:
     """Return what an action waits for: the same unit on the neighbouring stage."""
     split = {(a.stage, a.round) for row in schedule.rows for a in row if a.kind is I}
-    last = len(schedule.hosts) - 1
+    last = len(schedule.pp_ranks) - 1
 
     def awaits(action: Action) -> Action | None:
         stage, number = action.stage, action.round
@@ -295,7 +295,7 @@ def _waits(schedule: Schedule) -> Callable[[Action], Action | None]:
 
 def _memory(schedule: Schedule, cap: int | Sequence[int], held: np.ndarray | None, one: int) -> None:
     """Check that no host holds more than its cap."""
-    size = np.ones((len(schedule.hosts), len(schedule.units)), dtype=np.int64) if held is None else held
+    size = np.ones((len(schedule.pp_ranks), len(schedule.units)), dtype=np.int64) if held is None else held
     for h, row in enumerate(schedule.rows):
         most = cap if isinstance(cap, int) else cap[h]
         live = 0
@@ -328,11 +328,11 @@ _MAKES = {F: (1, ActionKind.SEND_F, ActionKind.RECV_F), B: (-1, ActionKind.SEND_
 _MAKES[I] = _MAKES[B]
 
 
-def with_messages(hosts: Sequence[int], rows: Rows) -> Rows:
+def with_messages(pp_ranks: Sequence[int], rows: Rows) -> Rows:
     """Return rows of computation with the messages that they need.
 
     Args:
-        hosts: host of every stage.
+        pp_ranks: host of every stage.
         rows: F, B, I and W per host, in an order that ends.
     """
     used = [_used_at(row) for row in rows]
@@ -343,11 +343,11 @@ def with_messages(hosts: Sequence[int], rows: Rows) -> Rows:
         for k, action in enumerate(row):
             step, send, receive = _MAKES.get(action.kind, (0, F, F))
             peer = action.stage + step
-            if step == 0 or not 0 <= peer < len(hosts) or hosts[peer] == h:
+            if step == 0 or not 0 <= peer < len(pp_ranks) or pp_ranks[peer] == h:
                 continue
             sends[h][k] = Action(action.stage, send, action.round)
             arrival = Action(peer, receive, action.round)
-            channels.setdefault(hosts[peer], []).append((used[hosts[peer]][arrival], arrival))
+            channels.setdefault(pp_ranks[peer], []).append((used[pp_ranks[peer]][arrival], arrival))
         for receiver, sent in channels.items():
             _receive(sent, receives[receiver])
     return tuple(tuple(_joined(row, sends[h], receives[h])) for h, row in enumerate(rows))

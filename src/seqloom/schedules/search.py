@@ -36,7 +36,7 @@ KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 class Problem:
     """What is to be put in order."""
 
-    hosts: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
     units: tuple[Unit, ...]
     durations: list[int]
     """Of every action."""
@@ -55,25 +55,25 @@ class Problem:
 
     @classmethod
     def of(
-        cls, hosts: Sequence[int], units: Sequence[Unit], times: Times, held: np.ndarray, message: int = 0
+        cls, pp_ranks: Sequence[int], units: Sequence[Unit], times: Times, held: np.ndarray, message: int = 0
     ) -> Problem:
         """Take arrays int64[stages, units] apart."""
-        needs = np.zeros((max(hosts) + 1, len(units)), dtype=np.int64)
-        np.add.at(needs, list(hosts), held)
+        needs = np.zeros((max(pp_ranks) + 1, len(units)), dtype=np.int64)
+        np.add.at(needs, list(pp_ranks), held)
         before, last = np.full(len(units), -1), {}
         for number, unit in enumerate(units):
             before[number] = last.get(unit.sequence, -1)
             last[unit.sequence] = number
         urgency = np.argsort(list(backward_order(units)))
-        first = np.arange(len(hosts))[:, None] * len(units)
+        first = np.arange(len(pp_ranks))[:, None] * len(units)
         return cls(
-            tuple(hosts),
+            tuple(pp_ranks),
             tuple(units),
             np.concatenate([column.ravel() for column in (times.forward, times.backward, times.alone)]).tolist(),
             held.ravel().tolist(),
             needs.tolist(),
             np.where(before < 0, -1, first + before).ravel().tolist(),
-            np.tile(urgency, len(hosts)).tolist(),
+            np.tile(urgency, len(pp_ranks)).tolist(),
             _least(units, needs),
             message,
         )
@@ -119,7 +119,7 @@ class State:
     """
 
     def __init__(self, problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> None:
-        hosts, width = problem.hosts, len(problem.units)
+        hosts, width = problem.pp_ranks, len(problem.units)
         self.problem, self.lead, self.room = problem, lead, list(caps)
         self.width, self.places, self.last = width, len(problem.held), len(hosts) - 1
         self.arrived = [width] + [0] * len(hosts)
@@ -145,7 +145,7 @@ class State:
         stage = place // self.width
         if kind == 0:
             if stage < self.last:
-                return self.problem.hosts[stage + 1]
+                return self.problem.pp_ranks[stage + 1]
             self.less(place, host)
             return -1
         self.weights[host].append(place)
@@ -154,7 +154,7 @@ class State:
         if not stage:
             return -1
         self.back[stage - 1] += 1
-        return self.problem.hosts[stage - 1]
+        return self.problem.pp_ranks[stage - 1]
 
     def arrive(self, host: int, code: int) -> None:
         """Hand what an action made to the host that waits for it."""
@@ -246,7 +246,7 @@ BUDGET = 12
 
 
 def balanced(
-    hosts: Sequence[int],
+    pp_ranks: Sequence[int],
     units: Sequence[Unit],
     times: Times,
     held: np.ndarray,
@@ -258,7 +258,7 @@ def balanced(
     """Return the fastest order found in which no host ever holds more than its cap.
 
     Args:
-        hosts: the host of every stage, as in `Schedule`. With several stages per host (interleaved, V), what a unit
+        pp_ranks: the host of every stage, as in `Schedule`. With several stages per host (interleaved, V), what a unit
             holds on all of them is set aside when the first takes it in: valid, but not as sparing as V can be.
         units: in forward order.
         times: of every unit on every stage, integers.
@@ -270,11 +270,11 @@ def balanced(
     Raises:
         PlanError: a sequence does not fit under the cap.
     """
-    problem = Problem.of(hosts, units, times, held, message)
+    problem = Problem.of(pp_ranks, units, times, held, message)
     caps = [cap] * len(problem.needs) if isinstance(cap, int) else list(cap)
     check_fits(problem, caps)
     best = searched(problem, caps, budget)
-    found = Schedule(NAME, problem.hosts, problem.units, best.actions(problem))
+    found = Schedule(NAME, problem.pp_ranks, problem.units, best.actions(problem))
     orders = [found, *_seq1f1b(problem, times, held, caps)]
     return min(orders, key=lambda order: play(order, times, message=message).makespan)
 
@@ -322,10 +322,10 @@ def _seq1f1b(problem: Problem, times: Times, held: np.ndarray, caps: Sequence[in
     """Seq1F1B whole and with weight halves as fillers, where it fits: one stage per host, sequences in turn."""
     pieces = {unit.sequence: unit.pieces for unit in problem.units}
     in_turn = [unit[1:] for unit in units_of(list(pieces.values()))] == [unit[1:] for unit in problem.units]
-    if len(problem.hosts) != len(problem.needs) or not in_turn:
+    if len(problem.pp_ranks) != len(problem.needs) or not in_turn:
         return []
-    rows = one_forward_one_backward(NAME, len(problem.hosts), list(pieces.values())).rows
-    whole = Schedule(NAME, problem.hosts, problem.units, rows)
+    rows = one_forward_one_backward(NAME, len(problem.pp_ranks), list(pieces.values())).rows
+    whole = Schedule(NAME, problem.pp_ranks, problem.units, rows)
     peaks = play(whole, times, held).peak
     if any(peak > cap for peak, cap in zip(peaks, caps, strict=True)):
         return []

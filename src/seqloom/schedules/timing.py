@@ -43,7 +43,7 @@ class Times(NamedTuple):
     @classmethod
     def equal(cls, schedule: Schedule, forward: int = 1, backward: int = 1, weights: int = 1) -> Times:
         """Return times that are the same for all units and stages."""
-        shape = len(schedule.hosts), len(schedule.units)
+        shape = len(schedule.pp_ranks), len(schedule.units)
         return cls(*(np.full(shape, value, dtype=np.int64) for value in (forward, backward, weights)))
 
 
@@ -97,7 +97,7 @@ def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[in
 
     A row that waits is taken up again when a row with a neighbouring stage has gone on.
     """
-    hosts, rows = schedule.hosts, schedule.rows
+    hosts, rows = schedule.pp_ranks, schedule.rows
     last = len(hosts) - 1
     forward, backward, weights, alone = (column.tolist() for column in (*times[:3], times.alone))
     gone: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when F has ended, by stage and unit
@@ -201,13 +201,13 @@ def figures(schedule: Schedule, forward: Fraction, backward: Fraction, weights: 
 
 def sizes(schedule: Schedule) -> tuple[np.ndarray, int]:
     """int64[stages, units], the share of a micro-batch on a host that a unit on a stage is; and what all of it is."""
-    return shares(schedule.hosts, schedule.units)
+    return shares(schedule.pp_ranks, schedule.units)
 
 
-def shares(hosts: Sequence[int], units: Sequence[Unit]) -> tuple[np.ndarray, int]:
+def shares(pp_ranks: Sequence[int], units: Sequence[Unit]) -> tuple[np.ndarray, int]:
     """`sizes` of a schedule that is not made yet."""
-    count = Counter(hosts)
-    chunks = np.array([count[host] for host in hosts], dtype=np.int64)
+    count = Counter(pp_ranks)
+    chunks = np.array([count[host] for host in pp_ranks], dtype=np.int64)
     pieces = np.array([unit.pieces for unit in units], dtype=np.int64)
     parts = np.outer(chunks, pieces)
     one = math.lcm(*np.unique(parts).tolist())

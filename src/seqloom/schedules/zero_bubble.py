@@ -89,7 +89,7 @@ def squeezed(
         freedom: how far a host may depart from its row.
     """
     caps = [cap] * len(schedule.rows) if isinstance(cap, int) else list(cap)
-    sizes = np.ones((len(schedule.hosts), len(schedule.units)), dtype=np.int64) if held is None else held
+    sizes = np.ones((len(schedule.pp_ranks), len(schedule.units)), dtype=np.int64) if held is None else held
     rows = _Run(schedule, times, caps, sizes, freedom).rows()
     return None if rows is None else replace(schedule, rows=rows)
 
@@ -100,7 +100,7 @@ class _Run:
     def __init__(self, schedule: Schedule, times: Times, caps: list[int], held: np.ndarray, freedom: Freedom) -> None:
         self.caps, self.freedom = caps, freedom
         self.held: list[list[int]] = held.tolist()
-        self.last = len(schedule.hosts) - 1
+        self.last = len(schedule.pp_ranks) - 1
         self.forward, self.backward, self.weights = (
             column.tolist() for column in (times.forward, times.backward, times.alone)
         )
@@ -247,41 +247,41 @@ F, B = ActionKind.F, ActionKind.B
 PERIOD = 6
 
 
-def zb_v(name: str, hosts: int, micro_batches: int, times: Times) -> Schedule:
+def zb_v(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
     """ZB-V: the memory of 1F1B, and no bubble where F, I and W take the same time.
 
     Args:
         name: of the schedule.
-        hosts: of the pipeline, with two stages each.
+        pp_size: of the pipeline, with two stages each.
         micro_batches: in one piece each.
         times: of every unit on every stage.
     """
     rows = []
-    for r in range(hosts):
-        turns = [("f", 2 * (hosts - r) - 1), ("gf", r), ("gb", hosts - r), ("fagb", 4 * micro_batches)]
-        rows.append(_in_turn(r, 2 * hosts - 1 - r, micro_batches, turns))
-    return best_of(_vee(name, hosts, micro_batches, rows), times, (2 * hosts,))
+    for r in range(pp_size):
+        turns = [("f", 2 * (pp_size - r) - 1), ("gf", r), ("gb", pp_size - r), ("fagb", 4 * micro_batches)]
+        rows.append(_in_turn(r, 2 * pp_size - 1 - r, micro_batches, turns))
+    return best_of(_vee(name, pp_size, micro_batches, rows), times, (2 * pp_size,))
 
 
-def v_half(name: str, hosts: int, micro_batches: int, times: Times) -> Schedule:
+def v_half(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
     """V-Half: about half the memory of 1F1B. Arguments as `zb_v`."""
-    extra = 3 if hosts % 2 == 0 else 0
+    extra = 3 if pp_size % 2 == 0 else 0
 
     def slots(r: int) -> tuple[int, int, int, int]:
-        return 2 * r, 3 * hosts - r - 2, 3 * hosts + extra + 2 * r - 1, 6 * hosts + extra - r - 2
+        return 2 * r, 3 * pp_size - r - 2, 3 * pp_size + extra + 2 * r - 1, 6 * pp_size + extra - r - 2
 
-    return best_of(_repeated(name, hosts, micro_batches, slots), times, (hosts + 2,), IN_ORDER + RUN_AHEAD)
+    return best_of(_repeated(name, pp_size, micro_batches, slots), times, (pp_size + 2,), IN_ORDER + RUN_AHEAD)
 
 
-def v_min(name: str, hosts: int, micro_batches: int, times: Times) -> Schedule:
+def v_min(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
     """V-Min: about a third of the memory of 1F1B. Arguments as `zb_v`."""
-    extra = 2 if hosts % 3 == 0 else 0
-    cap = 2 * -(-(hosts + 2) // 3)
+    extra = 2 if pp_size % 3 == 0 else 0
+    cap = 2 * -(-(pp_size + 2) // 3)
 
     def slots(r: int) -> tuple[int, int, int, int]:
-        return r, 2 * hosts - r - 1, 2 * hosts + extra + r, 4 * hosts + extra - r - 1
+        return r, 2 * pp_size - r - 1, 2 * pp_size + extra + r, 4 * pp_size + extra - r - 1
 
-    return best_of(_repeated(name, hosts, micro_batches, slots), times, (cap,), IN_ORDER + RUN_AHEAD)
+    return best_of(_repeated(name, pp_size, micro_batches, slots), times, (cap,), IN_ORDER + RUN_AHEAD)
 
 
 def _in_turn(down: int, up: int, micro_batches: int, turns: list[tuple[str, int]]) -> tuple[Action, ...]:
@@ -301,17 +301,19 @@ def _in_turn(down: int, up: int, micro_batches: int, turns: list[tuple[str, int]
     return tuple(row)
 
 
-def _repeated(name: str, hosts: int, micro_batches: int, slots: Callable[[int], tuple[int, int, int, int]]) -> Schedule:
+def _repeated(
+    name: str, pp_size: int, micro_batches: int, slots: Callable[[int], tuple[int, int, int, int]]
+) -> Schedule:
     """Repeat the four slots of one micro-batch on every host, in the order of the lanes, every period."""
     rows = []
-    for r in range(hosts):
-        down, up = r, 2 * hosts - 1 - r
+    for r in range(pp_size):
+        down, up = r, 2 * pp_size - 1 - r
         block = zip(slots(r), ((down, F), (up, F), (up, B), (down, B)), strict=True)
         entries = sorted((at + PERIOD * u, s, k, u) for at, (s, k) in block for u in range(micro_batches))
         rows.append(tuple(Action(stage, kind, u) for _, stage, kind, u in entries))
-    return _vee(name, hosts, micro_batches, rows)
+    return _vee(name, pp_size, micro_batches, rows)
 
 
-def _vee(name: str, hosts: int, micro_batches: int, rows: list[tuple[Action, ...]]) -> Schedule:
-    placement = (*range(hosts), *reversed(range(hosts)))
+def _vee(name: str, pp_size: int, micro_batches: int, rows: list[tuple[Action, ...]]) -> Schedule:
+    placement = (*range(pp_size), *reversed(range(pp_size)))
     return Schedule(name, placement, units_of([1] * micro_batches), tuple(rows))

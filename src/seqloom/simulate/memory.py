@@ -20,7 +20,7 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
         if len(pipeline.stages) == 1:
             peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
             continue
-        for host, ranks in enumerate(pipeline.hosts):
+        for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
             used = _state(plan, cost, pipeline, host) + _walk(plan, cost, pipeline, host)[list(ranks)]
             peak[list(ranks)] = np.ceil(used).astype(np.int64)
     return peak
@@ -42,12 +42,12 @@ def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.nda
     working = max(stage.working_bytes() for stage in stages.values())
     passes = _passes(cost, pipeline)
     state = {}
-    for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.hosts[host]):
+    for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[host]):
         own = working
         for number, stage in stages.items():
             own += passes[number].always if number in passes else stage.state_bytes(len(shard_group))
         state |= dict.fromkeys(shard_group, own)
-    return np.array([state[rank] for rank in pipeline.hosts[host]], dtype=np.float64)
+    return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[host]], dtype=np.float64)
 
 
 def _stage_memory(cost: CostModel, pipeline: Pipeline, stage: int) -> StageMemory:

@@ -172,7 +172,7 @@ def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) 
             waiting = receives[stage, kind, r]
             missing = f"{waiting} of pipeline {number} is never sent; add {Action(stage, kind, r)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
-    host = [pipeline.host_of(stage) for stage in range(len(pipeline.stages))]
+    host = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
     price = cache(partial(message_ns, cost, pipeline))
     for stage, kind, r in sorted(sends):
         other = stage + _TO_NEXT[kind]

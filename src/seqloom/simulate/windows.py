@@ -57,12 +57,12 @@ class IdenticalStages:
     def of(cls, plan: Plan, cost: CostModel, number: int) -> IdenticalStages:
         """Look at the hosts of one pipeline of a plan."""
         pipeline, size = plan.pipelines[number], cost.node_size
-        hosts = pipeline.hosts
+        hosts = pipeline.ranks_by_pp_rank
         width, start = len(hosts[0]), hosts[0][0]
         even = all(host == tuple(range(start + h * width, start + (h + 1) * width)) for h, host in enumerate(hosts))
         alike = even and start % width == 0 and (size % width == 0 or width % size == 0)
         home = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
-        own = [hosts[pipeline.host_of(stage)][0] for stage in range(len(pipeline.stages))]
+        own = [hosts[pipeline.pp_rank_of(stage)][0] for stage in range(len(pipeline.stages))]
         return cls(
             shares=tuple(stage_shares(pipeline)),
             first=tuple(own),
@@ -472,7 +472,7 @@ def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
     costs = [(0, 0)]
     for pipeline in plan.pipelines:
         if len(pipeline.stages) > 1:
-            costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.hosts))]
+            costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.ranks_by_pp_rank))]
             continue
         own = cost.with_tensor(pipeline.stages[0].tensor)
         for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
@@ -486,7 +486,7 @@ def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tup
 
     Stages of a host have one tensor degree, or are priced by that of the first.
     """
-    stages, ranks = pipeline.stages_of(host), pipeline.hosts[host]
+    stages, ranks = pipeline.stages_of(host), pipeline.ranks_by_pp_rank[host]
     own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
     shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
     return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))

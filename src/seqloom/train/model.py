@@ -18,9 +18,9 @@ from torch import nn
 
 from seqloom.cost import CostModel
 from seqloom.dist import Transport
-from seqloom.models import ModelAdapter, Transformer, compile_layers, recompute_layers, split_weights
-from seqloom.models.deferred_init import Values
-from seqloom.models.files import config_of, details_of, parameters_in, write_model
+from seqloom.models import ModelAdapter, Transformer, compile_layers, defer_weight_gradients, recompute_layers
+from seqloom.models.deferred_init import DeferredParameters
+from seqloom.models.files import config_of, load_options, parameters_in, write_model
 from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
@@ -64,12 +64,12 @@ class ModelFamily:
 def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Make the reference model, with fresh parameters or those that the config names: see `Build`."""
     settings = config.model
-    details = details_of(str(settings.spec)) if settings.parameters is not None else None
+    details = load_options(str(settings.spec)) if settings.parameters is not None else None
     model = Transformer(model_spec(config), details, dtype=dtype, device="meta")
     config_of(model.spec, model.details)  # refuse now what could not be written in the end
     given = settings.parameters
     read = partial(model.drawn, settings.seed) if given is None else parameters_in(model, given)
-    return replace(ModelAdapter.of(model), values=None if device.type == "meta" else Values(read, device))
+    return replace(ModelAdapter.of(model), deferred=None if device.type == "meta" else DeferredParameters(read, device))
 
 
 def save_reference(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
@@ -111,7 +111,7 @@ def gathered(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[s
 # The model of a run on one rank: its layers made ready, its parameters where the run's plans want them.
 
 
-def made_ready(network: ModelAdapter, *, compiled: bool = False, split: bool = True) -> ModelAdapter:
+def made_ready(adapter: ModelAdapter, *, compiled: bool = False, split: bool = True) -> ModelAdapter:
     """Return a network whose layers recompute and split their backward as plans ask for.
 
     Args:
@@ -120,20 +120,20 @@ def made_ready(network: ModelAdapter, *, compiled: bool = False, split: bool = T
         split: whether plans may split backwards; those of one stage have no use for it.
     """
     if compiled:
-        compile_layers(network.layers)
-    recompute_layers(network.layers)
-    return replace(network, weights=split_weights(network.layers)) if split else network
+        compile_layers(adapter.layers)
+    recompute_layers(adapter.layers)
+    return replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers)) if split else adapter
 
 
-def require_parts(network: ModelAdapter, tensor_degrees: Sequence[int] = ()) -> None:
+def require_parts(adapter: ModelAdapter, tensor_degrees: Sequence[int] = ()) -> None:
     """Refuse a model that cannot be cut into stages or by these degrees, and parameters that no stage would hold."""
-    parameters_of(network, LayerRange(0, len(network.layers), len(network.layers)))
+    parameters_of(adapter, LayerRange(0, len(adapter.layers), len(adapter.layers)))
     for degree in tensor_degrees:
-        network.check_tensor(degree)
+        adapter.check_tp_degree(degree)
 
 
 def place(
-    network: ModelAdapter, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
+    adapter: ModelAdapter, transport: Transport, stages: Sequence[Stage], cost: CostModel, compute: torch.dtype | None
 ) -> Parameters:
     """Shard the parameters over all ranks, or every stage's over its own; under free sharding plans move them.
 
@@ -146,12 +146,12 @@ def place(
     """
     parameters: Parameters
     if cost.sharding == Sharding.FREE:
-        parameters = ReshardingParameters(network, transport, compute=compute)
+        parameters = ReshardingParameters(adapter, transport, compute=compute)
     elif len(stages) > 1:
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
-        parameters = PipelineFSDP(network, transport, placement, compute=compute)
+        parameters = PipelineFSDP(adapter, transport, placement, compute=compute)
     else:
-        parameters = FSDPParameters(network, transport, cost.sharding, node_size=cost.node_size, compute=compute)
-    if network.values is not None:
-        network.values.close()
+        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+    if adapter.deferred is not None:
+        adapter.deferred.close()
     return parameters

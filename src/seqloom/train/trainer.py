@@ -132,7 +132,7 @@ QUARTERS = 4
 
 
 def warm_up(
-    network: ModelAdapter,
+    adapter: ModelAdapter,
     plans: Sequence[Plan],
     longest: int,
     dtype: torch.dtype,
@@ -155,7 +155,7 @@ def warm_up(
     capacity = max(tokens for plan in plans for _, tokens in plan.limits.capacity)
     built = 0
     for degree in sorted({degree for plan in plans for degree in _degrees(plan)}):
-        for heads, kv_heads, dim, window, scale in network.calls:
+        for heads, kv_heads, dim, window, scale in adapter.attention_specs:
             built += warm_up_attention(
                 heads,
                 kv_heads,
@@ -231,8 +231,8 @@ class Trainer:
         self._compute = compute or masters
         stages = setup.planners.stages
         built = kind.build(config, self.device, masters)
-        self._network = made_ready(built, compiled=config.model.compile, split=setup.planners.cut)
-        self.parameters = place(self._network, transport, stages, setup.cost, compute)
+        self._adapter = made_ready(built, compiled=config.model.compile, split=setup.planners.cut)
+        self.parameters = place(self._adapter, transport, stages, setup.cost, compute)
         self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
@@ -290,7 +290,7 @@ class Trainer:
         small = small_plans(setup.planners.strategies, setup.cost) if self.transport.rank == 0 else None
         rehearsed = self.plans.hand_out(small) if setup.planners.strategies else []
         longest = setup.cost.max_length or int(setup.source.lengths.max())
-        warm_up(self._network, [first, *rehearsed], longest, self._compute, self.device, note)
+        warm_up(self._adapter, [first, *rehearsed], longest, self._compute, self.device, note)
         for plan in rehearsed:
             self._at(f"rehearsal of {outline(plan)}, plan {plan.hash[:12]}")
             rehearse(self._bound(plan), self.parameters)
@@ -314,7 +314,9 @@ class Trainer:
         """Run one step and update the parameters."""
         begin = time.perf_counter()
         bound = self._bound(taken.plan)
-        if any(len(line.hosts) > 1 for line in taken.plan.pipelines):  # if a stage hangs, say for which it waits
+        if any(
+            len(line.ranks_by_pp_rank) > 1 for line in taken.plan.pipelines
+        ):  # if a stage hangs, say for which it waits
             self._at(f"step {taken.step}, plan {taken.plan.hash[:12]}", where=bound.progress.report)
         rows = self.setup.source
         result = run_step(bound, self.parameters, lambda context: rank_rows(rows, context, batch), batch.valid_tokens)
@@ -326,7 +328,7 @@ class Trainer:
         return bind_plan(plan, self.transport, device=self.device, check=False, prepare=self._prepare)
 
     def _prepare(self, context: Context) -> None:
-        self._network.prepare(context, self._compute)
+        self._adapter.prepare(context, self._compute)
 
     def _update(self, number: int, result: StepResult) -> float:
         """Clip, set the rate, step the optimiser; return the rate."""
@@ -394,9 +396,9 @@ class Trainer:
     def _write_model(self) -> None:
         """Write the trained model; also when nothing was left to do, since a crash may have been."""
         leads = self.transport.rank == 0
-        state = gathered(self._network.module, self.parameters, keep=leads)
+        state = gathered(self._adapter.module, self.parameters, keep=leads)
         if leads:
-            self._kind.save(self.config, self._network.module, state)
+            self._kind.save(self.config, self._adapter.module, state)
 
     def _resumed(self) -> int:
         """Load the checkpoint to begin from, if any; return the steps that are done."""

@@ -44,16 +44,16 @@ def forward(context, dtype=torch.float64, **options):
 @pytest.mark.parametrize("dtype, wide", [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)], ids=str)
 def test_one_buffer_per_document_and_gradients_in_wide_numbers(dtype, wide):
     """Keys and values of all 30 tokens from the first piece on; gradients of the 20 before the last."""
-    carry = KVCache()
+    kv_cache = KVCache()
     keys = 30 * ROW * dtype.itemsize
     outs = []
-    for context in case().bind(SingleRankTransport(), carry):
+    for context in case().bind(SingleRankTransport(), kv_cache):
         outs.append(forward(context, dtype))
-        assert carry.bytes == keys
+        assert kv_cache.bytes == keys
     for n, out in zip((2, 1, 0), reversed(outs), strict=True):
         out.sum().backward()
-        assert carry.bytes == (keys + 20 * ROW * wide if n else 0)
-    carry.check_empty()
+        assert kv_cache.bytes == (keys + 20 * ROW * wide if n else 0)
+    kv_cache.check_empty()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
@@ -97,18 +97,18 @@ def test_the_prefix_is_read_where_it_lies():
 
             return Watched()
 
-    carry = KVCache()
-    for context in case().bind(SingleRankTransport(), carry):
+    kv_cache = KVCache()
+    for context in case().bind(SingleRankTransport(), kv_cache):
         forward(context, kernels=Watching())
     assert [rows for rows, _, _ in seen] == [12, 8, 12, 10, 20]
     assert len({pointer for _, *pointers in seen for pointer in pointers}) == 1
 
 
 def test_evaluation_frees_a_document_after_its_last_piece():
-    carry, held = KVCache(backward=False), []
-    for context in case().bind(SingleRankTransport(), carry):
+    kv_cache, held = KVCache(backward=False), []
+    for context in case().bind(SingleRankTransport(), kv_cache):
         forward(context)
-        held.append(carry.bytes)
+        held.append(kv_cache.bytes)
     assert held == [30 * ROW * 8, 30 * ROW * 8, 0]
 
 
@@ -159,13 +159,13 @@ def test_a_round_that_remaps_around_attention():
     inputs = whole.inputs(torch.float64)
 
     def body(transport):
-        carry, outs = KVCache(), []
+        kv_cache, outs = KVCache(), []
         for work in given:
-            context = bind(work, transport, shard_groups=[(0, 1)], pieces={0: PIECES}, carry=carry)
+            context = bind(work, transport, shard_groups=[(0, 1)], pieces={0: PIECES}, kv_cache=kv_cache)
             own = [x[context.positions].requires_grad_() for x in inputs[:3]]
             outs.append((own, attention(*own, context, layer=0), inputs.dout[context.positions]))
         found = [torch.autograd.grad(out, own, dout) for own, out, dout in reversed(outs)]
-        carry.check_empty()
+        kv_cache.check_empty()
         return [torch.cat(parts) for parts in zip(*reversed(found), strict=True)]
 
     dq, dk, dv = run_ranks(2, body, strict=True)[0]
@@ -176,10 +176,10 @@ def test_a_round_that_remaps_around_attention():
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
-def bound(spans=PIECES, *, at=0, carry=None, group=None, **options):
+def bound(spans=PIECES, *, at=0, kv_cache=None, group=None, **options):
     group = replace(group or Group((0,), 1, 1, ()), spans=(spans[at],))
     work = StageMicroBatch((group,), Checkpoint.NONE)
-    return bind(work, SingleRankTransport(), pieces={0: tuple(spans)}, carry=carry or KVCache(), **options)
+    return bind(work, SingleRankTransport(), pieces={0: tuple(spans)}, kv_cache=kv_cache or KVCache(), **options)
 
 
 def test_a_layer_must_be_named():
@@ -196,11 +196,11 @@ def test_a_layer_must_be_named():
 
 def test_a_carry_must_be_given():
     work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
-    with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*carry=one Carry\(\)"):
+    with pytest.raises(SeqloomError, match=r"document 0 is in pieces.*None.*kv_cache=one KVCache\(\)"):
         forward(bind(work, SingleRankTransport(), pieces={0: PIECES}))
     late = StageMicroBatch((Group((0,), 1, 1, (PIECES[1],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=r"begins at token 12.*pieces= of the plan"):
-        forward(bind(late, SingleRankTransport(), carry=KVCache()))
+        forward(bind(late, SingleRankTransport(), kv_cache=KVCache()))
 
 
 def test_what_pieces_cannot_be_combined_with():
@@ -213,7 +213,11 @@ def test_what_pieces_cannot_be_combined_with():
             Group((0, 1), 1, 2, PIECES[:1], route=Route((0, 1), 1)),
         ):
             context = bind(
-                StageMicroBatch((group,), Checkpoint.NONE), transport, node_size=1, pieces={0: PIECES}, carry=KVCache()
+                StageMicroBatch((group,), Checkpoint.NONE),
+                transport,
+                node_size=1,
+                pieces={0: PIECES},
+                kv_cache=KVCache(),
             )
             with pytest.raises(SeqloomError, match=r"(method gather|a route) for document 0.*needs method ring"):
                 forward(context)
@@ -222,8 +226,8 @@ def test_what_pieces_cannot_be_combined_with():
 
 
 def test_pieces_out_of_turn():
-    carry = KVCache()
-    first, second, third = (bound(at=n, carry=carry) for n in range(3))
+    kv_cache = KVCache()
+    first, second, third = (bound(at=n, kv_cache=kv_cache) for n in range(3))
     with pytest.raises(SeqloomError, match=r"layer 0: piece 1 of document 0.*piece 0 has not been forward"):
         forward(second)
     outs = [forward(first), forward(second)]
@@ -236,14 +240,14 @@ def test_pieces_out_of_turn():
     with pytest.raises(SeqloomError, match=r"piece 2.*goes forward, but its backward is done"):
         forward(third)
     with pytest.raises(SeqloomError, match=r"document 0 in layer 0, whose piece 1 has not gone backward"):
-        carry.check_empty()
-    carry.clear()
-    carry.check_empty()
+        kv_cache.check_empty()
+    kv_cache.clear()
+    kv_cache.check_empty()
 
 
 def test_a_carry_of_evaluation_has_no_backward():
-    carry = KVCache(backward=False)
-    outs = [forward(bound(at=n, carry=carry)) for n in range(3)]
+    kv_cache = KVCache(backward=False)
+    outs = [forward(bound(at=n, kv_cache=kv_cache)) for n in range(3)]
     with pytest.raises(SeqloomError, match=r"no keys of document 0 for the backward of piece 2.*backward=False"):
         outs[2].sum().backward()
 
@@ -259,4 +263,4 @@ def test_a_carry_of_evaluation_has_no_backward():
 def test_pieces_that_cannot_be_true(pieces, words):
     work = StageMicroBatch((Group((0,), 1, 1, (PIECES[0],)),), Checkpoint.NONE)
     with pytest.raises(SeqloomError, match=words):
-        bind(work, SingleRankTransport(), pieces={0: pieces}, carry=KVCache())
+        bind(work, SingleRankTransport(), pieces={0: pieces}, kv_cache=KVCache())

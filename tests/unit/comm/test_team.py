@@ -62,10 +62,10 @@ def test_rows_of_members_are_sorted_by_an_index_where_the_plan_lists_documents_o
 
 
 def test_a_column_shares_pieces_and_carry():
-    piece, carry = Span(0, 4, 16), object()
+    piece, kv_cache = Span(0, 4, 16), object()
     pieces = {0: (Span(0, 0, 4), piece)}
-    context = bind(work_of(Group((0, 1), 2, 1, (piece,))), Place(0), tensor=2, pieces=pieces, carry=carry)
-    assert context.team.column.carry is carry and context.team.column.pieces == context.pieces == pieces
+    context = bind(work_of(Group((0, 1), 2, 1, (piece,))), Place(0), tensor=2, pieces=pieces, kv_cache=kv_cache)
+    assert context.team.column.kv_cache is kv_cache and context.team.column.pieces == context.pieces == pieces
 
 
 def test_a_rank_without_a_group_is_a_team_of_its_own():

@@ -146,7 +146,7 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
             for action, move in zip(row, pass_moves(row, stages_per_pass(line)), strict=True):
                 if move is not None:
                     own = pass_times(cost, line.stages[action.stage], line.parts[action.stage]).of(move)
-                    spent |= {rank: spent[rank] + own for rank in line.hosts[host]}
+                    spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[host]}
     events = found.events
     chosen = np.isin(events.kind, (EventKind.GATHER, EventKind.SUM))
     taken = np.bincount(events.rank[chosen], (events.stop - events.start)[chosen], 8)
@@ -170,7 +170,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
         for stage, own in enumerate(line.stages):
             memory = StageMemory(cost.with_tensor(own.tensor), line.parts[stage])
             each = memory.holding(kept, offload=False)
-            row = [action for action in line.actions[line.host_of(stage)] if str(action.kind) in "FB"]
+            row = [action for action in line.actions[line.pp_rank_of(stage)] if str(action.kind) in "FB"]
             for rank in own.ranks:
                 most = live = 0.0
                 for action in row:

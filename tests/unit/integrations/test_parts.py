@@ -38,11 +38,11 @@ def test_parts_in_turn_are_the_whole(name, tokens):
     context = bind_single_rank((5, 3, 1) if tokens else ())
     ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
     models = [model_of(name) for _ in range(2)]
-    networks = [model_adapter(attach(model)) for model in models]
-    wanted = LossOf(networks[0])(ids, labels, context)
+    adapters = [model_adapter(attach(model)) for model in models]
+    wanted = LossOf(adapters[0])(ids, labels, context)
     found = ids
     for part in CUTS:
-        found = LossOf(networks[1])(found, labels, context, part)
+        found = LossOf(adapters[1])(found, labels, context, part)
     assert torch.equal(found, wanted)
     wanted.backward()
     found.backward()
@@ -71,7 +71,7 @@ def test_granite_is_refused_where_it_is_cut():
 def test_parts_are_found_without_values():
     with torch.device("meta"):
         found = model_adapter(attach(tiny_model("qwen3")))
-    assert not found.whole and found.embedding is found.module.model.embed_tokens
+    assert not found.single_stage_reason and found.embedding is found.module.model.embed_tokens
 
 
 class Decoder(nn.Module):

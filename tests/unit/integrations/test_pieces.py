@@ -22,7 +22,7 @@ PIECES = (Span(0, 0, 8), Span(0, 8, 11), Span(0, 11, 20))
 @pytest.mark.parametrize(("name", "checkpoint"), [("llama", "none"), ("qwen2-windows", "selective")])
 def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
     plain, model = tiny_model(name), tiny_model(name)
-    own, carry, losses = model_adapter(attach(model)), KVCache(), []
+    own, kv_cache, losses = model_adapter(attach(model)), KVCache(), []
     if compiled:
         torch._dynamo.reset()
         compile_layers(own.layers, backend="aot_eager")
@@ -31,11 +31,11 @@ def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
     one_by_one(plain, [ids])
     for piece in PIECES:
         work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint(checkpoint))
-        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, carry=carry)
+        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, kv_cache=kv_cache)
         rows = slice(piece.start, piece.stop)
         losses.append(LossOf(own)(ids[rows], targets(ids)[rows], context))
     for loss in reversed(losses):
         loss.backward()
-    carry.check_empty()
+    kv_cache.check_empty()
     for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
         assert float((found - wanted).norm()) <= 1e-9 * float(wanted.norm())

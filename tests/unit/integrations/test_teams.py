@@ -17,7 +17,7 @@ from seqloom.integrations.transformers.tensor_parallel import Region, team_layer
 from seqloom.layout import Span
 from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
+from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
 from support.teams import slice_parameters, whole_gradients
 from support.tiny_models import SIZES, documents, gradients, one_by_one, randomised, targets, tiny_model
@@ -44,12 +44,12 @@ def assert_same(
     def body(transport):
         own = model_adapter(models[transport.rank])
         if split:
-            own = replace(own, weights=split_weights(own.layers))
+            own = replace(own, weight_gradients=defer_weight_gradients(own.layers))
         recompute_layers(own.layers)
         slice_parameters(own, tensor, transport.rank % tensor)
-        before, carry, losses = hooks(own.module), KVCache(), []
+        before, kv_cache, losses = hooks(own.module), KVCache(), []
         for groups in rounds:
-            options = {"pieces": pieces, "carry": carry, "tensor": tensor}
+            options = {"pieces": pieces, "kv_cache": kv_cache, "tensor": tensor}
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             own.prepare(context, torch.float64)
             none = [torch.empty(0, dtype=torch.int64)]
@@ -57,12 +57,12 @@ def assert_same(
             if stages:
                 given = LossOf(own)(given, None, context, LayerRange(0, 1, 2))
             losses.append(LossOf(own)(given, wanted, context, LayerRange(1, 2, 2) if stages else None))
-        with own.weights.deferred(0):
+        with own.weight_gradients.deferred(0):
             sum(losses).backward()
         assert not split or own.layers[0].mlp.down_proj.weight.grad is None
-        own.weights.run(0)
+        own.weight_gradients.run(0)
         assert hooks(own.module) == before, "what a layer put up it has taken away"
-        return own.cuts
+        return own.tp_axes
 
     cuts = run_ranks(ranks, body, strict=True)[0]
     found = whole_gradients([gradients(model) for model in models], cuts, tensor)
@@ -127,10 +127,10 @@ def test_norms_around_both_parts():
 def test_models_that_cannot_be_cut(family, keys, words):
     config = getattr(hf, f"{family}Config")(**{**SIZES, **keys})
     own = model_adapter(attach(getattr(hf, f"{family}ForCausalLM")(config)))
-    own.check_tensor(1)
-    assert not own.cuts
+    own.check_tp_degree(1)
+    assert not own.tp_axes
     with pytest.raises(SeqloomError, match=rf"degree 2: {family}ForCausalLM cannot be cut: .*{words}.*tensor = 1"):
-        own.check_tensor(2)
+        own.check_tp_degree(2)
 
 
 def test_a_decoder_whose_hidden_states_depend_on_positions():
@@ -139,21 +139,21 @@ def test_a_decoder_whose_hidden_states_depend_on_positions():
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=29, n_positions=64, bos_token_id=0, eos_token_id=0, **keys))
     own = attach(model)
     own._tp_plan = {"transformer.h.*.mlp": "replicated_with_grad_allreduce"}
-    assert "its forward cannot be followed" in model_adapter(own).uncuttable
+    assert "its forward cannot be followed" in model_adapter(own).no_tp_reason
 
 
 def test_adapters_are_not_cut():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.0))
-    found = model_adapter(attach(model)).uncuttable
+    found = model_adapter(attach(model)).no_tp_reason
     assert re.search(r"self_attn.q_proj is a peft\..*Linear, and only plain linear layers are cut", found)
 
 
 def test_degrees_that_shapes_do_not_allow():
     own = model_adapter(attach(tiny_model("llama", **WIDE, intermediate_size=30)))
-    own.check_tensor(2)
+    own.check_tp_degree(2)
     with pytest.raises(SeqloomError, match=r"degree 4: LlamaForCausalLM has mlp width 30, and .* \(possible: 1, 2\)"):
-        own.check_tensor(4)
+        own.check_tp_degree(4)
 
 
 class Odd(nn.Module):

@@ -11,7 +11,7 @@ from seqloom.describe import ModelSpec
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
-from seqloom.models import Details, Transformer
+from seqloom.models import Transformer, TransformerOptions
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 torch.set_num_threads(1)
@@ -24,7 +24,9 @@ def tiny(**changes) -> ModelSpec:
     return ModelSpec(**{"name": "tiny", "vocabulary": 31, "tied": False} | fields | changes)
 
 
-def lively(spec: ModelSpec, details: Details | None = None, dtype: torch.dtype = torch.float64) -> Transformer:
+def lively(
+    spec: ModelSpec, details: TransformerOptions | None = None, dtype: torch.dtype = torch.float64
+) -> Transformer:
     """A model whose attention is far from uniform and whose norms and biases are not trivial."""
     model = Transformer(spec, details, seed=3, dtype=dtype)
     generator = torch.Generator().manual_seed(5)
@@ -108,7 +110,9 @@ def _visible(length: int, window: int | None) -> torch.Tensor:
     return (distance >= 0) & (distance < (window or length + 1))
 
 
-def plain_document(p: Mapping[str, torch.Tensor], spec: ModelSpec, details: Details, ids: torch.Tensor) -> torch.Tensor:
+def plain_document(
+    p: Mapping[str, torch.Tensor], spec: ModelSpec, details: TransformerOptions, ids: torch.Tensor
+) -> torch.Tensor:
     """Logits of one document, [length, vocabulary], from parameters by their Hugging Face names."""
     speeds = [details.rope.theta ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)]
     frequencies = torch.tensor(speeds, dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.models import Details, Rope, Stretch
+from seqloom.models import Llama3Scaling, Rope, TransformerOptions
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -17,17 +17,26 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "llama"}, Details()),
-        ({"model_type": "mistral", "rms_norm_eps": 1e-5, "rope_theta": 1e6}, Details(Rope(1e6), 1e-5)),
-        ({"model_type": "qwen2", "rope_scaling": None}, Details(qkv_bias=True)),
-        ({"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}, Details(qk_norm=True)),
-        ({"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3}, Details(Rope(5e5, Stretch()))),
-        ({"model_type": "llama", "rope_parameters": {"rope_theta": 5e5} | LLAMA3}, Details(Rope(5e5, Stretch()))),
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Details(Rope(7.0))),
+        ({"model_type": "llama"}, TransformerOptions()),
+        ({"model_type": "mistral", "rms_norm_eps": 1e-5, "rope_theta": 1e6}, TransformerOptions(Rope(1e6), 1e-5)),
+        ({"model_type": "qwen2", "rope_scaling": None}, TransformerOptions(qkv_bias=True)),
+        ({"model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"}, TransformerOptions(qk_norm=True)),
+        (
+            {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3},
+            TransformerOptions(Rope(5e5, Llama3Scaling())),
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5} | LLAMA3},
+            TransformerOptions(Rope(5e5, Llama3Scaling())),
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+            TransformerOptions(Rope(7.0)),
+        ),
     ],
 )
 def test_details_of_a_config(config, expected):
-    assert Details.from_config(config) == expected
+    assert TransformerOptions.from_config(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,4 +53,4 @@ def test_details_of_a_config(config, expected):
 )
 def test_what_the_model_does_not_have_is_refused(config, words):
     with pytest.raises(SeqloomError, match=words):
-        Details.from_config(config)
+        TransformerOptions.from_config(config)

@@ -9,12 +9,12 @@ import torch
 from seqloom.describe import ModelSpec
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
-from seqloom.models import Details, Rope, Stretch, Transformer
-from seqloom.models.files import config_of, details_of, parameters_in, write_model
+from seqloom.models import Llama3Scaling, Rope, Transformer, TransformerOptions
+from seqloom.models.files import config_of, load_options, parameters_in, write_model
 
 torch.set_num_threads(1)
 LENGTHS = [9, 1, 30]
-STRETCHED = Details(rope=Rope(500_000.0, Stretch(context=16)), eps=1e-5)
+STRETCHED = TransformerOptions(rope=Rope(500_000.0, Llama3Scaling(context=16)), eps=1e-5)
 
 
 class Wide:
@@ -40,10 +40,10 @@ def logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "details"),
     [
-        ("Llama", Details()),
+        ("Llama", TransformerOptions()),
         ("Llama", STRETCHED),
-        ("Qwen2", Details(qkv_bias=True)),
-        ("Qwen3", Details(qk_norm=True)),
+        ("Qwen2", TransformerOptions(qkv_bias=True)),
+        ("Qwen3", TransformerOptions(qk_norm=True)),
     ],
 )
 def test_transformers_computes_the_same(kit, tmp_path, monkeypatch, family, details, tied):
@@ -67,11 +67,13 @@ def test_transformers_computes_the_same(kit, tmp_path, monkeypatch, family, deta
     assert float((found - rounded).norm() / rounded.norm()) < 1e-5, "as transformers rounds"
 
 
-@pytest.mark.parametrize("details", [Details(), STRETCHED, Details(qk_norm=True), Details(qkv_bias=True)])
+@pytest.mark.parametrize(
+    "details", [TransformerOptions(), STRETCHED, TransformerOptions(qk_norm=True), TransformerOptions(qkv_bias=True)]
+)
 def test_spec_and_details_come_back(kit, details):
     spec = kit.tiny()
     config = json.loads(json.dumps(config_of(spec, details)))
-    assert Details.from_config(config) == details
+    assert TransformerOptions.from_config(config) == details
 
 
 @pytest.mark.parametrize("windows", [(None, None), (5, 5), (5, None)])
@@ -82,8 +84,8 @@ def test_seqloom_reads_it_back(kit, tmp_path, windows):
     spec = ModelSpec.load(str(config))
     assert replace(spec, name=model.spec.name) == model.spec
     assert ("model_type" in json.loads(config.read_text())) == (not any(windows)), "transformers has no such model"
-    again = Transformer(spec, details_of(str(config)), seed=9, dtype=torch.float64)
-    assert details_of(str(tmp_path)) == details_of(str(config)) == model.details
+    again = Transformer(spec, load_options(str(config)), seed=9, dtype=torch.float64)
+    assert load_options(str(tmp_path)) == load_options(str(config)) == model.details
     read = parameters_in(again, tmp_path / "model.safetensors")
     with torch.no_grad():
         for name, parameter in again.named_parameters():
@@ -93,7 +95,10 @@ def test_seqloom_reads_it_back(kit, tmp_path, windows):
 
 
 def test_what_no_config_can_say_is_refused(kit):
-    for spec, details in ((kit.tiny(windows=(5, None)), STRETCHED), (kit.tiny(), Details(qk_norm=True, qkv_bias=True))):
+    for spec, details in (
+        (kit.tiny(windows=(5, None)), STRETCHED),
+        (kit.tiny(), TransformerOptions(qk_norm=True, qkv_bias=True)),
+    ):
         with pytest.raises(SeqloomError, match="no config says all of this"):
             config_of(spec, details)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqloom.describe.huggingface import model_from_config
-from seqloom.models import Details, Transformer
+from seqloom.models import Transformer, TransformerOptions
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install seqloom[hf]")
 
@@ -45,7 +45,7 @@ def test_logits_and_gradients_equal_hugging_faces(kit, kind, changes):
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.mul_(12 if parameter.ndim == 2 else 1)
-    ours = Transformer(model_from_config(config.to_dict()), Details.from_config(config.to_dict()))
+    ours = Transformer(model_from_config(config.to_dict()), TransformerOptions.from_config(config.to_dict()))
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from seqloom.layout import Span
-from seqloom.models import Details
+from seqloom.models import TransformerOptions
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 
 LENGTHS = [9, 1, 40, 3, 17]
 SHAPES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 MODELS = {
-    "grouped": ({}, Details()),
-    "tied, windows": ({"tied": True, "windows": (7, None)}, Details(qk_norm=True)),
-    "six heads": ({"heads": 6, "kv_heads": 3, "head_dim": 4}, Details(qkv_bias=True)),
+    "grouped": ({}, TransformerOptions()),
+    "tied, windows": ({"tied": True, "windows": (7, None)}, TransformerOptions(qk_norm=True)),
+    "six heads": ({"heads": 6, "kv_heads": 3, "head_dim": 4}, TransformerOptions(qkv_bias=True)),
 }
 
 
@@ -51,7 +51,7 @@ def test_a_changed_token_changes_nothing_in_other_documents_bit_for_bit(kit):
 def test_a_rank_without_tokens_gives_zero_gradients_for_every_parameter(kit, place):
     lengths = [3]
     work = kit.one_group(lengths, 2, 2) if place == "in a group" else kit.one_group(lengths)
-    model, docs = kit.lively(kit.tiny(), Details(qk_norm=True, qkv_bias=True)), kit.documents(lengths)
+    model, docs = kit.lively(kit.tiny(), TransformerOptions(qk_norm=True, qkv_bias=True)), kit.documents(lengths)
     result = kit.run(model, docs, work, world=4)
     idle = [rank for rank in range(4) if not work.attention_layout().spans(rank)]
     assert idle

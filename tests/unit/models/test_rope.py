@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.errors import SeqloomError
-from seqloom.models import Rope, Stretch
+from seqloom.models import Llama3Scaling, Rope
 from seqloom.models.transformer import rotate
 
 F64 = torch.float64
@@ -16,7 +16,7 @@ def turned(rope: Rope, x: torch.Tensor, position: int) -> torch.Tensor:
     return rotate(x[None, None], rope.table(torch.tensor([position]), len(x), x.dtype))[0, 0]
 
 
-@pytest.mark.parametrize("rope", [Rope(), Rope(500_000.0, Stretch(context=64))], ids=["plain", "stretched"])
+@pytest.mark.parametrize("rope", [Rope(), Rope(500_000.0, Llama3Scaling(context=64))], ids=["plain", "stretched"])
 def test_a_product_depends_on_the_distance_only(rope):
     q, k = torch.randn(2, 16, dtype=F64, generator=torch.Generator().manual_seed(0))
     near = turned(rope, q, 7) @ turned(rope, k, 2)
@@ -45,7 +45,7 @@ def test_float32_and_bf16_tables_are_exact_at_a_million():
 
 def test_the_stretch_is_llama_3s():
     """The three cases as they are published, with the figures of Llama 3.1."""
-    rope = Rope(500_000.0, Stretch(8.0, 1.0, 4.0, 8192))
+    rope = Rope(500_000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
     for speed, wanted in zip(Rope(500_000.0).frequencies(128).tolist(), rope.frequencies(128).tolist(), strict=True):
         wavelength = 2 * math.pi / speed
         if wavelength < 8192 / 4:
@@ -64,4 +64,4 @@ def test_what_cannot_be_turned_is_refused():
     with pytest.raises(SeqloomError, match="theta"):
         Rope(0.0).frequencies(8)
     with pytest.raises(SeqloomError, match="low < high"):
-        Stretch(low=4.0, high=1.0)
+        Llama3Scaling(low=4.0, high=1.0)

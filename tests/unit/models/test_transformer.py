@@ -7,16 +7,16 @@ from seqloom.describe import ModelSpec
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
-from seqloom.models import Details, Rope, Transformer
+from seqloom.models import Rope, Transformer, TransformerOptions
 
 LENGTHS = [5, 1, 23, 12, 2]
 CASES = {
-    "grouped": ({}, Details()),
-    "one kv head, tied": ({"kv_heads": 1, "tied": True}, Details(eps=1e-3)),
-    "every head its own": ({"kv_heads": 4}, Details(Rope(500.0))),
-    "windows": ({"layers": 3, "windows": (4, None, 1)}, Details()),
-    "qwen 2": ({"heads": 6, "head_dim": 10}, Details(qkv_bias=True)),
-    "qwen 3": ({"tied": True}, Details(qk_norm=True)),
+    "grouped": ({}, TransformerOptions()),
+    "one kv head, tied": ({"kv_heads": 1, "tied": True}, TransformerOptions(eps=1e-3)),
+    "every head its own": ({"kv_heads": 4}, TransformerOptions(Rope(500.0))),
+    "windows": ({"layers": 3, "windows": (4, None, 1)}, TransformerOptions()),
+    "qwen 2": ({"heads": 6, "head_dim": 10}, TransformerOptions(qkv_bias=True)),
+    "qwen 3": ({"tied": True}, TransformerOptions(qk_norm=True)),
 }
 
 
@@ -77,7 +77,7 @@ def test_parameters_have_hugging_faces_names_and_shapes(kit):
     expected = {f"model.layers.0.{name}": shape for name, shape in layer.items()} | outside
     assert {name: tuple(x.shape) for name, x in Transformer(spec).state_dict().items()} == expected
 
-    extra = Transformer(spec, Details(qk_norm=True, qkv_bias=True)).state_dict().keys() - expected.keys()
+    extra = Transformer(spec, TransformerOptions(qk_norm=True, qkv_bias=True)).state_dict().keys() - expected.keys()
     names = ("q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias")
     assert extra == {f"model.layers.0.self_attn.{name}" for name in names}
 

@@ -10,7 +10,7 @@ from seqloom.schedules import schedule_of
 
 def line(name="1f1b", hosts=2):
     schedule = schedule_of(name, hosts, 2)
-    stages = tuple(Stage((host,), (k, k + 1)) for k, host in enumerate(schedule.hosts))
+    stages = tuple(Stage((host,), (k, k + 1)) for k, host in enumerate(schedule.pp_ranks))
     return Pipeline(stages, (), schedule.rows_of_plan())
 
 

@@ -66,10 +66,10 @@ def row(plan: Plan, host: int, old: str, new: str) -> Plan:
 
 def test_hosts_are_the_distinct_ranks_of_the_stages() -> None:
     loop, vee = plan_of(LOOP, INTERLEAVED).pipelines[0], plan_of(VEE, ZERO_BUBBLE_V).pipelines[0]
-    assert loop.hosts == vee.hosts == ((0, 1), (2, 3))
+    assert loop.ranks_by_pp_rank == vee.ranks_by_pp_rank == ((0, 1), (2, 3))
     assert loop.ranks == vee.ranks == (0, 1, 2, 3)
-    assert [loop.host_of(s) for s in range(4)] == [0, 1, 0, 1]
-    assert [vee.host_of(s) for s in range(4)] == [0, 1, 1, 0]
+    assert [loop.pp_rank_of(s) for s in range(4)] == [0, 1, 0, 1]
+    assert [vee.pp_rank_of(s) for s in range(4)] == [0, 1, 1, 0]
     assert vee.stages_of(0) == (0, 3)
 
 

@@ -100,8 +100,8 @@ def test_memory():
 
 def test_hosts_and_units():
     made = two_pieces(*GOOD)
-    assert "stages on hosts [1, 0]" in refused(replace(made, hosts=(1, 0)), "hosts")
-    assert "use [0, 1]" in refused(replace(made, hosts=(1, 0)), "hosts")
+    assert "stages on hosts [1, 0]" in refused(replace(made, pp_ranks=(1, 0)), "hosts")
+    assert "use [0, 1]" in refused(replace(made, pp_ranks=(1, 0)), "hosts")
     assert "piece 1 of 2" in refused(replace(made, units=(Unit(0, 1, 2), Unit(0, 0, 2))), "units")
     assert "1 of the 2 pieces of sequence 1" in refused(replace(made, units=(Unit(0, 0, 1), Unit(1, 0, 2))), "units")
 

@@ -9,8 +9,9 @@ from seqloom.cost import GroupShape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.packing import choose_levels, hbp, plain_packing, profiled
-from seqloom.packing.hbp import cut, dealt, fill_packs, first_fit, running_order
+from seqloom.packing.hbp import cut, dealt, running_order
 from seqloom.packing.levels import Level, level_lengths, level_sets, packs_per_step
+from seqloom.planners.loops import fill_packs, first_fit
 from seqloom.simulate import predicted_ns
 from support.strategies import roomy_cost_model
 

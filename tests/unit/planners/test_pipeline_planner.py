@@ -59,7 +59,7 @@ def test_plans_are_valid_repeatable_within_memory_and_above_the_bound(lengths, l
     plan = plan_pipeline(lengths, cost, stages=stages, chunks=chunks)
     plan.validate()
     assert plan == plan_pipeline(lengths, cost, stages=stages, chunks=chunks)
-    assert plan.documents == tuple(lengths.tolist()) and len(plan.pipelines[0].hosts) == stages
+    assert plan.documents == tuple(lengths.tolist()) and len(plan.pipelines[0].ranks_by_pp_rank) == stages
     found = simulate(plan, cost)
     assert int(found.peak_memory.max()) <= cost.budget_bytes
     assert found.step_ns == predicted_ns(plan, cost) >= plan_bound(plan, cost) > 0
@@ -87,7 +87,7 @@ def test_every_order_can_be_asked_for(order):
 def test_two_stages_per_host(order):
     plan = plan_pipeline(lengths_of(3), cost_of(), stages=4, chunks=2, schedule=order)
     plan.validate()
-    turn = [plan.pipelines[0].host_of(stage) for stage in range(8)]
+    turn = [plan.pipelines[0].pp_rank_of(stage) for stage in range(8)]
     assert turn == ([0, 1, 2, 3, 3, 2, 1, 0] if order == "zb-v" else [0, 1, 2, 3] * 2)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
 from support.strategies import roomy_cost_model
 
@@ -53,9 +53,9 @@ def test_tables_for_the_hot_loops_agree_with_the_prices():
     for d, degree in enumerate(search.degrees.tolist()):
         for k, tokens in enumerate(search.tokens.tolist()):
             fits = tokens <= degree * search.capacity
-            shape = int(search.alone_shape[d, k])
+            shape = int(search.solo_shape[d, k])
             assert search.shape_degree[shape] == degree
-            assert search.alone[d, k] == (problem.tables.group_ns(shape, np.array([k])) if fits else NEVER)
+            assert search.solo_ns[d, k] == (problem.tables.group_ns(shape, np.array([k])) if fits else NEVER)
     assert (search.value >= 1).all() and (np.diff(search.value) > 0).all()
     assert len(search.cost) == len(search.fixed) == 1  # lanes that the published constants never use are left out
 

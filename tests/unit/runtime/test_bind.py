@@ -118,12 +118,12 @@ def test_index_work_of_every_kind_of_layer_is_done_before_the_first(dtype):
     plan = one_stage_plan(ROUNDS, ranks=4, layers=3, sharding=Sharding.FULL)
 
     def body(transport):
-        network = ModelAdapter.of(Transformer(spec, dtype=dtype))
-        found = bind_plan(plan, transport, prepare=lambda context: network.prepare(context, dtype))
+        adapter = ModelAdapter.of(Transformer(spec, dtype=dtype))
+        found = bind_plan(plan, transport, prepare=lambda context: adapter.prepare(context, dtype))
         counts = []
         for each in found.rounds:
             before = set(each.context._kept)
-            network.hidden(torch.zeros(each.context.tokens, dtype=torch.int64), each.context)
+            adapter.hidden(torch.zeros(each.context.tokens, dtype=torch.int64), each.context)
             assert set(each.context._kept) == before, "no layer had to prepare anything"
             counts.append(len(before))
         return counts

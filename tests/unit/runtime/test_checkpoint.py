@@ -39,13 +39,13 @@ def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE, **options
 
     def body(transport):
         counting = CountingTransport(transport)
-        network = ModelAdapter.of(STEP.model())
-        recompute_layers(network.layers, **options)
+        adapter = ModelAdapter.of(STEP.model())
+        recompute_layers(adapter.layers, **options)
         context = bind_plan(plan, counting).rounds[0].context
         if context is None:
             return None
         counting.reset()
-        LossOf(network)(*STEP.rows()(context), context).backward()
+        LossOf(adapter)(*STEP.rows()(context), context).backward()
         return {verb: counting.traffic(verb).calls for verb in VERBS}, sum(counting.traffic(v).bytes for v in VERBS)
 
     return run_ranks(4, body, strict=True)
@@ -204,11 +204,11 @@ def test_nothing_is_recomputed_without_gradients():
     plan = one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint.FULL)
 
     def body(transport):
-        network = ModelAdapter.of(STEP.model())
-        recompute_layers(network.layers)
+        adapter = ModelAdapter.of(STEP.model())
+        recompute_layers(adapter.layers)
         context = bind_plan(plan, transport).rounds[0].context
         with torch.no_grad():
-            return LossOf(network)(*STEP.rows()(context), context).item() / STEP.valid
+            return LossOf(adapter)(*STEP.rows()(context), context).item() / STEP.valid
 
     assert run_ranks(1, body)[0] == pytest.approx(STEP.alone().loss, rel=1e-12)
 
@@ -217,14 +217,14 @@ def test_backward_twice_through_a_kept_graph_recomputes_twice():
     plan = one_stage_plan([[Group((0,), 1, 1, SPANS)]], ranks=1, checkpoint=Checkpoint.SELECTIVE)
 
     def body(transport):
-        network = ModelAdapter.of(STEP.model())
-        recompute_layers(network.layers)
+        adapter = ModelAdapter.of(STEP.model())
+        recompute_layers(adapter.layers)
         context = bind_plan(plan, transport).rounds[0].context
-        loss = LossOf(network)(*STEP.rows()(context), context)
+        loss = LossOf(adapter)(*STEP.rows()(context), context)
         loss.backward(retain_graph=True)
-        once = [parameter.grad.clone() for parameter in network.module.parameters()]
+        once = [parameter.grad.clone() for parameter in adapter.module.parameters()]
         loss.backward()
-        return [(2 * a, p.grad) for a, p in zip(once, network.module.parameters(), strict=True)]
+        return [(2 * a, p.grad) for a, p in zip(once, adapter.module.parameters(), strict=True)]
 
     assert all(torch.allclose(a, b, rtol=1e-13) for a, b in run_ranks(1, body)[0])
 

@@ -12,7 +12,7 @@ from seqloom.dist import SingleRankTransport, bind_single_rank
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models import Details
+from seqloom.models import TransformerOptions
 from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
@@ -43,22 +43,22 @@ def alone_plan(step, checkpoint):
 
 
 def compiled(step):
-    network = ModelAdapter.of(step.model())
-    compile_layers(network.layers, backend=TRACED)
-    recompute_layers(network.layers)
-    return network
+    adapter = ModelAdapter.of(step.model())
+    compile_layers(adapter.layers, backend=TRACED)
+    recompute_layers(adapter.layers)
+    return adapter
 
 
-def once(network, step, context):
+def once(adapter, step, context):
     """Forward and backward; return the loss."""
-    loss = LossOf(network)(*step.rows()(context), context)
+    loss = LossOf(adapter)(*step.rows()(context), context)
     loss.backward()
     return loss.item()
 
 
 def test_loss_and_gradients_are_those_of_plain_layers(fresh):
     """Two windows, so two graphs, each also for one token."""
-    step = replace(STEP, spec=tiny_spec(windows=(None, 6)), details=Details(qk_norm=True, qkv_bias=True))
+    step = replace(STEP, spec=tiny_spec(windows=(None, 6)), details=TransformerOptions(qk_norm=True, qkv_bias=True))
     wanted = step.alone()
     for checkpoint in KINDS:
         found = step.spread(alone_plan(step, checkpoint), SingleRankTransport(), backend=TRACED)
@@ -76,11 +76,11 @@ def test_machine_code_gives_the_same_numbers(fresh):
 
 def test_fresh_lengths_compile_nothing(fresh):
     """Also not a length that another axis has by chance (16, 4), and none and one only once."""
-    network = compiled(STEP)
+    adapter = compiled(STEP)
     graphs = []
     for lengths in ((16,), (5, 6), (4,), (100, 3), (), (8, 9), (), (1,), (33,), (1,), (2,)):
         context = bind_single_rank(lengths)
-        loss = LossOf(network)(torch.arange(context.tokens) % 23, torch.arange(context.tokens) % 7, context)
+        loss = LossOf(adapter)(torch.arange(context.tokens) % 23, torch.arange(context.tokens) % 7, context)
         loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
@@ -126,15 +126,15 @@ def test_no_kernel_runs_more_often_than_without(monkeypatch, checkpoint, forward
 def test_nothing_is_left_behind_with_or_without_a_backward(checkpoint, held_tickets):
     step = replace(STEP, lengths=(20, 9))
     plan = one_stage_plan([[Group((0,), 1, 1, (Span(0, 0, 20), Span(1, 0, 9)))]], ranks=1, checkpoint=checkpoint)
-    network, context = compiled(step), bind_plan(plan, SingleRankTransport()).rounds[0].context
-    once(network, step, context)
-    loss = LossOf(network)(*step.rows()(context), context)
+    adapter, context = compiled(step), bind_plan(plan, SingleRankTransport()).rounds[0].context
+    once(adapter, step, context)
+    loss = LossOf(adapter)(*step.rows()(context), context)
     kept = len(held_tickets)
     assert kept == (LAYERS if checkpoint == Checkpoint.NONE else 0)  # those that recompute have forgotten them
     del loss
     assert not held_tickets
     with torch.no_grad():
-        LossOf(network)(*step.rows()(context), context)
+        LossOf(adapter)(*step.rows()(context), context)
     assert not held_tickets
 
 

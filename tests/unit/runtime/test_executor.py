@@ -84,8 +84,8 @@ def test_steps_follow_each_other_and_optimisers_step():
 
     def train(plan):
         def body(transport):
-            network = ModelAdapter.of(STEP.model())
-            parameters = ReplicatedParameters(network, transport, chunk=7)
+            adapter = ModelAdapter.of(STEP.model())
+            parameters = ReplicatedParameters(adapter, transport, chunk=7)
             optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.05)
             losses = []
             for _ in range(3):

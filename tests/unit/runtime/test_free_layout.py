@@ -41,16 +41,16 @@ def test_one_model_runs_plans_of_any_shape(threads):
     shapes = [TEAMS, (Shape(1, 1, 2, 2),), (Shape(3),), (Shape(1, 2, 1, 2),), TEAMS]
 
     def body(transport):
-        network = made_ready(STEP.network())
-        parameters = ReshardingParameters(network, transport)
-        before = [id(each) for each in (*network.module.modules(), *network.module.parameters())]
+        adapter = made_ready(STEP.model_adapter())
+        parameters = ReshardingParameters(adapter, transport)
+        before = [id(each) for each in (*adapter.module.modules(), *adapter.module.parameters())]
         found, shares = [], []
         for each in shapes:
             result = run(planned(*each), transport, parameters)
             gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
             found.append(Found(result.loss, result.gradient_norm, gradients))
             shares.append(sum(copy.numel() for copy in parameters.computing()))
-        assert before == [id(each) for each in (*network.module.modules(), *network.module.parameters())]
+        assert before == [id(each) for each in (*adapter.module.modules(), *adapter.module.parameters())]
         return found, shares
 
     wanted, table = STEP.alone(), 23 * 16
@@ -82,8 +82,8 @@ def test_stages_may_be_gathered_for_every_pass(threads, name):
     plan = gathered_per_pass(whole, stages)
 
     def body(transport):
-        network = made_ready(step.network())
-        parameters, found, held = ReshardingParameters(network, transport), [], []
+        adapter = made_ready(step.model_adapter())
+        parameters, found, held = ReshardingParameters(adapter, transport), [], []
         for each in (plan, whole, plan):
             result = run(each, transport, parameters, step)
             gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
@@ -147,7 +147,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
         found, sent, others = [], [], range(2, 4) if transport.rank < 2 else range(2)
         for plan in plans:
             counting = CountingTransport(transport)
-            parameters = ReshardingParameters(made_ready(step.network()), counting)
+            parameters = ReshardingParameters(made_ready(step.model_adapter()), counting)
             result = run(plan, transport, parameters, step)
             sent.append(sum(counting.bytes_to(peer) for peer in others))
             gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
@@ -162,7 +162,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
 
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
     def body(transport):
-        parameters = ReshardingParameters(made_ready(STEP.network()), transport)
+        parameters = ReshardingParameters(made_ready(STEP.model_adapter()), transport)
         losses = [evaluate(bind_plan(planned(*TEAMS), transport), parameters, STEP.rows(), STEP.valid)]
         losses.append(run(planned(Shape(1, 2, 2)), transport, parameters).loss)
         norm = float(parameters.gradient_norm())
@@ -174,15 +174,15 @@ def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
 
 
 def test_what_does_not_learn_has_no_gradient(threads):
-    def freeze(network):
-        for name, parameter in network.module.named_parameters():
+    def freeze(adapter):
+        for name, parameter in adapter.module.named_parameters():
             parameter.requires_grad_("layers.1.mlp" in name or "layers.2.self_attn.v" in name)
-        return network
+        return adapter
 
     def body(transport):
         found = []
         for shapes in (TEAMS, (Shape(3),)):
-            parameters = ReshardingParameters(freeze(made_ready(STEP.network())), transport)
+            parameters = ReshardingParameters(freeze(made_ready(STEP.model_adapter())), transport)
             run(planned(*shapes), transport, parameters)
             found.append(dict(parameters.gradients()))
             assert parameters.masters().keys() == found[-1].keys()
@@ -201,7 +201,7 @@ def test_half_precision_adds_up_in_float32(threads):
     step = replace(STEP, dtype=torch.float32)
 
     def body(transport):
-        parameters = ReshardingParameters(made_ready(step.network()), transport, compute=torch.bfloat16)
+        parameters = ReshardingParameters(made_ready(step.model_adapter()), transport, compute=torch.bfloat16)
         result = run(planned(*TEAMS), transport, parameters, step)
         assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
         assert {each.dtype for each in parameters.computing()} == {torch.bfloat16}
@@ -248,11 +248,11 @@ def test_parameters_and_gradients_travel_while_layers_compute(threads):
     plan = one_stage_plan(rounds, ranks=4, layers=3, sharding=Sharding.FREE)
 
     def body(transport):
-        log, network = [], step.network()
-        for number, layer in enumerate(network.layers):
+        log, adapter = [], step.model_adapter()
+        for number, layer in enumerate(adapter.layers):
             layer.register_forward_hook(lambda *_, number=number: log.append(f"forward {number}"))
-        parameters = ReshardingParameters(network, Recording(transport, log))
-        for number, layer in enumerate(network.layers):
+        parameters = ReshardingParameters(adapter, Recording(transport, log))
+        for number, layer in enumerate(adapter.layers):
             layer.input_layernorm.weight.register_hook(lambda _, number=number: log.append(f"backward {number}"))
         run(plan, transport, parameters, step)
         return log
@@ -271,7 +271,7 @@ def test_parameters_and_gradients_travel_while_layers_compute(threads):
 
 def test_a_single_rank_computes_with_the_masters():
     step = replace(STEP, spec=tiny_spec())
-    parameters = ReshardingParameters(step.network(), SingleRankTransport())
+    parameters = ReshardingParameters(step.model_adapter(), SingleRankTransport())
     found = run(planned(Shape(), ranks=1, step=step), SingleRankTransport(), parameters, step)
     assert found.loss == pytest.approx(step.alone().loss, rel=1e-12)
     masters, copies = parameters.masters().values(), parameters.computing()
@@ -280,7 +280,7 @@ def test_a_single_rank_computes_with_the_masters():
 
 def message(threads, plan, make=ReshardingParameters, step=STEP):
     def body(transport):
-        return run(plan, transport, make(made_ready(step.network()), transport), step)
+        return run(plan, transport, make(made_ready(step.model_adapter()), transport), step)
 
     with pytest.raises(SeqloomError) as refused:
         threads(4).run(body)
@@ -307,24 +307,24 @@ def test_plans_that_do_not_suit_are_refused(threads):
 
 
 def test_layers_that_are_not_called_as_modules_are_refused():
-    def around(network):
+    def around(adapter):
         """The same model, whose last layers nobody calls."""
-        decoder = network.module.model
+        decoder = adapter.module.model
         hidden = lambda ids, c: decoder.norm(decoder.body(decoder.embed(ids, c.positions), c.positions, c, 0, 2))  # noqa: E731
-        return ModelAdapter(network.module, network.layers, hidden, network.head)
+        return ModelAdapter(adapter.module, adapter.layers, hidden, adapter.head)
 
     plan = planned(Shape(), ranks=1)
     with pytest.raises(SeqloomError, match=r"layers 0 to 2 have run before model.layers.2.\S+ was there"):
-        run(plan, SingleRankTransport(), ReshardingParameters(around(STEP.network()), SingleRankTransport()))
+        run(plan, SingleRankTransport(), ReshardingParameters(around(STEP.model_adapter()), SingleRankTransport()))
 
 
 def test_gradients_without_a_plan_are_refused():
     with pytest.raises(SeqloomError, match=r"call arrange\(plan\) first"):
-        ReshardingParameters(STEP.network(), SingleRankTransport()).finish()
+        ReshardingParameters(STEP.model_adapter(), SingleRankTransport()).finish()
 
 
 def test_models_without_a_free_layout_are_refused():
-    mixed, scalar = STEP.network(), STEP.network()
+    mixed, scalar = STEP.model_adapter(), STEP.model_adapter()
     mixed.module.model.norm.to(torch.float32)
     with pytest.raises(SeqloomError, match="added up in one dtype"):
         ReshardingParameters(mixed, SingleRankTransport())

@@ -22,24 +22,24 @@ ROUNDS = ((PIECES[0],), (PIECES[1], Span(1, 0, 4)), (Span(2, 0, 7), PIECES[2]))
 
 def whole():
     """Gradients of one call over whole documents."""
-    network = STEP.network()
+    adapter = STEP.model_adapter()
     context = bind_single_rank(STEP.lengths)
-    LossOf(network)(*STEP.rows()(context), context).backward()
-    return [parameter.grad for parameter in network.module.parameters()]
+    LossOf(adapter)(*STEP.rows()(context), context).backward()
+    return [parameter.grad for parameter in adapter.module.parameters()]
 
 
-def in_pieces(network, checkpoint):
+def in_pieces(adapter, checkpoint):
     """Gradients of three calls, forward in order and backward in reverse."""
-    carry, losses = KVCache(), []
+    kv_cache, losses = KVCache(), []
     for spans in ROUNDS:
         work = StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint)
-        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, carry=carry)
-        losses.append(LossOf(network)(*STEP.rows()(context), context))
+        context = bind(work, SingleRankTransport(), pieces={0: PIECES}, kv_cache=kv_cache)
+        losses.append(LossOf(adapter)(*STEP.rows()(context), context))
     for loss in reversed(losses):
         loss.backward()
-    carry.check_empty()
-    found = [parameter.grad for parameter in network.module.parameters()]
-    network.module.zero_grad()
+    kv_cache.check_empty()
+    found = [parameter.grad for parameter in adapter.module.parameters()]
+    adapter.module.zero_grad()
     return found
 
 
@@ -50,18 +50,18 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL])
 def test_layers_keep_their_keys_apart(checkpoint):
-    network = ModelAdapter.of(STEP.model())
-    recompute_layers(network.layers)
-    assert_same(in_pieces(network, checkpoint), whole())
+    adapter = ModelAdapter.of(STEP.model())
+    recompute_layers(adapter.layers)
+    assert_same(in_pieces(adapter, checkpoint), whole())
 
 
 def test_one_compiled_graph_serves_all_layers(held_tickets):
     torch._dynamo.reset()
     counters.clear()
-    network = ModelAdapter.of(STEP.model())
-    compile_layers(network.layers, backend="aot_eager")
-    recompute_layers(network.layers)
+    adapter = ModelAdapter.of(STEP.model())
+    compile_layers(adapter.layers, backend="aot_eager")
+    recompute_layers(adapter.layers)
     for checkpoint in (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL):
-        assert_same(in_pieces(network, checkpoint), whole())
+        assert_same(in_pieces(adapter, checkpoint), whole())
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert not held_tickets

@@ -41,11 +41,11 @@ def traffic(plan, **options):
     """Calls of all-to-all, its elements from this rank and calls of exchange, forward and backward, on every rank."""
 
     def body(transport):
-        counting, network = CountingTransport(transport), STEP.network()
-        recompute_layers(network.layers, **options)
+        counting, adapter = CountingTransport(transport), STEP.model_adapter()
+        recompute_layers(adapter.layers, **options)
         context = bind_plan(plan, counting).rounds[0].context
         counting.reset()
-        LossOf(network)(*STEP.rows()(context), context).backward()
+        LossOf(adapter)(*STEP.rows()(context), context).backward()
         sent, passed = counting.traffic("all_to_all"), counting.traffic("exchange")
         return sent.calls, sent.bytes // 8, passed.calls
 

@@ -13,10 +13,10 @@ from seqloom.dist import SingleRankTransport
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models import Details
+from seqloom.models import TransformerOptions
 from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
+from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group
 from support.steps import Step, one_stage_plan, tiny_spec
 
@@ -47,7 +47,7 @@ def pair(dtype=torch.float64):
     torch.manual_seed(0)
     plain = Mixed(dtype)
     split = copy.deepcopy(plain)
-    return plain, split, split_weights([split])
+    return plain, split, defer_weight_gradients([split])
 
 
 def same(plain, split, close=torch.equal):
@@ -97,22 +97,22 @@ def test_units_in_flight_get_their_weights_gradients_in_any_order(dtype, wants):
 
 @pytest.mark.parametrize("kind", Checkpoint)
 def test_layers_that_recompute(kind):
-    step = Step((12, 5), tiny_spec(), Details(qkv_bias=True, qk_norm=True), dtype=torch.float32)
+    step = Step((12, 5), tiny_spec(), TransformerOptions(qkv_bias=True, qk_norm=True), dtype=torch.float32)
     group = Group((0,), 1, 1, tuple(Span(k, 0, n) for k, n in enumerate(step.lengths)))
     context = bind_plan(one_stage_plan([[group]], ranks=1, checkpoint=kind), SingleRankTransport()).rounds[0].context
-    networks = [step.network() for _ in range(2)]
-    weights = split_weights(networks[1].layers)
+    adapters = [step.model_adapter() for _ in range(2)]
+    weights = defer_weight_gradients(adapters[1].layers)
     losses = []
-    for network in networks:
-        recompute_layers(network.layers)
-        losses.append(LossOf(network)(*step.rows()(context), context))
+    for adapter in adapters:
+        recompute_layers(adapter.layers)
+        losses.append(LossOf(adapter)(*step.rows()(context), context))
     losses[0].backward()
     with weights.deferred(0):
         losses[1].backward()
-    layer = networks[1].layers[0]
+    layer = adapters[1].layers[0]
     assert layer.self_attn.q_proj.weight.grad is layer.self_attn.q_proj.bias.grad is None
     weights.run(0)
-    same(networks[0].module, networks[1].module)
+    same(adapters[0].module, adapters[1].module)
 
 
 def test_a_whole_stage_that_recomputes():
@@ -164,7 +164,7 @@ def test_what_waited_is_freed():
 def test_wrong_orders_are_refused():
     _, split, weights = pair()
     with pytest.raises(SeqloomError, match="once for a layer"):
-        split_weights([split])
+        defer_weight_gradients([split])
     with pytest.raises(SeqloomError, match="no weights' gradients of 3 wait"):
         weights.run(3)
     with weights.deferred(0), pytest.raises(SeqloomError, match="one after the other"), weights.deferred(1):

@@ -34,7 +34,7 @@ def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(
     """
     sharding, offloads = more.pop("sharding", Sharding.FULL), more.pop("offload", False)
     schedule = schedule_of(name, hosts, len(step.lengths), pieces, chunks)
-    stages = stages_on(schedule.hosts, width, step.spec.layers)
+    stages = stages_on(schedule.pp_ranks, width, step.spec.layers)
     groups = groups or (lambda _, ranks, spans: [Group(ranks, len(ranks), 1, spans)])
     rounds = []
     for number, (document, piece, count) in enumerate(schedule.units):
@@ -118,12 +118,12 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
     plan, wanted = plan_of("seq1f1b-zb", 2, pieces=2, width=2, kinds=KINDS), STEP.alone()
 
     def body(transport):
-        parameters = ReplicatedParameters(STEP.network(), transport)
+        parameters = ReplicatedParameters(STEP.model_adapter(), transport)
         bound, found = bind_plan(plan, transport), []
         for _ in range(2):
             result = run_step(bound, parameters, STEP.rows(), STEP.valid)
             found.append((result.loss, result.gradient_norm, evaluate(bound, parameters, STEP.rows(), STEP.valid)))
-            assert bound.carry.bytes == 0 and not parameters.weights.waiting
+            assert bound.kv_cache.bytes == 0 and not parameters.weight_gradients.waiting
         return found, result
 
     told = threads(4).run(body, strict=True)
@@ -135,8 +135,8 @@ def test_a_plan_may_be_run_again_and_evaluated_and_leaves_nothing_behind(threads
 
 def test_after_a_step_that_failed_the_next_one_is_right(threads):
     plan, wanted = plan_of("seq1f1b-zb", 1, pieces=2), STEP.alone()
-    network = STEP.network()
-    parameters, bound = ReplicatedParameters(network, SingleRankTransport()), bind_plan(plan, SingleRankTransport())
+    adapter = STEP.model_adapter()
+    parameters, bound = ReplicatedParameters(adapter, SingleRankTransport()), bind_plan(plan, SingleRankTransport())
     read, calls = STEP.rows(), []
 
     def breaks(context):
@@ -147,7 +147,7 @@ def test_after_a_step_that_failed_the_next_one_is_right(threads):
 
     with pytest.raises(OSError, match="no data"):
         run_step(bound, parameters, breaks, STEP.valid)
-    assert bound.carry.bytes > 0
+    assert bound.kv_cache.bytes > 0
     result = run_step(bound, parameters, read, STEP.valid)
     assert abs(result.gradient_norm / wanted.norm - 1) < 1e-12
 
@@ -193,11 +193,11 @@ def test_a_model_that_cannot_be_cut_is_refused_and_one_of_other_layers():
         model, tuple(model.model.layers), lambda ids, c: model.model(ids, c.positions, c), model.lm_head
     )
     fewer = ModelAdapter.of(replace(STEP, spec=tiny_spec(layers=2)).model())
-    for network, words in ((whole, "Transformer cannot be cut into stages"), (fewer, "of 4 asked of a model with 2")):
+    for adapter, words in ((whole, "Transformer cannot be cut into stages"), (fewer, "of 4 asked of a model with 2")):
         with pytest.raises(SeqloomError, match=words), Ranks(2) as two:
             two.run(
-                lambda transport, network=network: run_step(
-                    bind_plan(plan, transport), ReplicatedParameters(network, transport), STEP.rows(), STEP.valid
+                lambda transport, adapter=adapter: run_step(
+                    bind_plan(plan, transport), ReplicatedParameters(adapter, transport), STEP.rows(), STEP.valid
                 )
             )
 

@@ -9,11 +9,11 @@ from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import CountingTransport, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.models import Details
+from seqloom.models import TransformerOptions
 from seqloom.models.adapter import LossOf, ModelAdapter
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
-from seqloom.models.split_backward import split_weights
+from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Found, Step, tiny_spec
 from support.teams import slice_parameters, whole_gradients
@@ -21,7 +21,9 @@ from support.teams import slice_parameters, whole_gradients
 torch.set_num_threads(1)
 LENGTHS = (21, 2, 9)
 SPANS = tuple(Span(document, 0, length) for document, length in enumerate(LENGTHS))
-GROUPED = Step(LENGTHS, tiny_spec(heads=8, kv_heads=4, windows=(None, 5)), Details(qk_norm=True, qkv_bias=True))
+GROUPED = Step(
+    LENGTHS, tiny_spec(heads=8, kv_heads=4, windows=(None, 5)), TransformerOptions(qk_norm=True, qkv_bias=True)
+)
 TIED = Step(LENGTHS, tiny_spec(heads=4, kv_heads=4, tied=True))
 
 
@@ -34,37 +36,37 @@ def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, b
     """Run rounds, lists of groups, forward in order and backward in reverse on strict transports."""
 
     def body(transport):
-        network = step.network()
+        adapter = step.model_adapter()
         if split:
-            network = replace(network, weights=split_weights(network.layers))
+            adapter = replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
         if backend:
-            compile_layers(network.layers, backend=backend)
-        recompute_layers(network.layers)
-        slice_parameters(network, tensor, transport.rank % tensor)
-        carry, losses = KVCache(), []
+            compile_layers(adapter.layers, backend=backend)
+        recompute_layers(adapter.layers)
+        slice_parameters(adapter, tensor, transport.rank % tensor)
+        kv_cache, losses = KVCache(), []
         for groups in rounds:
-            options = {"pieces": pieces, "carry": carry, "tensor": tensor}
+            options = {"pieces": pieces, "kv_cache": kv_cache, "tensor": tensor}
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
-            network.prepare(context, step.dtype)
-            losses.append(LossOf(network)(*step.rows()(context), context) / step.valid)
+            adapter.prepare(context, step.dtype)
+            losses.append(LossOf(adapter)(*step.rows()(context), context) / step.valid)
         for number, loss in reversed(list(enumerate(losses))):
             if split:
-                with network.weights.deferred(number):
+                with adapter.weight_gradients.deferred(number):
                     loss.backward()
             else:
                 loss.backward()
         if split:
-            assert network.layers[0].self_attn.o_proj.weight.grad is None
+            assert adapter.layers[0].self_attn.o_proj.weight.grad is None
             for number in range(len(losses)):
-                network.weights.run(number)
-        carry.check_empty()
+                adapter.weight_gradients.run(number)
+        kv_cache.check_empty()
         return sum(loss.item() for loss in losses), {
-            name: each.grad for name, each in network.module.named_parameters()
+            name: each.grad for name, each in adapter.module.named_parameters()
         }
 
     ranks = 1 + max(rank for groups in rounds for group in groups for rank in group.ranks)
     results = run_ranks(ranks, body, strict=True)
-    gradients = whole_gradients([share for _, share in results], step.network().cuts, tensor)
+    gradients = whole_gradients([share for _, share in results], step.model_adapter().tp_axes, tensor)
     norm = torch.stack([each.norm() for each in gradients.values()]).norm()
     return Found(sum(loss for loss, _ in results), norm.item(), gradients)
 
@@ -123,10 +125,10 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
     """No message of a team but those: 2 regions, 2 ways, forward and backward, of the hidden states of its tokens."""
 
     def body(transport):
-        counting, network = CountingTransport(transport), GROUPED.network()
-        slice_parameters(network, 2, transport.rank)
+        counting, adapter = CountingTransport(transport), GROUPED.model_adapter()
+        slice_parameters(adapter, 2, transport.rank)
         context = bind(StageMicroBatch((one_group(2),), Checkpoint.NONE), counting, tensor=2)
-        LossOf(network)(*GROUPED.rows()(context), context).backward()
+        LossOf(adapter)(*GROUPED.rows()(context), context).backward()
         return counting.traffic("exchange").calls
 
     assert run_ranks(2, body, strict=True) == [2 * 2 * 2 * GROUPED.spec.layers] * 2
@@ -142,16 +144,16 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
     ],
 )
 def test_degrees_that_shapes_do_not_allow(changes, degree, words):
-    network = Step(LENGTHS, tiny_spec(**changes)).network()
-    network.check_tensor(1)
+    adapter = Step(LENGTHS, tiny_spec(**changes)).model_adapter()
+    adapter.check_tp_degree(1)
     with pytest.raises(SeqloomError, match=words):
-        network.check_tensor(degree)
+        adapter.check_tp_degree(degree)
 
 
 def test_a_network_that_nobody_has_cut():
-    own = GROUPED.network()
+    own = GROUPED.model_adapter()
     with pytest.raises(SeqloomError, match=r"Transformer cannot be cut: nobody has said .*; plan with tensor = 1"):
-        ModelAdapter(own.module, own.layers, own.hidden, own.head).check_tensor(2)
+        ModelAdapter(own.module, own.layers, own.hidden, own.head).check_tp_degree(2)
 
 
 @pytest.mark.parametrize("sliced", [False, True])
@@ -159,12 +161,12 @@ def test_weights_that_are_not_the_members_share(sliced):
     """A team with whole weights, and slices without a team."""
 
     def body(transport):
-        network = GROUPED.network()
+        adapter = GROUPED.model_adapter()
         if sliced:
-            slice_parameters(network, 2, transport.rank)
+            slice_parameters(adapter, 2, transport.rank)
         group = one_group(1, 2)
         context = bind(StageMicroBatch((group,), Checkpoint.NONE), transport, tensor=1 if sliced else 2)
         with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a team of \d.*sharding 'free'"):
-            network.hidden(GROUPED.rows()(context)[0], context)
+            adapter.hidden(GROUPED.rows()(context)[0], context)
 
     run_ranks(2, body, strict=True)

@@ -28,23 +28,23 @@ def config(tmp_path):
     return lambda: Config.load(path)
 
 
-def hidden(network):
+def hidden(adapter):
     """The hidden states of two documents."""
     with torch.no_grad():
-        return network.hidden(torch.arange(9) % 32, bind_single_rank([5, 4]))
+        return adapter.hidden(torch.arange(9) % 32, bind_single_rank([5, 4]))
 
 
 def test_the_reference_model_has_values_when_they_are_asked_for():
-    network = build_reference(Config.load(RECIPE), CPU, torch.float64)
-    assert all(each.is_meta for each in network.module.parameters())
-    named = dict(network.module.named_parameters())
-    network.fill([("model.norm.weight", named["model.norm.weight"])])
+    adapter = build_reference(Config.load(RECIPE), CPU, torch.float64)
+    assert all(each.is_meta for each in adapter.module.parameters())
+    named = dict(adapter.module.named_parameters())
+    adapter.materialize([("model.norm.weight", named["model.norm.weight"])])
     assert [name for name, each in named.items() if not each.is_meta] == ["model.norm.weight"]
-    network.fill()
-    assert all(network.module.get_parameter(name) is each and not each.is_meta for name, each in named.items())
+    adapter.materialize()
+    assert all(adapter.module.get_parameter(name) is each and not each.is_meta for name, each in named.items())
     again = build_reference(Config.load(RECIPE), CPU, torch.float64)
-    again.fill()
-    assert torch.equal(hidden(network), hidden(again)) and hidden(network).abs().sum() > 0
+    again.materialize()
+    assert torch.equal(hidden(adapter), hidden(again)) and hidden(adapter).abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "granite"])
@@ -57,27 +57,27 @@ def test_parameters_of_a_folder_are_read_one_by_one(tmp_path, config, monkeypatc
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (len([*tmp_path.glob("*.safetensors")]) > 1) == (shard == "1KB")
     monkeypatch.setattr(loading, "_loaded", lambda *_: pytest.fail(NEVER))
-    network = build_huggingface(config(), CPU, torch.float64)
-    assert all(each.is_meta for each in network.module.parameters())
-    assert not any(each.is_meta for each in network.module.buffers())
-    network.fill()
+    adapter = build_huggingface(config(), CPU, torch.float64)
+    assert all(each.is_meta for each in adapter.module.parameters())
+    assert not any(each.is_meta for each in adapter.module.buffers())
+    adapter.materialize()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).to(torch.float64)
     wanted = whole.state_dict()
-    assert wanted.keys() == network.module.state_dict().keys()
-    assert all(torch.equal(each, wanted[name]) for name, each in network.module.state_dict().items())
-    buffers = dict(network.module.named_buffers())
+    assert wanted.keys() == adapter.module.state_dict().keys()
+    assert all(torch.equal(each, wanted[name]) for name, each in adapter.module.state_dict().items())
+    buffers = dict(adapter.module.named_buffers())
     assert all(torch.equal(each, buffers[name]) for name, each in whole.named_buffers())
-    assert network.module.generation_config.top_k == 7
+    assert adapter.module.generation_config.top_k == 7
 
 
 def test_what_transformers_converts_it_loads_itself(tmp_path, config):
     """Experts are stored one by one and kept together."""
     theirs = tiny_model("mixtral")
     theirs.save_pretrained(tmp_path)
-    network = build_huggingface(config(), CPU, torch.float64)
-    assert all(each.is_meta for each in network.module.parameters())
-    network.fill()
-    found = dict(network.module.named_parameters())
+    adapter = build_huggingface(config(), CPU, torch.float64)
+    assert all(each.is_meta for each in adapter.module.parameters())
+    adapter.materialize()
+    found = dict(adapter.module.named_parameters())
     assert all(torch.equal(each, found[name]) for name, each in theirs.named_parameters())
 
 

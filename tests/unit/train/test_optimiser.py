@@ -15,7 +15,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def network():
+def model_adapter():
     torch.manual_seed(0)
     layers = {"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "linear": nn.Linear(4, 3)}
     return nn.ModuleDict(layers).double()
@@ -28,7 +28,7 @@ def give_gradients(module, seed):
 
 
 def test_matrices_are_decayed_and_vectors_are_not():
-    optimiser = make_optimiser(dict(network().named_parameters()), Optimiser(weight_decay=0.3))
+    optimiser = make_optimiser(dict(model_adapter().named_parameters()), Optimiser(weight_decay=0.3))
     decay = {name: group["weight_decay"] for group in optimiser.param_groups for name in group["param_names"]}
     assert decay == {
         "embed.weight": 0.3,
@@ -41,7 +41,7 @@ def test_matrices_are_decayed_and_vectors_are_not():
 
 
 def test_a_step_is_the_formula_of_adamw():
-    module, settings = network(), Optimiser(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    module, settings = model_adapter(), Optimiser(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     optimiser = make_optimiser(dict(module.named_parameters()), settings)
     give_gradients(module, 1)
@@ -62,14 +62,14 @@ def test_only_one_kind_of_parameter_makes_one_group():
 
 
 def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order():
-    module = network()
+    module = model_adapter()
     optimiser = make_optimiser(dict(module.named_parameters()), Optimiser())
     give_gradients(module, 1)
     optimiser.step()
     state = named_state(optimiser)
     assert set(state) == set(dict(module.named_parameters()))
 
-    twin = network()
+    twin = model_adapter()
     twin.load_state_dict(module.state_dict())
     other = make_optimiser(dict(reversed(list(twin.named_parameters()))), Optimiser())
     for name, tensors in named_state(other).items():
@@ -83,7 +83,7 @@ def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order()
 
 
 def test_the_state_before_the_first_step_is_what_torch_begins_with():
-    module = network()
+    module = model_adapter()
     blank = named_state(make_optimiser(dict(module.named_parameters()), Optimiser()))
     stepped = make_optimiser(dict(module.named_parameters()), Optimiser())
     give_gradients(module, 1)

@@ -20,17 +20,17 @@ def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypa
     monkeypatch.setattr(warm, "warm_up_attention", build)
     module = torch.nn.Linear(1, 1)
     calls = (warm_call(32, 8, None), warm_call(32, 8, 4_096))
-    network = ModelAdapter(module, (), lambda ids, context: ids, module, calls)
+    adapter = ModelAdapter(module, (), lambda ids, context: ids, module, calls)
     capacity = max(tokens for _, tokens in plan.limits.capacity)
-    assert warm.warm_up(network, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append) == 16
+    assert warm.warm_up(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append) == 16
     assert asked == [(32, 8, 128, 20_000, 8 * capacity, (8,)), (32, 8, 128, 4_096, 8 * capacity, (8,))]
     assert told[0] == "attention over 8 ranks: 2 of 8 shapes built" and len(told) == 8
 
 
 def warm_call(heads, kv_heads, window):
-    from seqloom.attention import ModelCall
+    from seqloom.attention import AttentionSpec
 
-    return ModelCall(heads, kv_heads, 128, window)
+    return AttentionSpec(heads, kv_heads, 128, window)
 
 
 def test_a_cpu_has_nothing_to_build():

@@ -110,7 +110,7 @@ class KVCache:
             raise SeqloomError(
                 f"keys and values of {len(self._kept)} documents x layers are left, such as document {document} in "
                 f"layer {layer}, whose piece {kept.awaited} has not gone backward: every piece that goes forward goes "
-                "backward in the same step; evaluate with Carry(backward=False), and call clear() after an error"
+                "backward in the same step; evaluate with KVCache(backward=False), and call clear() after an error"
             )
 
     def clear(self) -> None:
@@ -185,7 +185,7 @@ class KVCache:
             why = "none was written" if self.backward else "this carry frees them, being made with backward=False"
             raise SeqloomError(
                 f"layer {layer}: no keys of document {piece.document} for the backward of piece {piece.number}: {why}; "
-                "run every piece once forward and once backward with one Carry()"
+                "run every piece once forward and once backward with one KVCache()"
             )
         return kept
 
@@ -330,7 +330,7 @@ def _dealt(group: Group, index: int, piece: Span) -> list[Span]:
 # prefix, and results are merged by log-sum-exp. With a ring the prefixes go round beside the keys of the round, in
 # the same exchanges, and so do their gradients on the way back, in float32; see `ring.py` for the order.
 #
-# Keys and values of pieces are kept once, in the `Carry`. What is saved for backward has those of whole documents
+# Keys and values of pieces are kept once, in the `KVCache`. What is saved for backward has those of whole documents
 # only.
 
 
@@ -375,7 +375,7 @@ class PrefixAttention(ContextParallelAttention):
     whole: RowIndex
     sources: tuple[Source, ...]
     joins: Joins
-    carry: KVCache
+    kv_cache: KVCache
     layer: int = -1
 
     @classmethod
@@ -383,7 +383,7 @@ class PrefixAttention(ContextParallelAttention):
         cls, context: Context, bound: BoundGroup, heads: Heads, kernel: Kernel, window: int | None
     ) -> PrefixAttention:
         """Do the index work of a group; the context has the pieces of its documents, and a carry."""
-        group, index, carry = bound.group, bound.ring_index, cast("KVCache", context.carry)
+        group, index, kv_cache = bound.group, bound.ring_index, cast("KVCache", context.kv_cache)
         every = {document: tuple(spans) for document, spans in context.pieces.items()}
         pieces = tuple(pieces_of(group, index, bound.spans, every))
         prefixes = [prefix_of(group, index, piece, every[piece.document], window) for piece in pieces]
@@ -395,14 +395,14 @@ class PrefixAttention(ContextParallelAttention):
         rows = _rows_of_whole(bound, pieces)
         whole = rows if isinstance(rows, slice) else on_device(rows, context.device)
         joins = joins_on(context.device, heads.shape.dtype)
-        return cls(context.transport, bound.ring_ranks, index, pieces, whole, tuple(sources), joins, carry)
+        return cls(context.transport, bound.ring_ranks, index, pieces, whole, tuple(sources), joins, kv_cache)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) over the keys of all ring indices and all pieces so far. `out` has the dtype of q."""
         for piece in self.pieces:
-            self.carry.write(self.layer, piece, k[piece.rows], v[piece.rows])
+            self.kv_cache.write(self.layer, piece, k[piece.rows], v[piece.rows])
         keys = self._keys(take(k, self.whole), take(v, self.whole))
         total = Total(q, self.joins)
         for step in range(self.ring):
@@ -414,13 +414,13 @@ class PrefixAttention(ContextParallelAttention):
             handle.wait()
             keys = coming or keys
         for piece in self.pieces:
-            self.carry.forwarded(self.layer, piece)
+            self.kv_cache.forwarded(self.layer, piece)
         return total.result()
 
     def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
         """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
         for piece in self.pieces:
-            self.carry.begin_backward(self.layer, piece)
+            self.kv_cache.begin_backward(self.layer, piece)
         wide = sum_dtype(saved.q.dtype)
         keys, gradients = self._keys(saved.k, saved.v), []
         begun, dq = self._begun(), Sum(saved.q, self.joins)
@@ -480,7 +480,7 @@ class PrefixAttention(ContextParallelAttention):
         Args:
             k, v: of whole documents.
         """
-        written = [self.carry.keys(self.layer, piece) for piece in self.pieces]
+        written = [self.kv_cache.keys(self.layer, piece) for piece in self.pieces]
         if len(written) == 1 and not len(k):
             piece = self.pieces[0]
             own = written[0][piece.start : piece.stop]
@@ -490,7 +490,7 @@ class PrefixAttention(ContextParallelAttention):
                 own[piece.rows] = kv[piece.start : piece.stop]
             put(own, self.whole, torch.cat((k, v), dim=1))
         prefixes = [source.prefix for source in self.sources if source.prefix is not None]
-        views = [self.carry.keys(self.layer, each.piece)[_read(each, self.index)] for each in prefixes]
+        views = [self.kv_cache.keys(self.layer, each.piece)[_read(each, self.index)] for each in prefixes]
         return [own, *views]
 
     def _begun(self) -> list[torch.Tensor | None]:
@@ -498,16 +498,18 @@ class PrefixAttention(ContextParallelAttention):
         prefixes = [source.prefix for source in self.sources]
         if self.ring > 1:
             return [None for _ in prefixes]
-        return [None if each is None else self.carry.left(self.layer, each.piece, each.begins[0]) for each in prefixes]
+        return [
+            None if each is None else self.kv_cache.left(self.layer, each.piece, each.begins[0]) for each in prefixes
+        ]
 
     def _settled(self, gradients: Tensors, begun: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Leave the gradients of prefixes in the carry; return those of the round, with what later pieces left."""
         own = gradients[0]
         for piece in self.pieces:
-            self.carry.take(self.layer, piece, own[piece.rows])
+            self.kv_cache.take(self.layer, piece, own[piece.rows])
         for source, gradient, before in zip(self.sources, gradients, begun, strict=True):
             if source.prefix is not None and before is None:
-                self.carry.add(self.layer, source.prefix.piece, source.prefix.begins[self.index], gradient)
+                self.kv_cache.add(self.layer, source.prefix.piece, source.prefix.begins[self.index], gradient)
         return own
 
     def _rooms(self, like: Tensors, step: int, dtype: torch.dtype) -> Tensors:

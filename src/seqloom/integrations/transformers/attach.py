@@ -20,7 +20,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attention import NAME, calls, only_rows, register
 from seqloom.integrations.transformers.checks import check, unwrapped
 from seqloom.integrations.transformers.parts import Whole, check_positions, parts_of
-from seqloom.integrations.transformers.tensor_parallel import Uncuttable, team_layers, tensor_plan
+from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, team_layers, tensor_plan
 from seqloom.models.adapter import ModelAdapter
 from seqloom.plan import Remap
 
@@ -229,13 +229,13 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
         parts = parts_of(causal.get_decoder(), causal.get_input_embeddings(), layers)
         known = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
     except Whole as reason:
-        known = {"whole": str(reason)}
+        known = {"single_stage_reason": str(reason)}
     found = calls(layers)
     try:
         plan = tensor_plan(model, causal, layers, found)
         check_positions(causal.get_decoder(), causal.get_input_embeddings(), layers)
         team_layers(layers, plan.regions)
-        known |= {"cuts": plan.cuts, "divided": plan.divided, "uncuttable": ""}
-    except (Uncuttable, Whole) as reason:
-        known |= {"uncuttable": str(reason)}
+        known |= {"tp_axes": plan.tp_axes, "tp_divisors": plan.tp_divisors, "no_tp_reason": ""}
+    except (NoTensorParallel, Whole) as reason:
+        known |= {"no_tp_reason": str(reason)}
     return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), found, **known)

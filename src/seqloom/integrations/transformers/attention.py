@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from seqloom.attention import ModelCall, attention
+from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
 
@@ -107,7 +107,7 @@ def attention_function(
     return out[None], None
 
 
-def calls(layers: Iterable[torch.nn.Module]) -> tuple[ModelCall, ...]:
+def calls(layers: Iterable[torch.nn.Module]) -> tuple[AttentionSpec, ...]:
     """Return the distinct attention calls that layers will make, from their configs and what their attention keeps.
 
     A model that says it in other words is left out: its index work is done in the first layer of a round.
@@ -119,7 +119,9 @@ def calls(layers: Iterable[torch.nn.Module]) -> tuple[ModelCall, ...]:
         dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float):
             kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            found.append(ModelCall(heads, kv_heads, dim, _window(module, getattr(module, "layer_idx", None)), scale))
+            found.append(
+                AttentionSpec(heads, kv_heads, dim, _window(module, getattr(module, "layer_idx", None)), scale)
+            )
     return tuple(dict.fromkeys(found))
 
 

@@ -23,7 +23,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.models.adapter import ModelAdapter
-from seqloom.models.deferred_init import Values, without_values
+from seqloom.models.deferred_init import DeferredParameters, meta_parameters
 from seqloom.models.files import opened
 from seqloom.params.placement import move_buffers, taken_out
 from seqloom.train.checkpoint import replaced
@@ -45,7 +45,7 @@ def model_in(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) 
         with device:
             return _drawn(folder, dtype), None
     if any(folder.glob("*.safetensors")):
-        with without_values():
+        with meta_parameters():
             model = _drawn(folder, dtype).to(dtype)
         read = _reader(folder, model)
         if read is not None:
@@ -163,7 +163,7 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
     if read is None:
         return found
     move_buffers(found.module, device)
-    return replace(found, values=Values(read, device))
+    return replace(found, deferred=DeferredParameters(read, device))
 
 
 def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:

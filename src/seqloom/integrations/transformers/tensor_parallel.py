@@ -5,7 +5,7 @@
     model.layers.*.self_attn.q_norm: replicated.. whole; gradients of all ranks are summed in any case
 
 What a plan says outside of layers (table of tokens, head) is left alone: those stay whole here. A plan that says
-anything else of a layer is not followed: `Uncuttable` says why, and nothing is guessed.
+anything else of a layer is not followed: `NoTensorParallel` says why, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from seqloom.attention import ModelCall
+from seqloom.attention import AttentionSpec
 from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attention import only_rows
@@ -31,7 +31,7 @@ AXES = {"colwise": ROWS, "rowwise": COLUMNS}
 WHOLE = "replicated_with_grad_allreduce"
 
 
-class Uncuttable(Exception):  # noqa: N818 - a reason
+class NoTensorParallel(Exception):  # noqa: N818 - a reason
     """Why a team cannot cut a model's weights."""
 
 
@@ -54,16 +54,18 @@ class TensorPlan(NamedTuple):
 
     Attributes:
         regions: of every layer.
-        cuts: name of a parameter in the model -> axis.
-        divided: what a tensor degree must divide -> how many there are.
+        tp_axes: name of a parameter in the model -> axis.
+        tp_divisors: what a tensor degree must divide -> how many there are.
     """
 
     regions: tuple[tuple[Region, ...], ...]
-    cuts: dict[str, int]
-    divided: dict[str, int]
+    tp_axes: dict[str, int]
+    tp_divisors: dict[str, int]
 
 
-def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], calls: Sequence[ModelCall]) -> TensorPlan:
+def tensor_plan(
+    model: nn.Module, causal: Any, layers: Sequence[nn.Module], calls: Sequence[AttentionSpec]
+) -> TensorPlan:
     """Read the plan of a model.
 
     Args:
@@ -73,14 +75,14 @@ def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], call
         calls: the attention calls of the layers.
 
     Raises:
-        Uncuttable: it has no plan, or one that cannot be followed here.
+        NoTensorParallel: it has no plan, or one that cannot be followed here.
     """
     names = {module: name for name, module in causal.named_modules()}
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
     kinds = tuple(_pattern(names[layer]) + "." for layer in layers)
     _check_styles({key: style for key, style in plan.items() if key.startswith(kinds)})
     own = {parameter: name for name, parameter in model.named_parameters()}
-    regions, cuts = [], {}
+    regions, tp_axes = [], {}
     for layer in layers:
         axes = {
             path: AXES[style]
@@ -92,8 +94,8 @@ def tensor_plan(model: nn.Module, causal: Any, layers: Sequence[nn.Module], call
         for path, axis in axes.items():
             for name, parameter in layer.get_submodule(path).named_parameters():
                 if name == "weight" or axis == ROWS:  # a bias that is added to a sum is whole
-                    cuts[own[parameter]] = axis
-    return TensorPlan(tuple(regions), cuts, _divided(layers, regions, calls))
+                    tp_axes[own[parameter]] = axis
+    return TensorPlan(tuple(regions), tp_axes, _divided(layers, regions, calls))
 
 
 def _pattern(name: str) -> str:
@@ -103,15 +105,17 @@ def _pattern(name: str) -> str:
 
 def _check_styles(plan: dict[str, str]) -> None:
     if not plan:
-        raise Uncuttable("it publishes no tensor-parallel plan for its layers (_tp_plan)")
+        raise NoTensorParallel("it publishes no tensor-parallel plan for its layers (_tp_plan)")
     for key, style in plan.items():
         if style not in AXES and style != WHOLE:
-            raise Uncuttable(f"its tensor-parallel plan says {style!r} of {key}; followed are {', '.join(AXES)} only")
+            raise NoTensorParallel(
+                f"its tensor-parallel plan says {style!r} of {key}; followed are {', '.join(AXES)} only"
+            )
 
 
 def _checked(path: str, module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():  # adapters, quantised weights
-        raise Uncuttable(
+        raise NoTensorParallel(
             f"{path} is a {type(module).__module__}.{type(module).__name__}, and only plain linear layers are cut"
         )
     return True
@@ -122,7 +126,9 @@ def _regions(axes: dict[str, int]) -> Iterator[Region]:
         inside = {path: axis for path, axis in axes.items() if path.rpartition(".")[0] == name}
         ways_in, ways_out = (tuple(p for p, axis in inside.items() if axis == wanted) for wanted in (ROWS, COLUMNS))
         if not name or not ways_in or not ways_out:
-            raise Uncuttable(f"of {', '.join(inside)} its tensor-parallel plan does not cut both rows and columns")
+            raise NoTensorParallel(
+                f"of {', '.join(inside)} its tensor-parallel plan does not cut both rows and columns"
+            )
         yield Region(name, ways_in, ways_out)
 
 
@@ -133,15 +139,17 @@ def _check_rest(layer: nn.Module, regions: Sequence[Region], plan: dict[str, str
             listed = any(_pattern(f"{name}.{each}") in plan for each in (path, path.rpartition(".")[0]))
             if not listed and parameter.numel() > 1 and tuple(parameter.shape) not in {(dim,) for dim in dims}:
                 shape = list(parameter.shape)
-                raise Uncuttable(f"its tensor-parallel plan is silent of {path} {shape}, which is in {region.name}")
+                raise NoTensorParallel(
+                    f"its tensor-parallel plan is silent of {path} {shape}, which is in {region.name}"
+                )
 
 
 def _divided(
-    layers: Sequence[nn.Module], regions: Sequence[Sequence[Region]], calls: Sequence[ModelCall]
+    layers: Sequence[nn.Module], regions: Sequence[Sequence[Region]], calls: Sequence[AttentionSpec]
 ) -> dict[str, int]:
     """Return what a degree must divide: heads, and the width of every region that is not made of heads."""
     if not calls:
-        raise Uncuttable("it is not known how many heads its layers have")
+        raise NoTensorParallel("it is not known how many heads its layers have")
     found = {"heads": [call.heads for call in calls], "kv heads": [call.kv_heads for call in calls]}
     of_heads = {call.heads * call.dim for call in calls}
     for layer, own in zip(layers, regions, strict=True):
@@ -149,7 +157,7 @@ def _divided(
             widths = [cast("nn.Linear", layer.get_submodule(path)).in_features for path in region.ways_out]
             attends = any(hasattr(part, "scaling") for part in layer.get_submodule(region.name).modules())
             if attends and not of_heads.issuperset(widths):
-                raise Uncuttable(
+                raise NoTensorParallel(
                     f"{region.ways_out[0]} takes {widths[0]} columns, which are not {calls[0].heads} heads"
                 )
             if not attends:

@@ -25,7 +25,7 @@ class Table:
 
     name: str
     """How errors name it, for example ``pipeline 0``."""
-    hosts: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
     """The host of every stage."""
     rounds: int
     rows: tuple[Row, ...]
@@ -35,24 +35,24 @@ class Table:
     @property
     def width(self) -> int:
         """Number of hosts."""
-        return max(self.hosts, default=-1) + 1
+        return max(self.pp_ranks, default=-1) + 1
 
     def here(self, host: int) -> str:
         """Name a host in an error."""
         return f"{self.name} host {host}"
 
-    def stages_of(self, host: int) -> tuple[int, ...]:
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages that a host runs."""
-        return tuple(stage for stage, own in enumerate(self.hosts) if own == host)
+        return tuple(stage for stage, own in enumerate(self.pp_ranks) if own == pp_rank)
 
     def lanes(self) -> Iterator[Lane]:
         """Yield every stage's part of its host's row, in the order of the stages."""
-        positions: list[dict[tuple[ActionKind, int | None], int]] = [{} for _ in self.hosts]
+        positions: list[dict[tuple[ActionKind, int | None], int]] = [{} for _ in self.pp_ranks]
         for row in self.rows:
             for k, action in enumerate(row):
                 positions[action.stage][action.kind, action.round] = k
         for s, at in enumerate(positions):
-            yield Lane(self, s, self.rows[self.hosts[s]], at)
+            yield Lane(self, s, self.rows[self.pp_ranks[s]], at)
 
 
 class Lane(NamedTuple):
@@ -65,14 +65,14 @@ class Lane(NamedTuple):
     """Where in the row the stage has which action."""
 
     @property
-    def host(self) -> int:
+    def pp_rank(self) -> int:
         """The host whose row it is."""
-        return self.table.hosts[self.stage]
+        return self.table.pp_ranks[self.stage]
 
     @property
     def here(self) -> str:
         """Name of the host in an error."""
-        return self.table.here(self.host)
+        return self.table.here(self.pp_rank)
 
     def backward(self, number: int) -> int:
         """Return where the stage makes the gradient of its input: at B or I."""
@@ -84,13 +84,13 @@ class Lane(NamedTuple):
         if first > second:
             early, late = self.row[second], self.row[first]
             value = f"{self.here} has {early} (action {second}) before {late} (action {first})"
-            raise broken(rule, value, must, f"put {late} before {early}", (self.host, second))
+            raise broken(rule, value, must, f"put {late} before {early}", (self.pp_rank, second))
 
 
 def tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables of a plan's pipelines, without links."""
     for p, pipeline in enumerate(plan.pipelines):
-        number = {ranks: host for host, ranks in enumerate(pipeline.hosts)}
+        number = {ranks: host for host, ranks in enumerate(pipeline.ranks_by_pp_rank)}
         hosts = tuple(number[stage.ranks] for stage in pipeline.stages)
         yield Table(f"pipeline {p}", hosts, len(pipeline.rounds), pipeline.actions)
 
@@ -182,7 +182,7 @@ def ordered(table: Table) -> None:
             value = f"{lane.here} runs the forwards of stage {lane.stage} in the order {forwards}"
             wrong = next(number for place, number in enumerate(forwards) if place != number)
             must = "rounds are totally ordered, forwards run in that order"
-            raise broken("order", value, must, "sort them", (lane.host, at[F, wrong]))
+            raise broken("order", value, must, "sort them", (lane.pp_rank, at[F, wrong]))
         for r in rounds:
             if (B, r) in at:
                 lane.expect(at[F, r], at[B, r], "a round's F comes before its B")
@@ -194,7 +194,7 @@ def ordered(table: Table) -> None:
             lane.expect(at[F, late], lane.backward(early), must)
             must = "pieces of one document go backward in reverse order"
             lane.expect(lane.backward(late), lane.backward(early), must)
-        if before is not None and before.host == lane.host:
+        if before is not None and before.pp_rank == lane.pp_rank:
             must = f"stages {before.stage} and {lane.stage} are on one host, which runs one after the other"
             for r in rounds:
                 lane.expect(before.at[F, r], at[F, r], must)
@@ -261,7 +261,7 @@ def _alternating(lane: Lane) -> None:
             value = f"{lane.here} has {action} (action {k}) while parameters are {state}"
             must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
             way_out = f"put {Action(lane.stage, RESHARD if gathered else UNSHARD)} before it"
-            raise broken("shards", value, must, way_out, (lane.host, k))
+            raise broken("shards", value, must, way_out, (lane.pp_rank, k))
         if action.kind in (UNSHARD, RESHARD):
             gathered = action.kind == UNSHARD
 
@@ -310,7 +310,7 @@ def matched(table: Table) -> None:
 
 def _once(lane: Lane) -> None:
     """Check which rounds a stage sends and receives."""
-    hosts, s = lane.table.hosts, lane.stage
+    hosts, s = lane.table.pp_ranks, lane.stage
     ahead = s + 1 < len(hosts) and hosts[s + 1] != hosts[s]
     behind = s > 0 and hosts[s - 1] != hosts[s]
     for kind, wanted in ((SEND_F, ahead), (RECV_B, ahead), (RECV_F, behind), (SEND_B, behind)):
@@ -323,7 +323,7 @@ def _once(lane: Lane) -> None:
 
 def _same_order(table: Table) -> None:
     """Compare what is sent with what is received, by kind and pair of hosts."""
-    host = table.hosts
+    host = table.pp_ranks
     sent: dict[tuple[ActionKind, int, int], list[Action]] = {}
     received: dict[tuple[ActionKind, int, int], list[Action]] = {}
     for h, row in enumerate(table.rows):
@@ -392,7 +392,7 @@ def _stuck(table: Table, at: list[int], awaits: Callable[[Action], Action | None
     while host not in path:
         path.append(host)
         awaited = awaits(table.rows[host][at[host]])
-        host = table.hosts[awaited.stage] if awaited is not None else host
+        host = table.pp_ranks[awaited.stage] if awaited is not None else host
     circle = path[path.index(host) :]
     waiting = [table.rows[h][at[h]] for h in circle]
     words = [f"{action} (host {h}, action {at[h]})" for h, action in zip(circle, waiting, strict=True)]

@@ -104,7 +104,7 @@ def stage_ranks(plan: Plan) -> None:
     for p, pipeline in enumerate(plan.pipelines):
         if not pipeline.stages:
             raise broken("stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single")
-        for ranks in pipeline.hosts:
+        for ranks in pipeline.ranks_by_pp_rank:
             s = next(s for s, stage in enumerate(pipeline.stages) if stage.ranks == ranks)
             if not ranks:
                 value = f"pipeline {p} stage {s} has no ranks"

@@ -20,7 +20,7 @@ from seqloom.planners.bounds.options import (
     steps,
 )
 from seqloom.planners.bounds.prices import Prices, price_all
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import fitting_problems
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from seqloom.planners.bounds.prices import Prices
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 
 PRECISION = 1e-7
 """Relative slack against rounding in floating point; the bound stays below the truth."""

@@ -20,7 +20,7 @@ from seqloom.cost.profile import AdditiveProfile
 from seqloom.cost.shapes import LANES
 from seqloom.cost.traffic import GroupTraffic, MessageCounts, aligned_group_traffic
 from seqloom.plan import Method, Remap
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 
 EVERY_SIZE = 64
 """Clusters of up to so many ranks are looked at in every size of ring."""

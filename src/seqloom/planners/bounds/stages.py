@@ -59,7 +59,7 @@ def side_by_side_bound(plan: Plan, cost: CostModel) -> int | None:
 def _pipeline(cost: CostModel, pipeline: Pipeline, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(float64[n] rank-ns of every document on all hosts, float64[n] ns on the slowest of them)."""
     work, chain = np.zeros((2, len(lengths)))
-    for host, ranks in enumerate(pipeline.hosts):
+    for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
         least_work, least_time = np.zeros((2, len(lengths)))
         for stage in pipeline.stages_of(host):
             part = pipeline.parts[stage]
@@ -145,7 +145,7 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     layers, head, degree = _prices(np.array(plan.documents, dtype=np.int64), cost)
     shares = stage_shares(pipeline)
     best, end = 0.0, 0
-    for host, ranks in enumerate(pipeline.hosts):
+    for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
         own = [share for stage in pipeline.stages_of(host) if (share := shares[stage]) is not None]
         part = sum(share.stop - share.first for share in own) / cost.model.layers
         fits = degree <= len(ranks)

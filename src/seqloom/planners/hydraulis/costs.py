@@ -37,7 +37,6 @@ from seqloom.plan import (
     StageMicroBatch,
 )
 from seqloom.plan.pipeline import gathered_for_passes
-from seqloom.planners.hydraulis.assign import estimate
 from seqloom.planners.hydraulis.config import (
     ConfigCost,
     ParallelConfig,
@@ -46,6 +45,7 @@ from seqloom.planners.hydraulis.config import (
     check_placement,
     fits_nodes,
 )
+from seqloom.planners.loops import estimate_pipeline_ns
 from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
 from seqloom.schedules import schedule_of
 
@@ -238,7 +238,9 @@ def _loads_ns(scheme: ParallelConfig, cost: ConfigCost, most: int) -> np.ndarray
     for length, own in zip(lengths, cost.documents_ns(np.array(lengths)).tolist(), strict=True):
         for tokens in LOADS:
             count = max(1, tokens // length)
-            done = estimate(own * count, length * count, own, count, cost.fixed, cost.longest, scheme.stages, False)
+            done = estimate_pipeline_ns(
+                own * count, length * count, own, count, cost.fixed, cost.longest, scheme.stages, False
+            )
             times.append(done / count if length <= cost.longest else np.inf)
     return np.array(times)
 

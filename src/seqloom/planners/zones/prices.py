@@ -10,7 +10,7 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables, GroupShape, Variant
 from seqloom.layout import Span
 from seqloom.plan import Group
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 
 WHOLE = GroupShape(1, 1)
 PROBE = 1 << 16

@@ -11,7 +11,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, CostTables, Variant
 from seqloom.cost.plan_cost import finish_round, join_shard_groups
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.zones.fill import Aim, Seating, fill, level
 from seqloom.planners.zones.prices import Prices
 
