@@ -75,7 +75,7 @@ def attention(
     call = Call(causal, window, scale, kernels, dropout, softcap)
     if isinstance(context, torch.Tensor):
         return _in_graph(q, k, v, context, call)
-    calls, crossing = bound_calls(q, k, v, context, call, layer), context.around_attention
+    calls, crossing = bound_calls(q, k, v, context, call, layer), context.attention_redistribute
     if crossing is None:
         return _Attention.apply(q, k, v, calls, False)
     out = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, False)
@@ -99,7 +99,7 @@ def attention_with_lse(
     Costs one exchange more where there is Ulysses.
     """
     call = Call(causal, window, scale, kernels)
-    calls, crossing = bound_calls(q, k, v, context, call, layer), context.around_attention
+    calls, crossing = bound_calls(q, k, v, context, call, layer), context.attention_redistribute
     if crossing is None:
         return _Attention.apply(q, k, v, calls, True)
     out, lse = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, True)

@@ -137,7 +137,7 @@ def _forward(
     rows = given if given != 1 else min(bound.tokens, 1)
     q, k, v = (last_contiguous(x[:rows]) for x in (q, k, v))
     calls = bound_calls(q, k, v, bound, Call(causal, window, scale, None, dropout, softcap), layer)
-    crossing = bound.around_attention
+    crossing = bound.attention_redistribute
     if crossing is not None:
         q, k, v = crossing.forward(q, k, v)
     out, _, saved = forward_groups(calls, q, k, v, False)

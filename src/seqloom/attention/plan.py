@@ -284,7 +284,7 @@ def _draft(context: Context, bound: BoundGroup, model: AttentionShape, call: Cal
     exchange = None
     if bound.group.ulysses > 1:
         exchange = Exchange(
-            context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.places
+            context.transport, bound.block, bound.ulysses_index, bound.counts, split, bound.order, bound.inverse_order
         )
     if carries:
         inner = PrefixAttention.of(context, bound, heads, kernel, call.window)

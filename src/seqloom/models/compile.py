@@ -53,7 +53,7 @@ class _Compiled:
         number of rows.
         """
         context = context_among(args, options)
-        if context.around_mlp is not None or context.team is not None:
+        if context.mlp_redistribute is not None or context.tp_group is not None:
             return super().forward(*args, **options)  # pyrefly: ignore[missing-attribute]
         tokens, layer = context.tokens, _number_of(self) if context.pieces else None
         given = [_into_graph(each, tokens, layer) for each in args]

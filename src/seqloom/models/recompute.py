@@ -145,11 +145,13 @@ class _TapedContext(Context):
         rows = (own.spans, own.positions, own.documents, own.groups)
         more = {"kept": own._kept, "pieces": own.pieces, "kv_cache": own.kv_cache}
         super().__init__(own.work, own.transport, *rows, own.node_size, **more)
-        self.tape, self.around_mlp = tape, own.around_mlp
-        if own.team is not None:
-            self.team = replace(own.team, column=_TapedContext(own.team.column, tape))
-        if own.around_attention is not None:
-            self.around_attention = _TapedCrossing(own.around_attention.there, own.around_attention.back, tape)
+        self.tape, self.mlp_redistribute = tape, own.mlp_redistribute
+        if own.tp_group is not None:
+            self.tp_group = replace(own.tp_group, cp_context=_TapedContext(own.tp_group.cp_context, tape))
+        if own.attention_redistribute is not None:
+            self.attention_redistribute = _TapedCrossing(
+                own.attention_redistribute.there, own.attention_redistribute.back, tape
+            )
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """See `Context.cached`; what attention is bound to is handed out with the tape in between."""

@@ -54,7 +54,7 @@ class StepTimer:
         ready = made_ready(adapter, split=len(stages) > 1 or cost.sharding == Sharding.FREE)
         self._parameters = place(ready, transport, stages, cost, compute)
         self._settings = Optimiser()
-        self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
+        self._optimiser = make_optimiser(self._parameters.master_weights(), self._settings)
         self.last: StepResult | None = None
 
     def bind(self, plan: Plan) -> RankPlan:
@@ -70,7 +70,7 @@ class StepTimer:
         if factor < 1:
             scale_gradients(self._parameters, factor)
         self._optimiser.step()
-        self._parameters.clear()
+        self._parameters.zero_grad()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return self.slowest(time.perf_counter() - begin)

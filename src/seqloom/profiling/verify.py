@@ -102,7 +102,7 @@ def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Model
         parameters = kind(made_ready(adapters[transport.rank]), transport)
         bound = bind_plan(plan, transport)
         result = run_step(bound, parameters, lambda context: rank_rows(source, context, batch), batch.valid_tokens)
-        gradients = {name: each for name, each in parameters.gradients() if transport.rank == 0}
+        gradients = {name: each for name, each in parameters.full_gradients() if transport.rank == 0}
         return None if transport.rank else Outcome(result.loss, result.gradient_norm, gradients)
 
     first = run_ranks(plan.limits.ranks, body, strict=True, timeout_s=600)[0]

@@ -17,7 +17,7 @@ from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import Joins, Sum, Total, sum_dtype
 from seqloom.attention.tiles import GatherSchedule, PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.dist.rows import RowIndex, add, count, inverse, on_device, take
-from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_filled
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +108,7 @@ class Gather(ContextParallelAttention):
         """Start to send every index the rows it sees, and to receive those seen here."""
         if self.roads is None:
             sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.sends)]
-            return exchange_filled(self.transport, self._parcels(sends), self._parcels(rooms))
+            return exchange_nonempty(self.transport, self._parcels(sends), self._parcels(rooms))
         here = self.ranks[self.index]
         wanted = {keys_of(rank): room for rank, room in self._parcels(rooms)}
         return self.roads.start(self.roads.ahead[0], {keys_of(here): kv}, wanted)
@@ -116,7 +116,7 @@ class Gather(ContextParallelAttention):
     def _start_returning(self, pieces: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> Handle:
         """Start to send gradients home, and to receive those of the own rows."""
         if self.roads is None:
-            return exchange_filled(self.transport, self._parcels(pieces), self._parcels(rooms))
+            return exchange_nonempty(self.transport, self._parcels(pieces), self._parcels(rooms))
         here = self.ranks[self.index]
         sent = {returned(here, rank): piece for rank, piece in self._parcels(pieces)}
         wanted = {returned(rank, here): room for rank, room in self._parcels(rooms)}

@@ -38,7 +38,7 @@ from seqloom.attention.tiles import (
 )
 from seqloom.dist.rows import RowIndex, columns, count, on_device, put, rows_of, take
 from seqloom.dist.token_layout import BoundGroup, Context
-from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_filled
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Group
@@ -523,7 +523,7 @@ class PrefixAttention(ContextParallelAttention):
         after, before = (self.ranks[(self.index + k) % self.ring] for k in (1, -1))
         sends = [P2PTensor(after, tensor) for tensors, _ in moves for tensor in tensors]
         receives = [P2PTensor(before, room) for _, rooms in moves for room in rooms]
-        return exchange_filled(self.transport, sends, receives)
+        return exchange_nonempty(self.transport, sends, receives)
 
 
 def _of_the_round(bound: BoundGroup, heads: Heads, kernel: Kernel, window: int | None) -> Source:

@@ -22,8 +22,8 @@ from seqloom.attention.context_parallel.routed import RoutedExchanges, gradients
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import Joins, Sum, Total, sum_dtype
 from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
-from seqloom.dist.routed import Passage
-from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_filled
+from seqloom.dist.routed import RoutedTransfer
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +116,9 @@ class Ring(ContextParallelAttention):
         """Return an empty buffer for what belongs to the keys of a step."""
         return like.new_empty((self._rows(step), *like.shape[1:]), dtype=dtype)
 
-    def _pass_on(self, passage: Passage | None, *moves: tuple[torch.Tensor | None, torch.Tensor | None]) -> Handle:
+    def _pass_on(
+        self, passage: RoutedTransfer | None, *moves: tuple[torch.Tensor | None, torch.Tensor | None]
+    ) -> Handle:
         """Send the first of every pair to the next index, receive the second from the one before; None: nothing.
 
         Args:
@@ -131,4 +133,4 @@ class Ring(ContextParallelAttention):
             return self.roads.start(passage, sent, wanted)
         sends = [P2PTensor(after, tensor) for tensor, _ in moves if tensor is not None]
         receives = [P2PTensor(before, room) for _, room in moves if room is not None]
-        return exchange_filled(self.transport, sends, receives)
+        return exchange_nonempty(self.transport, sends, receives)

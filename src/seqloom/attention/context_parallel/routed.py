@@ -16,7 +16,7 @@ from seqloom.attention.context_parallel.overlap import ContextParallelAttention,
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.tiles import Chunks, visible_runs
-from seqloom.dist.routed import Passage, start_routed
+from seqloom.dist.routed import RoutedTransfer, start_routed
 from seqloom.dist.transport import Handle, Transport
 from seqloom.layout import Move
 from seqloom.plan import Group
@@ -37,8 +37,8 @@ class RoutedExchanges:
     """
 
     transport: Transport
-    ahead: tuple[Passage, ...]
-    back: tuple[Passage, ...]
+    ahead: tuple[RoutedTransfer, ...]
+    back: tuple[RoutedTransfer, ...]
     unit: int
     device: torch.device
 
@@ -53,17 +53,19 @@ class RoutedExchanges:
         node_size: int,
     ) -> RoutedExchanges:
         """Work out the part of the transport's rank in the moves of a group's forward and backward."""
-        known: dict[Move, Passage] = {}  # in most rings nearly all exchanges are alike
+        known: dict[Move, RoutedTransfer] = {}  # in most rings nearly all exchanges are alike
 
-        def part(move: Move) -> Passage:
+        def part(move: Move) -> RoutedTransfer:
             if move not in known and group.route is not None:
-                known[move] = Passage.of(move, group.route, node_size, transport.rank)
+                known[move] = RoutedTransfer.of(move, group.route, node_size, transport.rank)
             return known[move]
 
         ahead, back = (tuple(part(move) for move in way) for way in moves)
         return cls(transport, ahead, back, unit, device)
 
-    def start(self, passage: Passage, sent: Mapping[int, torch.Tensor], wanted: Mapping[int, torch.Tensor]) -> Handle:
+    def start(
+        self, passage: RoutedTransfer, sent: Mapping[int, torch.Tensor], wanted: Mapping[int, torch.Tensor]
+    ) -> Handle:
         """Start an exchange: messages of this rank by item, and rooms for those to it."""
         return start_routed(passage, self.transport, sent, wanted, unit=self.unit, device=self.device)
 
@@ -89,11 +91,12 @@ class ProxyRank(ContextParallelAttention):
     def waits(self, row: int, wide_row: int) -> Waits:
         """See `Shared.waits`; what arrives is for others."""
         ahead, back = (
-            tuple(each.arriving * self.roads.unit for each in way) for way in (self.roads.ahead, self.roads.back)
+            tuple(each.received_elements * self.roads.unit for each in way)
+            for way in (self.roads.ahead, self.roads.back)
         )
         return Waits(ahead, back)
 
-    def _pass_on(self, passages: Sequence[Passage], meanwhile: Meanwhile) -> None:
+    def _pass_on(self, passages: Sequence[RoutedTransfer], meanwhile: Meanwhile) -> None:
         for exchange, passage in enumerate(passages):
             handle = self.roads.start(passage, {}, {})
             meanwhile(exchange)

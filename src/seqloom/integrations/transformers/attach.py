@@ -105,7 +105,7 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
             f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
             f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
         )
-    if context.team is not None:  # position tables are for attention, which has the tokens of the whole TP group
+    if context.tp_group is not None:  # position tables are for attention, which has the tokens of the whole TP group
         positions = attention_context(context).positions
     return {
         "input_ids": pad_empty(ids)[None],
@@ -376,11 +376,11 @@ class _Remapping:
                 f"{type(self).__name__} in a round that remaps around the MLP: none of its parts is called "
                 f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
             )
-        if context.around_mlp is None:  # nothing of this rank's shard group moves
+        if context.mlp_redistribute is None:  # nothing of this rank's shard group moves
             return own(*args, **options)
         with ExitStack() as standing:
             for part in found:
-                around = _Around(part, context.around_mlp, context.tokens)
+                around = _Around(part, context.mlp_redistribute, context.tokens)
                 standing.callback(part.register_forward_pre_hook(around.before, with_kwargs=True).remove)
                 standing.callback(part.register_forward_hook(around.after).remove)
             return own(*args, **options)

@@ -51,7 +51,10 @@ def test_whose_tokens_the_model_sees(remap):
     assert context.spans == wanted.spans(1)
     found = list(zip(context.documents.tolist(), context.positions.tolist(), strict=True))
     assert found == tokens(wanted, 1)
-    assert (context.around_attention is None, context.around_mlp is None) == (remap == Remap.MLP, remap != Remap.MLP)
+    assert (context.attention_redistribute is None, context.mlp_redistribute is None) == (
+        remap == Remap.MLP,
+        remap != Remap.MLP,
+    )
 
 
 @st.composite
@@ -76,7 +79,7 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
     def body(transport):
         counting = CountingTransport(transport)
         context = bind(work, counting, shard_groups=shard_groups, family=family)
-        crossing = context.around_attention or context.around_mlp
+        crossing = context.attention_redistribute or context.mlp_redistribute
         travels = int(move.sizes[move.remote & (move.sender == transport.rank)].sum())
         if crossing is None:
             assert not travels
@@ -107,10 +110,10 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
 )
 def test_an_island_is_one_collective_where_it_has_a_communicator(shard_group, family, known):
     context = bind(replace(WORK, linear=SWAPPED), Place(0), shard_groups=[shard_group, (2,)], family=family)
-    assert context.around_attention.there.collective == context.around_attention.back.collective == known
-    assert context.around_attention.there.ranks == tuple(sorted(shard_group))
+    assert context.attention_redistribute.there.collective == context.attention_redistribute.back.collective == known
+    assert context.attention_redistribute.there.ranks == tuple(sorted(shard_group))
     others = bind(replace(WORK, linear=SWAPPED), Place(2), shard_groups=[shard_group, (2,)], family=family)
-    assert (others.around_attention is None) == (2 not in shard_group), "nothing of it moves"
+    assert (others.attention_redistribute is None) == (2 not in shard_group), "nothing of it moves"
 
 
 @pytest.mark.parametrize("remap", Remap)

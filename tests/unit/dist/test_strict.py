@@ -49,9 +49,11 @@ def test_what_travels_aside_does_not_wait_for_exchanges():
 
     def body(transport):
         peer, received = 1 - transport.rank, [torch.zeros(1), torch.zeros(1)]
-        early = [transport.aside.exchange([], [P2PTensor(peer, received[0])])] if transport.rank == 0 else []
+        early = [transport.background.exchange([], [P2PTensor(peer, received[0])])] if transport.rank == 0 else []
         transport.exchange([P2PTensor(peer, torch.ones(1))], [P2PTensor(peer, received[1])]).wait()
-        late = [transport.aside.exchange([P2PTensor(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
+        late = (
+            [transport.background.exchange([P2PTensor(peer, torch.full((1,), 2.0))], [])] if transport.rank == 1 else []
+        )
         for handle in early + late:
             handle.wait()
         return [each.item() for each in received]

@@ -47,7 +47,7 @@ def test_rows_of_a_block_are_sorted_by_an_index_where_the_plan_lists_documents_o
     assert group.counts == (11, 10)
     held = [(0, p) for p in range(6)] + [(1, p) for p in range(5)] + [(0, p) for p in range(6, 16)]
     assert [held[row] for row in group.order] == sorted(held)
-    assert group.places[group.order].tolist() == list(range(21))
+    assert group.inverse_order[group.order].tolist() == list(range(21))
 
 
 def test_a_rank_in_several_groups_knows_its_rows_of_each():

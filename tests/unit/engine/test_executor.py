@@ -86,7 +86,7 @@ def test_steps_follow_each_other_and_optimisers_step():
         def body(transport):
             adapter = ModelAdapter.of(STEP.model())
             parameters = ReplicatedParameters(adapter, transport, chunk=7)
-            optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.05)
+            optimiser = torch.optim.SGD(parameters.master_weights().values(), lr=0.05)
             losses = []
             for _ in range(3):
                 result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
@@ -108,7 +108,7 @@ def test_evaluation_is_the_same_loss_without_gradients():
     def body(transport):
         parameters = ReplicatedParameters(ModelAdapter.of(STEP.model()), transport)
         loss = evaluate(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
-        return loss, [parameter.grad for parameter in parameters.masters().values()]
+        return loss, [parameter.grad for parameter in parameters.master_weights().values()]
 
     for loss, gradients in run_ranks(4, body, strict=True):
         assert loss == pytest.approx(STEP.alone().loss, rel=1e-13) and not any(g is not None for g in gradients)
@@ -123,7 +123,7 @@ def test_frozen_parameters_are_neither_summed_nor_counted():
             parameter.requires_grad_("q_proj" in name)
         parameters = ReplicatedParameters(ModelAdapter.of(model), transport)
         run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
-        return dict(parameters.gradients())
+        return dict(parameters.full_gradients())
 
     wanted = STEP.alone().gradients
     found = run_ranks(4, body, strict=True)[2]
@@ -131,7 +131,7 @@ def test_frozen_parameters_are_neither_summed_nor_counted():
     assert all(torch.allclose(each, wanted[name], rtol=1e-10) for name, each in found.items())
 
 
-def run_alone(step=STEP, *, rows=None, valid=None, sharers=None):
+def run_alone(step=STEP, *, rows=None, valid=None):
     spans = tuple(Span(k, 0, n) for k, n in enumerate(step.lengths))
     plan = one_stage_plan([[Group((0,), 1, 1, spans)]], ranks=1)
     parameters = ReplicatedParameters(ModelAdapter.of(step.model()), SingleRankTransport())
@@ -156,7 +156,7 @@ def test_shards_on_ranks_that_skip_rounds_are_refused():
     plan = one_stage_plan(ROUNDS, ranks=4, node_size=2, sharding=Sharding.HYBRID)
 
     class Sharing(ReplicatedParameters):
-        sharers = (0, 1, 2, 3)
+        shard_ranks = (0, 1, 2, 3)
 
     def body(transport):
         parameters = Sharing(ModelAdapter.of(STEP.model()), transport)

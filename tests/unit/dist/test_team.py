@@ -44,33 +44,33 @@ def tokens(context):
 
 def test_a_team_and_its_column():
     work = work_of(Group(EIGHT, 4, 2, (LONG,), Method.GATHER))
-    team = bind(work, Place(5), tensor=2).team
+    team = bind(work, Place(5), tensor=2).tp_group
     assert (team.ranks, team.index, team.counts) == ((4, 5), 1, (2, 2))
-    assert team.column.work.groups == (Group((1, 3, 5, 7), 2, 2, (LONG,), Method.GATHER),)
-    (group,) = team.column.groups
+    assert team.cp_context.work.groups == (Group((1, 3, 5, 7), 2, 2, (LONG,), Method.GATHER),)
+    (group,) = team.cp_context.groups
     assert (group.block, group.ring_ranks, group.ulysses_index) == ((5, 7), (1, 5), 0)
-    assert tokens(team.column) == tokens(bind(work, Place(4))) + tokens(bind(work, Place(5)))
+    assert tokens(team.cp_context) == tokens(bind(work, Place(4))) + tokens(bind(work, Place(5)))
 
 
 def test_rows_of_members_are_sorted_by_an_index_where_the_plan_lists_documents_otherwise():
     """Rank 0 holds document 1 and the start of 0, rank 1 the rest of 0; each sorts its own rows."""
-    team = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), Place(0), tensor=2).team
+    team = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), Place(0), tensor=2).tp_group
     held = [(0, p) for p in range(6)] + [(1, p) for p in range(5)] + [(0, p) for p in range(6, 16)]
     assert team.counts == (11, 10)
-    assert [held[row] for row in team.order] == sorted(held) == tokens(team.column)
-    assert team.places[team.order].tolist() == list(range(21))
+    assert [held[row] for row in team.order] == sorted(held) == tokens(team.cp_context)
+    assert team.inverse_order[team.order].tolist() == list(range(21))
 
 
 def test_a_column_shares_pieces_and_carry():
     piece, kv_cache = Span(0, 4, 16), object()
     pieces = {0: (Span(0, 0, 4), piece)}
     context = bind(work_of(Group((0, 1), 2, 1, (piece,))), Place(0), tensor=2, pieces=pieces, kv_cache=kv_cache)
-    assert context.team.column.kv_cache is kv_cache and context.team.column.pieces == context.pieces == pieces
+    assert context.tp_group.cp_context.kv_cache is kv_cache and context.tp_group.cp_context.pieces == context.pieces == pieces
 
 
 def test_a_rank_without_a_group_is_a_team_of_its_own():
     context = bind(work_of(Group((0, 1), 2, 1, (LONG,))), Place(6), tensor=2)
-    assert (context.team.ranks, context.team.counts, context.team.column.tokens) == ((6,), (0,), 0)
+    assert (context.tp_group.ranks, context.tp_group.counts, context.tp_group.cp_context.tokens) == ((6,), (0,), 0)
     assert (
         all_gather_rows(torch.ones(0, 3), context).shape
         == reduce_scatter_rows(torch.ones(0, 3), context).shape
@@ -80,7 +80,7 @@ def test_a_rank_without_a_group_is_a_team_of_its_own():
 
 def test_without_a_team_nothing_happens():
     context, x, ticket = bind_single_rank([3]), torch.ones(3, 2), torch.ones(1, dtype=torch.int64)
-    assert context.team is None
+    assert context.tp_group is None
     assert (
         all_gather_rows(x, context)
         is reduce_scatter_rows(x, context)
@@ -108,7 +108,7 @@ def test_gathering_and_summing_are_plain_torch(case, tensor, strict, blocks):
 
     def body(transport):
         context = bind(case.work, transport, tensor=tensor, family=family)
-        team, column = context.team, context.team.column
+        team, column = context.tp_group, context.tp_group.cp_context
         own = torch.tensor([first[d] + p for d, p in tokens(context)], dtype=torch.int64)
         every = torch.tensor([first[d] + p for d, p in tokens(column)], dtype=torch.int64)
         x = whole[own].requires_grad_()
@@ -138,7 +138,7 @@ def test_a_team_meets_on_its_communicator_where_it_has_one(family, verb):
         sent = counting.traffic(verb)
         reduce_scatter_rows(one, context)
         both = counting.traffic(verb)
-        others = sum(context.team.counts) - context.tokens
+        others = sum(context.tp_group.counts) - context.tokens
         assert (sent.bytes, both.bytes) == (28 * len(x) * (others > 0), 28 * (len(x) + others))
         return sent.calls, both.calls
 
@@ -180,4 +180,4 @@ def test_what_is_refused(work, tensor, words):
     with pytest.raises(SeqloomError) as error:
         bind(work, Place(1), tensor=tensor, node_size=4)
     assert all(word in str(error.value) for word in words), error.value
-    assert bind(replace(work, linear=None), Place(1), node_size=4).team is None
+    assert bind(replace(work, linear=None), Place(1), node_size=4).tp_group is None

@@ -47,9 +47,9 @@ def test_one_model_runs_plans_of_any_shape(threads):
         found, shares = [], []
         for each in shapes:
             result = run(planned(*each), transport, parameters)
-            gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
+            gradients = {name: gradient.clone() for name, gradient in parameters.full_gradients()}
             found.append(Found(result.loss, result.gradient_norm, gradients))
-            shares.append(sum(copy.numel() for copy in parameters.computing()))
+            shares.append(sum(copy.numel() for copy in parameters.compute_weights()))
         assert before == [id(each) for each in (*adapter.module.modules(), *adapter.module.parameters())]
         return found, shares
 
@@ -86,9 +86,9 @@ def test_stages_may_be_gathered_for_every_pass(threads, name):
         parameters, found, held = ReshardingParameters(adapter, transport), [], []
         for each in (plan, whole, plan):
             result = run(each, transport, parameters, step)
-            gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
+            gradients = {name: gradient.clone() for name, gradient in parameters.full_gradients()}
             found.append(Found(result.loss, result.gradient_norm, gradients))
-            held.append(sum(copy.numel() for copy in parameters.computing()))
+            held.append(sum(copy.numel() for copy in parameters.compute_weights()))
         loss = evaluate(bind_plan(plan, transport), parameters, step.rows(), step.valid)
         assert loss == pytest.approx(step.alone().loss, rel=1e-12)
         return found, held
@@ -150,7 +150,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
             parameters = ReshardingParameters(made_ready(step.model_adapter()), counting)
             result = run(plan, transport, parameters, step)
             sent.append(sum(counting.bytes_to(peer) for peer in others))
-            gradients = {name: gradient.clone() for name, gradient in parameters.gradients()}
+            gradients = {name: gradient.clone() for name, gradient in parameters.full_gradients()}
             found.append(Found(result.loss, result.gradient_norm, gradients))
         return found, sent
 
@@ -184,9 +184,9 @@ def test_what_does_not_learn_has_no_gradient(threads):
         for shapes in (TEAMS, (Shape(3),)):
             parameters = ReshardingParameters(freeze(made_ready(STEP.model_adapter())), transport)
             run(planned(*shapes), transport, parameters)
-            found.append(dict(parameters.gradients()))
-            assert parameters.masters().keys() == found[-1].keys()
-            assert len(dict(parameters.values())) > len(found[-1])
+            found.append(dict(parameters.full_gradients()))
+            assert parameters.master_weights().keys() == found[-1].keys()
+            assert len(dict(parameters.full_parameters())) > len(found[-1])
         return found
 
     wanted = STEP.alone().gradients
@@ -201,11 +201,13 @@ def test_half_precision_adds_up_in_float32(threads):
     step = replace(STEP, dtype=torch.float32)
 
     def body(transport):
-        parameters = ReshardingParameters(made_ready(step.model_adapter()), transport, compute=torch.bfloat16)
+        parameters = ReshardingParameters(made_ready(step.model_adapter()), transport, param_dtype=torch.bfloat16)
         result = run(planned(*TEAMS), transport, parameters, step)
-        assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
-        assert {each.dtype for each in parameters.computing()} == {torch.bfloat16}
-        return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+        assert {each.grad.dtype for each in parameters.master_weights().values()} == {torch.float32}
+        assert {each.dtype for each in parameters.compute_weights()} == {torch.bfloat16}
+        return Found(
+            result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()}
+        )
 
     found = threads(4).run(body, strict=True)[0]
     single = replace(STEP, dtype=torch.bfloat16).alone().worst(STEP.alone())
@@ -222,8 +224,8 @@ class Recording:
         return getattr(self._transport, name)
 
     @property
-    def aside(self):
-        return Recording(self._transport.aside, self._log, aside=True)
+    def background(self):
+        return Recording(self._transport.background, self._log, aside=True)
 
     def exchange(self, sends, receives):
         handle = self._transport.exchange(sends, receives)
@@ -274,7 +276,7 @@ def test_a_single_rank_computes_with_the_masters():
     parameters = ReshardingParameters(step.model_adapter(), SingleRankTransport())
     found = run(planned(Shape(), ranks=1, step=step), SingleRankTransport(), parameters, step)
     assert found.loss == pytest.approx(step.alone().loss, rel=1e-12)
-    masters, copies = parameters.masters().values(), parameters.computing()
+    masters, copies = parameters.master_weights().values(), parameters.compute_weights()
     assert [each.data_ptr() for each in masters] == [each.data_ptr() for each in copies]
 
 
@@ -319,8 +321,8 @@ def test_layers_that_are_not_called_as_modules_are_refused():
 
 
 def test_gradients_without_a_plan_are_refused():
-    with pytest.raises(SeqloomError, match=r"call arrange\(plan\) first"):
-        ReshardingParameters(STEP.model_adapter(), SingleRankTransport()).finish()
+    with pytest.raises(SeqloomError, match=r"call prefetch\(plan\) first"):
+        ReshardingParameters(STEP.model_adapter(), SingleRankTransport()).finish_gradients()
 
 
 def test_models_without_a_free_layout_are_refused():
@@ -329,7 +331,7 @@ def test_models_without_a_free_layout_are_refused():
     with pytest.raises(SeqloomError, match="added up in one dtype"):
         ReshardingParameters(mixed, SingleRankTransport())
     mixed.module.to(torch.float32).model.norm.to(torch.bfloat16)
-    with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as compute="):
+    with pytest.raises(SeqloomError, match=r"parameters in torch.bfloat16, torch.float32: .* as param_dtype="):
         ReshardingParameters(mixed, SingleRankTransport())
     scalar.module.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
     with pytest.raises(SeqloomError, match="parameter scale has no axis"):
@@ -351,6 +353,8 @@ def test_models_of_transformers(threads, shapes):
     def body(transport):
         parameters = ReshardingParameters(made_ready(made[transport.rank]), transport)
         result = run(planned(*shapes), transport, parameters)
-        return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+        return Found(
+            result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()}
+        )
 
     assert max(each.worst(wanted) for each in threads(4).run(body, strict=True)) < 1e-9

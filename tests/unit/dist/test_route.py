@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.dist.counting import CountingTransport
-from seqloom.dist.routed import Passage, Store, start_routed
+from seqloom.dist.routed import RoutedTransfer, Store, start_routed
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Move, Route
 
@@ -31,7 +31,7 @@ def deliver(move, route, *, strict=True, ranks=RANKS):
 
     def body(transport):
         rank, counting = transport.rank, CountingTransport(transport)
-        passage = Passage.of(move, route, NODE, rank)
+        passage = RoutedTransfer.of(move, route, NODE, rank)
         sent = {item: message(item, length) for item in np.unique(move.item[move.sender == rank]).tolist()}
         wanted, expected = {}, {}
         for item in np.unique(move.item[move.receiver == rank]).tolist():
@@ -77,11 +77,11 @@ def test_proxies_share_what_crosses_and_what_many_want_crosses_once():
 
 def test_a_rank_that_only_passes_on_keeps_it_aside():
     move, route = move_of((0, 4, 7, 0, 8)), Route((1, 5))
-    stages = {rank: Passage.of(move, route, NODE, rank) for rank in range(RANKS)}
+    stages = {rank: RoutedTransfer.of(move, route, NODE, rank) for rank in range(RANKS)}
     assert [len(stages[rank].stages) for rank in range(RANKS)] == [1, 2, 0, 0, 1, 2, 0, 0]
     assert [stages[rank].relayed for rank in (0, 1, 4, 5)] == [0, 8, 0, 8]
     assert stages[1].stages[0].receives[0].places == ((Store.RELAY, 0, 0, 8),)
-    assert stages[1].arriving == 8 and stages[0].arriving == 0
+    assert stages[1].received_elements == 8 and stages[0].received_elements == 0
 
 
 def test_what_goes_wrong_in_a_stage_is_raised_by_wait():
@@ -96,12 +96,12 @@ def test_what_goes_wrong_in_a_stage_is_raised_by_wait():
         def wait(self):
             raise ConnectionError("the cable is cut")
 
-    handle = start_routed(Passage.of(move, route, NODE, 1), Broken(), {}, {}, unit=4, device=CPU)
+    handle = start_routed(RoutedTransfer.of(move, route, NODE, 1), Broken(), {}, {}, unit=4, device=CPU)
     with pytest.raises(ConnectionError, match="cable"):
         handle.wait()
 
 
 def test_a_rank_outside_sends_nothing():
-    passage = Passage.of(move_of((0, 4, 0, 0, 8)), Route((1, 5)), NODE, 3)
+    passage = RoutedTransfer.of(move_of((0, 4, 0, 0, 8)), Route((1, 5)), NODE, 3)
     nowhere = None  # whoever sends or receives anything fails
     assert start_routed(passage, nowhere, {}, {}, unit=4, device=CPU).wait() is None

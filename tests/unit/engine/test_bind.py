@@ -100,11 +100,11 @@ def test_a_rank_runs_its_own_pipeline_or_nothing():
 def test_teams_come_from_the_tensor_degree_of_the_stage():
     plan = side_by_side()
     found = run_ranks(8, lambda transport: bind_plan(plan, transport), strict=True)
-    teams = [each.rounds[0].context.team for each in found[:4]]
+    teams = [each.rounds[0].context.tp_group for each in found[:4]]
     assert [(team.ranks, team.index) for team in teams] == [((0, 1), 0), ((0, 1), 1), ((2, 3), 0), ((2, 3), 1)]
-    assert [team.column.groups[0].block for team in teams] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [team.cp_context.groups[0].block for team in teams] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert all(team.collective for team in teams)
-    assert found[4].rounds[0].context.team is None
+    assert found[4].rounds[0].context.tp_group is None
 
 
 def test_a_plan_for_other_ranks_is_refused():
