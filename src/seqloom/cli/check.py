@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from transformers import PreTrainedModel
 
     from seqloom.profiling.check import Documents, Forecast, Outlook, Repacked
+    from seqloom.train.config import Config
 
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes of the run; without it, the config's.")]
 Batches = Annotated[int, typer.Option("--batches", help="First batches that are planned.")]
@@ -44,7 +42,7 @@ def check(
     loaded = Config.load(config, overrides or [])
     run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
     if loaded.model.huggingface is not None:
-        _check_attachable(loaded.model.huggingface, with_stages=run.planners.cut)
+        _check_huggingface(loaded, with_stages=run.planners.cut)
     with shared.planning_progress(len(run.sample) * (2 if run.baseline else 1)) as progress:
         planned = forecasts(run, progress)
     notes = warnings(run, planned[0])
@@ -55,32 +53,17 @@ def check(
         _print_report(run, planned, packings, notes)
 
 
-def _check_attachable(folder: Path, *, with_stages: bool) -> None:
+def _check_huggingface(config: Config, *, with_stages: bool) -> None:
     """Refuse a Hugging Face model that the engine cannot run, or not in stages. Loads no weights."""
-    from seqloom.integrations.transformers import attach, model_adapter  # says what to install where torch is missing
-
-    try:
-        adapter = model_adapter(attach(_meta_model(folder)))
-        if with_stages:
-            from seqloom.train.model import require_parts
-
-            require_parts(adapter)
-    except SeqloomError as error:
-        raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
-
-
-def _meta_model(folder: Path) -> PreTrainedModel:
-    """Build the model of a folder's config.json on the meta device."""
+    shared.require_torch("a Hugging Face model", "train,hf")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SeqloomError(f"its config.json makes no causal model ({reason}); give the folder of one") from None
+    from seqloom.integrations.transformers.loading import build_huggingface
+    from seqloom.train.model import require_parts
+
+    adapter = build_huggingface(config, torch.device("meta"), torch.float32)
+    if with_stages:
+        require_parts(adapter)
 
 
 def _report(run: Outlook, planned: list[Forecast], packings: Repacked, notes: list[str]) -> dict[str, Any]:
