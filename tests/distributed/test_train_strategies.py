@@ -100,7 +100,7 @@ def run(gloo_pool, place: Path, name: str, *settings: str) -> tuple[list[str], l
 
 
 def chosen_from(place: Path, name: str) -> tuple[str, ...]:
-    return "plan.planner=strategies", "plan.sharding=free", f"plan.strategies={place / name}.json"
+    return "plan.planner=hydraulis", "plan.sharding=free", f"plan.strategies={place / name}.json"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_changing_the_strategy_trains_the_same_model(place, static, switching):
         ("switching", "others", ()),
         ("switching", "", ("plan.planner=static",)),
         ("switching", "", ("pipeline.stages=2", "plan.sharding=free")),
-        ("static", "auto", ("plan.planner=strategies", "plan.sharding=free")),
+        ("static", "auto", ("plan.planner=hydraulis", "plan.sharding=free")),
     ],
     ids=["another list", "another sharding", "one pipeline", "from another sharding to what is proposed"],
 )

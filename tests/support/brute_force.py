@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, Variant
+from seqloom.cost import CostModel, CostTables, MemoryPolicy
 from seqloom.errors import SeqloomError
 from seqloom.planners.loops import NEVER
 
@@ -96,9 +96,9 @@ def shard_group_round(tables: CostTables, cost: CostModel, shard_group: int) -> 
     return found[0, shard_group]
 
 
-def shortest_step(lengths: np.ndarray, cost: CostModel, variant: Variant) -> int:
-    """ns of the best plan of this batch under one variant, without the step's overhead."""
-    tables = cost.tables(np.asarray(lengths, np.int64), variant)
+def shortest_step(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> int:
+    """ns of the best plan of this batch under one policy, without the step's overhead."""
+    tables = cost.tables(np.asarray(lengths, np.int64), policy)
     block = cost.shard_group_size
     best = np.full(1 << len(tables.tokens), NEVER)
     in_rounds(shard_group_round(tables, cost, block), best)

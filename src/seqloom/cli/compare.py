@@ -18,7 +18,7 @@ Planners = Annotated[
     str,
     typer.Option(
         "--planners",
-        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, strategies need sharding "
+        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, hydraulis needs sharding "
         "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]
@@ -51,11 +51,11 @@ def compare(
             --profile flexsp-a100 --planners static,flex --max-length 196608 --batches 4
     """
     from seqloom.api import cost_model, evaluate_planners
-    from seqloom.planners import stages_asked
+    from seqloom.planners import requested_stages
 
     names = planner_names(planners)
     options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, **options, stages=stages_asked(names))
+    cost = cost_model(cluster, model, **options, stages=requested_stages(names))
     source = shared.Source(lengths, seed, max_length, column, tokenizer)
     workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
     with shared.planning_progress(len(names) * batches) as progress:
@@ -68,13 +68,13 @@ def compare(
 
 def planner_names(text: str) -> list[str]:
     """Split a list of planners and refuse unknown names; a name given twice counts once."""
-    from seqloom.planners.registry import parse_name
+    from seqloom.planners.registry import parse_planner
 
     names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
     if not names:
         raise SeqloomError(f"no planner in {text!r}; name at least one, for example static,flex")
     for name in names:
-        parse_name(name)
+        parse_planner(name)
     return names
 
 

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from seqloom.packing import Packing
 
 DEFAULT_SIZE = 512
-HBP = "hbp"
 
 Planner = Annotated[
     str,
     typer.Option(
         "--planner",
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), strategies "
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), hydraulis "
         "(sharding free), exact, auto; published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; "
         "hbp: all sequences are made into steps.",
     ),
@@ -85,11 +84,12 @@ def plan(
         seqloom plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --out plan.json --view
     """
     from seqloom.api import cost_model, evaluate_planners
-    from seqloom.planners import stages_asked
+    from seqloom.planners import PLANNERS, requested_stages
 
     shared.check_output(out)
     shared.check_picture(picture)
-    _check_step_tokens(planner, tokens_per_step, drawn=view or explain or picture is not None)
+    packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
+    _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
     cost = cost_model(
         cluster,
         model,
@@ -97,7 +97,7 @@ def plan(
         sharding=sharding,
         budget_gib=budget_gib,
         max_length=max_length,
-        stages=1 if planner == HBP else stages_asked([planner]),
+        stages=1 if packs else requested_stages([planner]),
     )
     workload = _workload(
         shared.Source(lengths, seed, max_length, column, tokenizer), batch_size, tokens_per_batch, skip
@@ -237,16 +237,16 @@ def _print_end(planner: str, evaluation: Evaluation, out: Path | None, profile: 
 # Packing a data set into steps: --planner hbp.
 
 
-def _check_step_tokens(planner: str, tokens_per_step: int | None, *, drawn: bool) -> None:
-    """Refuse options that do not fit the planner: hbp makes many plans and needs the size of a step."""
-    if planner != HBP and tokens_per_step is not None:
+def _check_step_tokens(planner: str, packs: bool, tokens_per_step: int | None, *, drawn: bool) -> None:
+    """Refuse options that do not fit the planner: one that packs a data set makes many plans, of a given size."""
+    if not packs and tokens_per_step is not None:
         raise SeqloomError(
             f"--tokens-per-step {tokens_per_step} with planner {planner!r}, which plans one batch; "
             "use --tokens-per-batch, or planner hbp"
         )
-    if planner == HBP and tokens_per_step is None:
+    if packs and tokens_per_step is None:
         raise SeqloomError("planner 'hbp' makes steps of a data set; say how large one is with --tokens-per-step N")
-    if planner == HBP and drawn:
+    if packs and drawn:
         raise SeqloomError(
             "--view, --explain and --picture show one plan, hbp makes one per step; write them with --out and look at "
             "one with seqloom simulate"
@@ -314,7 +314,7 @@ def _level_figures(packing: Packing) -> list[dict[str, Any]]:
                 "pack_tokens": level.tokens,
                 "ulysses": level.shape.ulysses,
                 "ring": level.shape.ring,
-                "checkpoint": level.variant.checkpoint.value,
+                "checkpoint": level.policy.checkpoint.value,
                 "packs_per_step": level.packs,
                 "steps": int(here.sum()),
                 "documents": sum(map(len, batches)),

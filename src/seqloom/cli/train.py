@@ -13,7 +13,7 @@ from seqloom.cli import shared
 from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
-    from seqloom.planners.registry import Choice
+    from seqloom.planners.registry import PlannerChoice
     from seqloom.profiling.verify import Verified
     from seqloom.train.config import Config
     from seqloom.train.model import ModelFamily
@@ -129,7 +129,7 @@ def _verify_batches(
     setup = Setup.of(config, ranks or config.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
     sample = setup.sampler.peek(batches)
-    planners: list[list[str | Choice]] = [[*names] for _ in sample]
+    planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]
     if with_config_planner and setup.planners.cut:
         planners = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in sample]
     precision = getattr(torch, dtype)

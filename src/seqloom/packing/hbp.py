@@ -177,7 +177,7 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
     array = _checked_lengths(lengths, tokens_per_step)
     (top,) = next(level_sets(array, cost, tokens_per_step))
     pack = np.empty(len(array), dtype=np.int64)
-    count = kernels().first_fit(cost.tokens(array) // cost.granule, top.tokens // cost.granule, pack)
+    count = kernels().first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple, pack)
     starts = np.append(np.arange(0, count, top.packs), count)
     steps = Steps(np.arange(count), starts, np.zeros(len(starts) - 1, dtype=np.int64))
     return _packing("first-fit", array, cost, (top,), pack, steps)
@@ -185,7 +185,7 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
 
 def _packed(lengths: np.ndarray, cost: CostModel, levels: tuple[Level, ...], short_first: int, seed: int) -> Packing:
     """Pack under given levels."""
-    pack, pack_levels = _packs(cost.tokens(lengths) // cost.granule, cost.granule, levels)
+    pack, pack_levels = _packs(cost.padded_lengths(lengths) // cost.pad_multiple, cost.pad_multiple, levels)
     order = np.argsort(pack, kind="stable")
     work = np.add.reduceat(np.square(lengths[order]), np.searchsorted(pack[order], np.arange(len(pack_levels))))
     steps = cut(work, pack_levels, levels)
@@ -260,7 +260,7 @@ def _checked_levels(
     levels: Sequence[Level], lengths: np.ndarray, cost: CostModel, tokens_per_step: int
 ) -> tuple[Level, ...]:
     """The levels asked for, if they rise, hold the longest document, and fit in memory and in a step."""
-    longest = int(cost.tokens(lengths).max())
+    longest = int(cost.padded_lengths(lengths).max())
     rising = all(a.tokens < b.tokens for a, b in pairwise(levels))
     if not levels or not rising or levels[-1].tokens < longest:
         given = ", ".join(str(level.tokens) for level in levels) or "none"
@@ -268,7 +268,7 @@ def _checked_levels(
             f"levels of {given} tokens: give rising ones, the last of at least {longest}, as the longest document has"
         )
     for level in levels:
-        most = level.shape.degree * cost.capacity(level.variant) if level.shape in cost.shapes else 0
+        most = level.shape.degree * cost.capacity(level.policy) if level.shape in cost.shapes else 0
         if level.tokens > most:
             raise SeqloomError(
                 f"a level of {level.tokens} tokens on groups of shape {level.shape}, which hold {most} here; "

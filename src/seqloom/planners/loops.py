@@ -76,7 +76,7 @@ def place_aligned_blocks(degrees: np.ndarray, ranks: int, node: int, starts: np.
 
 
 class BatchTables(NamedTuple):
-    """One batch under one variant of the cost model."""
+    """One batch under one policy of the cost model."""
 
     tokens: np.ndarray
     """int64[n]: tokens a document occupies, padded."""

@@ -26,7 +26,7 @@ from seqloom.planners.hydraulis.assign import Assignment
 from seqloom.planners.hydraulis.planner import build
 from seqloom.planners.pipeline.search import FOLDED, require_order
 from seqloom.planners.pipeline.stage_layout import check_stages, line_of
-from seqloom.planners.registry import Choice, chooses_strategies, makes_stages
+from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
 
@@ -72,8 +72,8 @@ class Planners:
     """
 
     stages: tuple[Stage, ...]
-    planner: Choice
-    fallback: Choice
+    planner: PlannerChoice
+    fallback: PlannerChoice
     strategies: tuple[Strategy, ...] = ()
 
     @property
@@ -86,14 +86,14 @@ class Planners:
         """Tensor degrees of the strategies."""
         return tuple(sorted({pipe.scheme.tensor for each in self.strategies for pipe in each.pipelines}))
 
-    def alternatives(self, lengths: np.ndarray) -> list[Choice]:
+    def alternatives(self, lengths: np.ndarray) -> list[PlannerChoice]:
         """Return one planner for every strategy that holds documents of these lengths, tokens; and that of the run.
 
         A planner that makes nothing but such plans has no plan beside them.
         """
         able = [each for each in self.strategies if each.longest >= lengths.max()]
-        every = [replace(self.planner, name="strategies", options={"strategies": (each,)}) for each in able]
-        return every if every and makes_stages(self.planner.name) else [*every, self.planner]
+        every = [replace(self.planner, name="hydraulis", options={"strategies": (each,)}) for each in able]
+        return every if every and parse_planner(self.planner.name)[0].makes_stages else [*every, self.planner]
 
     @classmethod
     def of(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> Planners:
@@ -105,11 +105,11 @@ class Planners:
         if stages > 1:
             return cls._of_line(config, cost, stages)
         options = {"strategies": tuple(strategies)} if strategies else {}
-        planner = Choice(config.plan.planner, options, config.run.seed)
+        planner = PlannerChoice(config.plan.planner, options, config.run.seed)
         if cost.sharding == Sharding.FREE:
             return cls((), planner, _plain(planner, cost), tuple(strategies))
         everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
-        return cls((everything,), planner, Choice("static"))
+        return cls((everything,), planner, PlannerChoice("static"))
 
     @classmethod
     def _of_line(cls, config: Config, cost: CostModel, stages: int) -> Planners:
@@ -122,13 +122,13 @@ class Planners:
         placed = line_of(cost, stages, chunks, folded=folded).stages
         plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
         line = {"stages": stages, "chunks": chunks}
-        planner, fallback = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        planner, fallback = (PlannerChoice("pipeline", {**line, "schedule": each}) for each in (order, plain))
         return cls(() if cost.sharding == Sharding.FREE else placed, planner, fallback)
 
 
-def _plain(planner: Choice, cost: CostModel) -> Choice:
+def _plain(planner: PlannerChoice, cost: CostModel) -> PlannerChoice:
     """Return who stands in where plans may have any stages: static, unless only several stages hold the documents."""
-    static = Choice("static")
+    static = PlannerChoice("static")
     try:
         static.plan([cost.max_length or 1], cost)
     except SeqloomError:
@@ -198,15 +198,15 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
         SeqloomError: a list that cannot be read, that the ranks or the model do not allow, or that holds no document
             as long as the longest.
     """
-    planner, stages = config.plan.planner, config.pipeline.stages
-    if not chooses_strategies(planner, config.plan.sharding) or stages != 1:
+    spec = parse_planner(config.plan.planner)[0]
+    if not spec.reads_strategies or config.plan.sharding != Sharding.FREE or config.pipeline.stages != 1:
         return ()
     if config.plan.strategies == "auto":
         tokens = tokens_of_step(config, lengths)
         try:
             return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
         except SeqloomError:
-            if makes_stages(planner):
+            if spec.makes_stages:
                 raise
             return ()  # plans of one stage may do
     strategies = _read(Path(config.plan.strategies), cost)

@@ -54,7 +54,7 @@ def card_use(simulation: Simulation, rows: int, columns: int) -> tuple[tuple[str
 
     Rows are nodes, or runs of them if there are more than ``rows``; none where nothing leaves a node.
     """
-    nodes, table = len(simulation.nic_busy_ns), simulation.cards
+    nodes, table = len(simulation.nic_busy_ns), simulation.nics
     if nodes == 1 or not len(table):
         return (), np.zeros((0, columns))
     size = -(-nodes // max(rows, 1))

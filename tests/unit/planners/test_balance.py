@@ -62,7 +62,7 @@ def test_of_pipelines_side_by_side_the_slowest_counts():
     """One pipeline on two ranks has 900 tokens, another on one rank 300, a fourth rank nothing."""
     cost = roomy_cost_model("1x4xH100", "qwen3-0.6b", None, "free", 1)
     wide, alone = Group((0, 1), 2, 1, (Span(0, 0, 900),)), Group((2,), 1, 1, (Span(1, 0, 300),))
-    reduce = cost.variants[0].reduce
+    reduce = cost.policies[0].reduce
     pipelines = tuple(
         Pipeline.single(group.ranks, cost.model.layers, [Round((StageMicroBatch((group,), Checkpoint.NONE),))], reduce)
         for group in (wide, alone)

@@ -74,7 +74,7 @@ def test_planners_call_the_loops_with_the_types_that_were_compiled():
     before = {name: len(getattr(fast, name).signatures) for name in names}
     cost = roomy_cost_model("1x8xH100", "qwen3-0.6b", None, "free", 1)
     lengths = sample("commoncrawl", 30, seed=1, max_length=12_000)
-    for name in ("flex", "zones", "strategies"):
+    for name in ("flex", "zones", "hydraulis"):
         make_plan(name, lengths, cost)
     hbp(lengths, cost, 1 << 17)
     assert {name: len(getattr(fast, name).signatures) for name in names} == before

@@ -25,7 +25,7 @@ def published(sharding="full", cluster="1x8xA100-40G"):
 
 
 def problem_of(cost, lengths=LENGTHS):
-    return Problem.of(lengths, cost, cost.variants[0])
+    return Problem.of(lengths, cost, cost.policies[0])
 
 
 def test_which_degrees_tile_an_island():
@@ -104,9 +104,7 @@ def test_the_work_bound_is_one(sharding):
     cost = published(sharding)
     problem = problem_of(cost)
     assert (
-        0
-        < work_bound(problem.search)
-        <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.variant)
+        0 < work_bound(problem.search) <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.policy)
     )
 
 
@@ -127,6 +125,6 @@ def test_tight_memory_mixes_what_rounds_keep():
     lengths = sample("wikipedia", 64, seed=0, max_length=100_000)
     mixed = plan_flex(lengths, cost)
     mixed.validate()
-    pure = min((plan_flex(lengths, cost, only=variant) for variant in cost.variants), key=cost.plan_ns)
+    pure = min((plan_flex(lengths, cost, only=policy) for policy in cost.policies), key=cost.plan_ns)
     assert cost.plan_ns(mixed) < 0.97 * cost.plan_ns(pure)
     assert (cost.plan_memory(mixed) <= cost.budget_bytes).all()

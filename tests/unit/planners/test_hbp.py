@@ -97,23 +97,23 @@ def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens, budget):
     cost = roomy_cost_model("2x4xH100", "qwen3-0.6b", None, sharding, 0)
     level = profiled(tokens, np.array([tokens]), cost, budget)
     times = {}
-    for variant in cost.variants:
+    for policy in cost.policies:
         for shape in cost.shapes:
-            if tokens <= shape.degree * cost.capacity(variant):
+            if tokens <= shape.degree * cost.capacity(policy):
                 packs, _ = packs_per_step(tokens, shape.degree, cost, budget)
-                own = hbp([tokens] * packs, cost, budget, levels=[Level(tokens, shape, variant, packs, 0)])
+                own = hbp([tokens] * packs, cost, budget, levels=[Level(tokens, shape, policy, packs, 0)])
                 assert own.steps == 1
-                times[shape, variant] = 1000 * predicted_ns(own.plan(0), cost) // (packs * tokens)
-    assert level.token_ps == times[level.shape, level.variant] == min(times.values())
+                times[shape, policy] = 1000 * predicted_ns(own.plan(0), cost) // (packs * tokens)
+    assert level.token_ps == times[level.shape, level.policy] == min(times.values())
 
 
 def test_packs_are_as_long_as_the_step_and_the_memory_allow():
-    capacity = max(COST.capacity(variant) for variant in COST.variants)
+    capacity = max(COST.capacity(policy) for policy in COST.policies)
     for tokens, budget in ((1024, 8 * 1500), (1024, 10**6), (3072, 7 * 3072)):
         level = profiled(tokens, np.array([512]), COST, budget)
         packs, _ = packs_per_step(tokens, level.shape.degree, COST, budget)
         longest = min(level.shape.degree * capacity, budget // packs)
-        assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.granule
+        assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.pad_multiple
 
 
 def test_steps_have_nearly_all_of_their_tokens():
@@ -126,12 +126,12 @@ def test_steps_have_nearly_all_of_their_tokens():
 
 def test_levels_are_those_of_the_rule():
     lengths = level_lengths(LENGTHS, COST, BUDGET)
-    assert lengths == sorted(set(lengths)) and lengths[-1] >= COST.tokens(LENGTHS).max() > lengths[-2]
+    assert lengths == sorted(set(lengths)) and lengths[-1] >= COST.padded_lengths(LENGTHS).max() > lengths[-2]
     sets = list(level_sets(LENGTHS, COST, BUDGET))
     assert len(sets[0]) == 1 and len(set(sets)) == len(sets) <= 2 ** (len(lengths) - 1)
     for levels in sets:
-        assert levels[-1].tokens >= COST.tokens(LENGTHS).max()
-        assert all(level.packs * level.tokens <= BUDGET and level.tokens % COST.granule == 0 for level in levels)
+        assert levels[-1].tokens >= COST.padded_lengths(LENGTHS).max()
+        assert all(level.packs * level.tokens <= BUDGET and level.tokens % COST.pad_multiple == 0 for level in levels)
         assert all(a.tokens < b.tokens for a, b in pairwise(levels))
     assert max(sets, key=len)[0].shape == GroupShape(1, 1)  # short documents need no communication
 

@@ -18,10 +18,10 @@ from support.strategies import batches, cost_models
 
 @st.composite
 def problems(draw, **limits):
-    """A batch under one variant of a drawn cost model."""
+    """A batch under one policy of a drawn cost model."""
     cost, lengths = draw(cost_models(**limits)), draw(batches())
-    variant = draw(st.sampled_from(cost.variants))
-    problem = Problem(lengths, cost, variant, cost.tables(lengths, variant))
+    policy = draw(st.sampled_from(cost.policies))
+    problem = Problem(lengths, cost, policy, cost.tables(lengths, policy))
     assume(problem.fits)
     return problem
 
@@ -200,9 +200,9 @@ def test_groups_with_ranks_make_a_valid_plan_of_that_time(drawn):
     plan.validate()
     ends = problem.cost.plan_ns(plan)
     assert ends == Pricer(problem).step_ns(rounds)
-    overhead = problem.cost.step_overhead_ns(problem.variant)
+    overhead = problem.cost.step_overhead_ns(problem.policy)
     # a round may keep more activations than it was decoded with, which only makes it shorter
-    assert ends == step + overhead if len(problem.cost.variants) == 1 else ends <= step + overhead
+    assert ends == step + overhead if len(problem.cost.policies) == 1 else ends <= step + overhead
     assert step == search.ranks.load.max()
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, Profile, Variant
+from seqloom.cost import CostModel, MemoryPolicy, Profile
 from seqloom.cost.stages import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
@@ -28,7 +28,7 @@ from seqloom.planners.pipeline.search import Answer, Search
 from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns, simulate
-from seqloom.simulate.windows import Place, price
+from seqloom.simulate.windows import MicroBatchKey, price
 
 KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
@@ -104,7 +104,7 @@ def test_layers_level_the_slowest_stage(layers, hosts, vocabulary):
     """Against all ways to cut the layers."""
     cost = cost_of(cluster="1x12xH100", layers=layers, vocabulary=vocabulary)
     one = Group((0,), 1, 1, (Span(0, 0, 8192),))
-    parts = cost.group_parts(one, Variant(Checkpoint.NONE, Reduce.STEP, resident=True))
+    parts = cost.group_cost(one, MemoryPolicy(Checkpoint.NONE, Reduce.STEP, resident=True))
 
     def slowest(counts):
         own = [count * (parts.total_ns - parts.head) / layers for count in counts]
@@ -148,7 +148,7 @@ def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
     ).order
     windows = price(build(search, Answer(made, order, choice, 0, 0.0)), cost)
     for stage, unit in product(range(4), range(len(made.units))):
-        window = windows[Place(0, stage, unit)]
+        window = windows[MicroBatchKey(0, stage, unit)]
         longest = window.length.argmax()
         found = [int(window.phase(kind).duration[longest]) for kind in KINDS]
         assert found == [int(column[stage, unit]) for column in (times.forward, times.backward, times.alone)]
@@ -243,7 +243,7 @@ def test_without_a_number_the_best_of_several_is_taken():
 
 
 def test_stages_have_whole_teams():
-    cost = CostModel(Cluster.parse("8xH100"), ModelSpec.load("qwen3-0.6b"), sharding="free").on_ranks(4, 2)
+    cost = CostModel(Cluster.parse("8xH100"), ModelSpec.load("qwen3-0.6b"), sharding="free").for_submesh(4, 2)
     plan = plan_pipeline(np.array([3000, 9000, 500]), cost, stages=2, schedule="1f1b")
     plan.validate()
     assert {stage.tensor for stage in plan.pipelines[0].stages} == {2}

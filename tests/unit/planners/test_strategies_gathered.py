@@ -108,7 +108,7 @@ def tight():
     """Room for 404 tokens beside parameters that stay, on all four ranks."""
     cluster = Cluster.parse("1x4xH100")
     ample = CostModel(cluster, SPEC, sharding="free", max_length=1024)
-    budget = ample.fixed_bytes(ample.variants[0]) + 200_000
+    budget = ample.fixed_bytes(ample.policies[0]) + 200_000
     return CostModel(cluster, SPEC, sharding="free", max_length=1024, budget_gib=budget / GIB)
 
 

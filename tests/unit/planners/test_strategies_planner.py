@@ -46,7 +46,7 @@ MIXED = strategy_of(ParallelConfig(2, 2), ParallelConfig(1, 2), ParallelConfig(1
 def test_a_plan_has_the_strategy_s_stages_and_degrees():
     plan = plan_strategies(LENGTHS, COST, strategies=[MIXED])
     plan.validate()
-    assert plan.documents == tuple(LENGTHS.tolist()) and plan.planner == "strategies"
+    assert plan.documents == tuple(LENGTHS.tolist()) and plan.planner == "hydraulis"
     shapes = {(len(p.stages), p.stages[0].tensor, p.ranks) for p in plan.pipelines}
     assert shapes == {(2, 2, (0, 1, 2, 3)), (1, 2, (4, 5)), (1, 1, (6, 7))}
     assert Plan.from_json(plan.to_json()) == plan
@@ -57,7 +57,7 @@ def test_it_repeats_and_takes_plain_values():
     first = plan_strategies(LENGTHS, COST, strategies=[MIXED])
     plain = json.loads(json.dumps([MIXED.as_dict()]))
     assert plan_strategies(LENGTHS, COST, strategies=plain).hash == first.hash
-    assert make_plan("strategies", LENGTHS, COST, strategies=[MIXED]).hash == first.hash
+    assert make_plan("hydraulis", LENGTHS, COST, strategies=[MIXED]).hash == first.hash
 
 
 def test_the_best_of_several_is_taken():
@@ -90,10 +90,10 @@ def test_empty_pipelines_are_left_out():
 
 def test_auto_asks_it_under_free_sharding_only():
     plan = make_plan("auto", LENGTHS, COST)
-    for name in ("strategies", "flex", "static"):
+    for name in ("hydraulis", "flex", "static"):
         assert predicted_ns(plan, COST) <= predicted_ns(make_plan(name, LENGTHS, COST), COST)
     full = cost_model("1x8xH100", "qwen3-0.6b")
-    assert make_plan("auto", LENGTHS[:4], full).planner != "strategies"
+    assert make_plan("auto", LENGTHS[:4], full).planner != "hydraulis"
     with pytest.raises(SeqloomError, match=r"sharding full.*use sharding free"):
         plan_strategies(LENGTHS, full)
 
@@ -102,7 +102,7 @@ def test_a_model_that_one_stage_cannot_hold():
     cost = cost_model("1x8xA100-40G", "llama3-8b", sharding="free")
     with pytest.raises(SeqloomError, match="does not fit in one stage"):
         make_plan("flex", LENGTHS[:6], cost)
-    for name in ("strategies", "auto"):
+    for name in ("hydraulis", "auto"):
         plan = make_plan(name, LENGTHS[:6], cost)
         assert max(len(p.stages) * p.stages[0].tensor for p in plan.pipelines) > 1
 
@@ -149,13 +149,13 @@ def test_prices_are_near_the_cost_model():
     """Documents alone on a rank, on heads, on positions and in a team: within a tenth over all lengths."""
     for scheme in (ParallelConfig(1, 1), ParallelConfig(1, 1, 4), ParallelConfig(1, 2), ParallelConfig(1, 1, 1, 2)):
         priced = fit(COST, scheme)
-        inside = COST.on_ranks(scheme.ranks, scheme.tensor)
+        inside = COST.for_submesh(scheme.ranks, scheme.tensor)
         lengths = np.array([512, 4096, 16_384, 65_536])
         ulysses = scheme.tensor * scheme.ulysses
         shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring) == (ulysses, scheme.ring)]
-        tables = inside.tables(lengths, inside.variants[0], shapes)
+        tables = inside.tables(lengths, inside.policies[0], shapes)
         assert priced.documents_ns(lengths) == pytest.approx(tables.cost.max(axis=0).min(axis=0), rel=0.15)
-        assert priced.longest >= inside.capacity(inside.variants[-1]) * scheme.width
+        assert priced.longest >= inside.capacity(inside.policies[-1]) * scheme.width
     a, b = relative_fit(np.array([100.0, 1000.0]), np.array([3e4 + 700, 3e6 + 7000]))
     assert (a, b) == pytest.approx((3.0, 7.0))
 

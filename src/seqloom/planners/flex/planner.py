@@ -2,18 +2,18 @@
 
 The decoder (`loops.decode`) answers "can this batch finish within this time, and how?". ``flex`` asks it:
 
-1. bisection on the time, with the real shard groups and with wider virtual ones, for every variant;
+1. bisection on the time, with the real shard groups and with wider virtual ones, for every policy;
 2. a local search around the best answer, at a slightly shorter time than it reached: change where a round's limit is
    set, which degree a long document starts from, or (small batches) the order of placement; keep what leaves less work
    unplaced; when nothing is left, the time is beaten and the next one is tried;
-3. where memory made it choose a variant that recomputes: part of the batch in rounds of a faster one.
+3. where memory made it choose a policy that recomputes: part of the batch in rounds of a faster one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.plan import Plan
 from seqloom.planners.flex.search import LARGE_PROBLEM, REORDERED_BELOW, FlexSearch
 from seqloom.planners.loops import NEVER, BatchTables, DecodedRounds, RankAssignment
@@ -26,7 +26,7 @@ NEAR_BOUND = 64
 QUICK_PART = 24
 """A quick plan has one in so many of the usual decodings for its local search."""
 MIXTURES = (15, 30, 45, 60, 75)
-"""Parts of the step, per cent, that rounds of a faster variant are tried for."""
+"""Parts of the step, per cent, that rounds of a faster policy are tried for."""
 
 
 def plan_flex(
@@ -35,25 +35,25 @@ def plan_flex(
     *,
     evaluations: int | None = None,
     seed: int = 0,
-    only: Variant | None = None,
+    only: MemoryPolicy | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Plan a batch: start every variant that can still win, and search the best one further.
+    """Plan a batch: start every policy that can still win, and search the best one further.
 
     Args:
         lengths: int64[n] tokens.
         evaluations: decodings for the local search; None chooses by size.
         seed: start of its pseudo-random choices.
-        only: the one variant to plan for; None tries all.
+        only: the one policy to plan for; None tries all.
         quick: whether a small part of the local search is enough: to compare batches or clusters, not to run the plan.
     """
     problems = fitting_problems(lengths, cost) if only is None else [Problem.of(lengths, cost, only)]
     bounds = [work_bound(problem.search) for problem in problems]
-    overheads = [cost.step_overhead_ns(problem.variant) for problem in problems]
+    overheads = [cost.step_overhead_ns(problem.policy) for problem in problems]
     best: tuple[int, int, list[FlexSearch]] | None = None
     for index in sorted(range(len(problems)), key=lambda index: bounds[index] + overheads[index]):
         if best is not None and bounds[index] + overheads[index] >= best[0]:
-            break  # even at its bound this variant would not win
+            break  # even at its bound this policy would not win
         searches = start_searches(problems[index].search, bounds[index])
         step = searches[0].best_ns + overheads[index]
         if best is None or step < best[0]:
@@ -148,13 +148,13 @@ def rounds_of(
 
 
 def faster_variants(problem: Problem) -> list[Problem]:
-    """The same batch under the variants that keep more activations and reduce gradients at the same time."""
-    cost, variant = problem.cost, problem.variant
-    faster = CHECKPOINTS[: CHECKPOINTS.index(variant.checkpoint)]
+    """The same batch under the policies that keep more activations and reduce gradients at the same time."""
+    cost, policy = problem.cost, problem.policy
+    faster = CHECKPOINTS[: CHECKPOINTS.index(policy.checkpoint)]
     return [
         Problem(problem.lengths, cost, v, cost.tables(problem.lengths, v))
-        for v in cost.variants
-        if v.reduce == variant.reduce and v.checkpoint in faster
+        for v in cost.policies
+        if v.reduce == policy.reduce and v.checkpoint in faster
     ]
 
 
@@ -163,8 +163,8 @@ def mix_checkpoints(
 ) -> list[list[GroupPlacement]]:
     """Return these rounds, or better ones of which the first keep more activations than the rest.
 
-    Where memory is tight, a slow variant that recomputes holds the batch in fewer rounds. Part of the batch may still
-    run in rounds of a faster variant: they are filled up to a part of the step, the rest is planned as before.
+    Where memory is tight, a slow policy that recomputes holds the batch in fewer rounds. Part of the batch may still
+    run in rounds of a faster policy: they are filled up to a part of the step, the rest is planned as before.
     """
     for other in faster:
         shard_group = other.search.shard_group
@@ -178,7 +178,7 @@ def mix_checkpoints(
             left = first.attempt(target, first.params)
             late = np.setdiff1d(np.arange(len(problem.lengths)), early[first.rounds.group_of >= 0])
             if left == 0 or not first.rounds.count[0] or not len(late):
-                continue  # all or nothing in the faster variant: that has been planned already
+                continue  # all or nothing in the faster policy: that has been planned already
             spent = first.assign_ranks()
             rest = subset(problem.search, late)
             second = start_searches(rest, work_bound(rest))[0]

@@ -1,4 +1,4 @@
-"""Planner ``strategies``: pipelines of different shape side by side, another list of them at every step.
+"""Planner ``hydraulis``: pipelines of different shape side by side, another list of them at every step.
 
 Before a run, the lengths of its data give a short list of strategies (`propose_strategies`). At every step, the batch
 picks one of them, in two stages: documents to pipelines, then documents to micro-batches (`plan_strategies`).

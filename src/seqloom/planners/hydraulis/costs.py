@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.resharding import pass_times, reshard_times, tokens_in_passes
-from seqloom.cost.stages import StageMemory, host_bytes, pipeline_checkpoints
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.resharding import microbatch_tokens, reshard_times, unshard_times
+from seqloom.cost.stages import StageMemory, pipeline_checkpoints, pp_rank_bytes
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import (
@@ -60,7 +60,7 @@ LOADS = (1, 2**14, 2**18)
 NEAR_PERCENT = 103
 
 _known: WeakKeyDictionary[CostModel, dict[ParallelConfig, ConfigCost | None]] = WeakKeyDictionary()
-_held: WeakKeyDictionary[CostModel, dict[tuple[int, bool], dict[Variant, int]]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[CostModel, dict[tuple[int, bool], dict[MemoryPolicy, int]]] = WeakKeyDictionary()
 
 
 class Keeping(NamedTuple):
@@ -69,7 +69,7 @@ class Keeping(NamedTuple):
     tokens: int
     fixed: int
     """ns before any document."""
-    variant: Variant
+    policy: MemoryPolicy
 
 
 def scheme_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCost]:
@@ -106,7 +106,7 @@ def legal_schemes(cost: CostModel) -> Iterator[ParallelConfig]:
                 if width % tensor == 0 and fits_nodes(
                     ParallelConfig(stages, tensor, width // tensor), cost.ranks, node
                 ):
-                    inside = cost.on_ranks(stages * width, tensor)
+                    inside = cost.for_submesh(stages * width, tensor)
                     shapes = [s for s in inside.engine.shapes if s.degree == width and not s.routed]
                     for ulysses, ring in dict.fromkeys((shape.ulysses, shape.ring) for shape in shapes):
                         yield ParallelConfig(stages, tensor, ulysses // tensor, ring)
@@ -116,7 +116,7 @@ def fit(cost: CostModel, scheme: ParallelConfig) -> ConfigCost | None:
     """Prices of one scheme, None if it holds no token; made once per cost model."""
     known = _known.setdefault(cost, {})
     if scheme not in known:
-        known[scheme] = _fitted(cost.on_ranks(scheme.ranks, scheme.tensor), scheme)
+        known[scheme] = _fitted(cost.for_submesh(scheme.ranks, scheme.tensor), scheme)
     return known[scheme]
 
 
@@ -137,7 +137,7 @@ def _fitted(inside: CostModel, scheme: ParallelConfig) -> ConfigCost | None:
     fixed = min(keeping.fixed for keeping in kept)
     prices = np.full(len(lengths), np.inf)
     for keeping in kept:
-        tables = inside.tables(lengths, keeping.variant, shapes)
+        tables = inside.tables(lengths, keeping.policy, shapes)
         own = tables.cost.max(axis=0).min(axis=0) / scheme.stages
         own = own + fixed * lengths * (1.0 / keeping.tokens - 1.0 / longest)
         prices = np.where(lengths <= keeping.tokens, np.minimum(prices, own), prices)
@@ -149,9 +149,9 @@ def may_gather(cost: CostModel, scheme: ParallelConfig, longest: int) -> bool:
     """Whether memory binds a scheme, for documents up to `longest` tokens, and gathering for every pass leaves more."""
     if scheme.width == scheme.tensor:
         return False
-    inside = cost.on_ranks(scheme.ranks, scheme.tensor)
+    inside = cost.for_submesh(scheme.ranks, scheme.tensor)
     stays, shared = (
-        {variant.checkpoint: tokens for variant, tokens in holdings(inside, scheme._replace(gathered=each)).items()}
+        {policy.checkpoint: tokens for policy, tokens in holdings(inside, scheme._replace(gathered=each)).items()}
         for each in (False, True)
     )
     everything = stays.get(Checkpoint.NONE, 0) * scheme.width
@@ -161,13 +161,13 @@ def may_gather(cost: CostModel, scheme: ParallelConfig, longest: int) -> bool:
 def keepings(inside: CostModel, scheme: ParallelConfig, shapes: list[GroupShape]) -> Iterator[Keeping]:
     """The choices of what is kept that hold a token of a micro-batch, as many in flight as 1F1B has."""
     moved = unit_passes_ns(inside, scheme)
-    for variant, capacity in holdings(inside, scheme).items():
+    for policy, capacity in holdings(inside, scheme).items():
         if capacity > 0:
-            fixed = inside.tables([1], variant, shapes).fixed.max(axis=0).min() // scheme.stages
-            yield Keeping(capacity * scheme.width, int(fixed) + moved, variant)
+            fixed = inside.tables([1], policy, shapes).fixed.max(axis=0).min() // scheme.stages
+            yield Keeping(capacity * scheme.width, int(fixed) + moved, policy)
 
 
-def holdings(inside: CostModel, scheme: ParallelConfig) -> dict[Variant, int]:
+def holdings(inside: CostModel, scheme: ParallelConfig) -> dict[MemoryPolicy, int]:
     """Tokens of a micro-batch that a rank can hold under every choice of what is kept; made once per cost model."""
     known, key = _held.setdefault(inside, {}), (scheme.stages, scheme.gathered)
     if key not in known:
@@ -175,23 +175,23 @@ def holdings(inside: CostModel, scheme: ParallelConfig) -> dict[Variant, int]:
     return known[key]
 
 
-def _holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
+def _holdings(inside: CostModel, stages: int) -> dict[MemoryPolicy, int]:
     """The same of parameters that stay for the step."""
-    holding: dict[Variant, int] = {}
+    holding: dict[MemoryPolicy, int] = {}
     if stages == 1:
         with suppress(SeqloomError):  # none holds a token
-            holding = {variant: inside.capacity(variant) for variant in inside.variants}
+            holding = {policy: inside.capacity(policy) for policy in inside.policies}
     else:
         line = line_of(inside, stages)
         for checkpoint in pipeline_checkpoints(inside):
             least = []
             for host, shares in enumerate(line.of_hosts):
-                room = inside.budget_bytes - host_bytes(inside, shares, shard_group_of(inside, line))
-                own = [StageMemory(inside, share).holding(checkpoint, offload=False) for share in shares]
+                room = inside.budget_bytes - pp_rank_bytes(inside, shares, shard_group_of(inside, line))
+                own = [StageMemory(inside, share).activation_bytes(checkpoint, offload=False) for share in shares]
                 held = (stages - host) * sum(each.held for each in own)
                 least.append(int(room // (held + max(max(each.forward, each.backward) for each in own))))
             if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
-                holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(least)
+                holding[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(least)
     return holding
 
 
@@ -294,7 +294,7 @@ def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[ParallelCo
 #     0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
 
 
-def gathered_holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
+def gathered_holdings(inside: CostModel, stages: int) -> dict[MemoryPolicy, int]:
     """Tokens of a micro-batch that a rank can hold, by what is kept; as many are in flight as 1F1B has."""
     line = line_of(inside, stages)
     column = line.width // line.tensor
@@ -302,10 +302,10 @@ def gathered_holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
     for checkpoint in pipeline_checkpoints(inside):
         if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
             rooms = [
-                tokens_in_passes(inside, part, column, checkpoint, stages - host)
+                microbatch_tokens(inside, part, column, checkpoint, stages - host)
                 for host, part in enumerate(line.shares)
             ]
-            holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(rooms)
+            holding[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(rooms)
     return holding
 
 
@@ -314,7 +314,7 @@ def unit_passes_ns(inside: CostModel, scheme: ParallelConfig) -> int:
     if not scheme.gathered:
         return 0
     line = line_of(inside, scheme.stages)
-    times = [pass_times(inside, *each) for each in zip(line.stages, line.shares, strict=True)]
+    times = [unshard_times(inside, *each) for each in zip(line.stages, line.shares, strict=True)]
     return max(2 * each.gather + each.sum for each in times)
 
 
@@ -329,14 +329,14 @@ def plan_gathered(
         cost: prices of the pipeline's ranks.
         scheme: of the pipeline.
     """
-    holding = {variant: tokens for variant, tokens in gathered_holdings(cost, scheme.stages).items() if tokens > 0}
-    needs = [-(-int(cost.tokens(lengths[list(batch)]).sum()) // scheme.width) for batch in batches]
+    holding = {policy: tokens for policy, tokens in gathered_holdings(cost, scheme.stages).items() if tokens > 0}
+    needs = [-(-int(cost.padded_lengths(lengths[list(batch)]).sum()) // scheme.width) for batch in batches]
     if scheme.stages > 1:  # several are in flight, and each may have as much of the memory as the largest
         needs = [max(needs)] * len(needs)
     stages = line_of(cost, scheme.stages).stages
     rounds = []
     for batch, need in zip(batches, needs, strict=True):
-        fitting = [variant for variant, tokens in holding.items() if tokens >= need]
+        fitting = [policy for policy, tokens in holding.items() if tokens >= need]
         if not fitting:
             raise SeqloomError(
                 f"a micro-batch of {need * scheme.width} tokens for pipeline {scheme}, which holds "
@@ -346,22 +346,22 @@ def plan_gathered(
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
         rounds.append(Round(tuple(_work(stage, shape, spans, fitting[0].checkpoint) for stage in stages)))
     rows = schedule_of("1f1b", scheme.stages, len(batches)).rows_of_plan()
-    capacity = tuple((variant.checkpoint, tokens) for variant, tokens in holding.items())
+    capacity = tuple((policy.checkpoint, tokens) for policy, tokens in holding.items())
     return Plan(
-        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, capacity, cost.granule),
+        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, capacity, cost.pad_multiple),
         sharding=cost.sharding,
         reduce=Reduce.STEP,
         documents=tuple(lengths.tolist()),
         pipelines=(gathered_for_passes(Pipeline(stages, tuple(rounds), rows)),),
-        planner="strategies",
+        planner="hydraulis",
     )
 
 
-def _fastest(lengths: np.ndarray, cost: CostModel, scheme: ParallelConfig, variant: Variant) -> GroupShape:
+def _fastest(lengths: np.ndarray, cost: CostModel, scheme: ParallelConfig, policy: MemoryPolicy) -> GroupShape:
     """The scheme's groups, with the way of sharing keys and values that is fastest for these documents."""
     wanted = (scheme.tensor * scheme.ulysses, scheme.ring, False)
     shapes = [shape for shape in cost.engine.shapes if (shape.ulysses, shape.ring, shape.routed) == wanted]
-    tables = cost.tables(lengths, variant, shapes)
+    tables = cost.tables(lengths, policy, shapes)
     everything = np.arange(len(lengths))
     return min(shapes, key=lambda shape: tables.group_ns(shapes.index(shape), everything))
 
@@ -386,7 +386,7 @@ def switch_ns(strategy: Strategy, cost: CostModel) -> int:
 
 def _outline(pipe: PipelineConfig, cost: CostModel) -> Pipeline:
     """The stages of a pipeline, without anything to do but to say whether they are gathered for every pass."""
-    line = line_of(cost.on_ranks(len(pipe.ranks), pipe.scheme.tensor), pipe.scheme.stages)
+    line = line_of(cost.for_submesh(len(pipe.ranks), pipe.scheme.tensor), pipe.scheme.stages)
     stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in line.stages)
     gathers = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.scheme.stages))
     return Pipeline(tuple(stages), (), gathers if pipe.scheme.gathered else ())

@@ -87,7 +87,7 @@ def _shifted(ranks: Sequence[int], start: int) -> tuple[int, ...]:
 
 
 # ---- merged: planners.strategies.planner
-# Planner ``strategies``: the strategy for this batch, and a full plan of every pipeline in it.
+# Planner ``hydraulis``: the strategy for this batch, and a full plan of every pipeline in it.
 #
 # Three numbers per scheme choose the few best strategies and deal out the documents. Then every pipeline is planned
 # like
@@ -182,7 +182,7 @@ def require_free(cost: CostModel) -> None:
     """Refuse any sharding under which parameters cannot go where the next step wants them."""
     if cost.sharding != Sharding.FREE:
         raise SeqloomError(
-            f"planner strategies under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
+            f"planner hydraulis under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
             "must be free to move; use sharding free (--sharding free), or another planner"
         )
 
@@ -208,7 +208,7 @@ class Built(NamedTuple):
     def of(cls, parts: Sequence[Part], assignment: Assignment, lengths: np.ndarray, cost: CostModel) -> Built:
         """Put the plans of all blocks side by side."""
         planned = [Planned(part.plan, part.block.start, part.documents) for part in parts]
-        plan = merge(sorted(planned, key=lambda part: part.start), lengths, cost, "strategies")
+        plan = merge(sorted(planned, key=lambda part: part.start), lengths, cost, "hydraulis")
         return cls(plan, predicted_ns(plan, cost), assignment, tuple(parts))
 
     @property
@@ -244,7 +244,7 @@ def quickly(
     if stay and any(shares == {part.block: part.documents for part in made.parts} for made in known):
         return []
     parts = []
-    least = cost.engine.alone if any(block.scheme.stages > 1 for block in shares) else 1.0
+    least = cost.engine.solo_time_ratio if any(block.scheme.stages > 1 for block in shares) else 1.0
     for block in sorted(shares, key=lambda block: -max(assignment.pipelines_ns[index] for index in block.pipelines)):
         planned = _planned(block, shares[block], assignment, lengths, cost, seed, quick=True)
         parts.append(Part(block, shares[block], *planned))
@@ -285,7 +285,7 @@ def _planned(
     quick: bool,
 ) -> tuple[Plan, int]:
     """A plan of documents for the ranks of a block, and what it takes, ns."""
-    inside, own = cost.on_ranks(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
+    inside, own = cost.for_submesh(block.ranks, block.scheme.tensor), tuple(lengths[documents].tolist())
     if block.scheme.gathered:
         place = {document: number for number, document in enumerate(documents)}
         batches = [[place[each] for each in batch] for batch in assignment.batches[block.pipelines[0]]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from seqloom.cost.stages import host_bytes
+from seqloom.cost.stages import pp_rank_bytes
 from seqloom.plan import Action, ActionKind, Limits
 from seqloom.planners.pipeline.placement import Level
 from seqloom.planners.pipeline.prices import UnitPrices
@@ -42,7 +42,7 @@ class Ledger:
         self.prices, self.levels = prices, tuple(levels)
         cost, line = prices.cost, prices.line
         shard_group = shard_group_of(cost, line)
-        self.free = [cost.budget_bytes - host_bytes(cost, shares, shard_group) for shares in line.of_hosts]
+        self.free = [cost.budget_bytes - pp_rank_bytes(cost, shares, shard_group) for shares in line.of_hosts]
         tokens = prices.tokens
         most = dict(limits.capacity)
         self._open = [(tokens <= most[level.checkpoint]).tolist() for level in self.levels]  # [level][unit]

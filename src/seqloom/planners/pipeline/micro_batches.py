@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import GroupShape, Variant
+from seqloom.cost import GroupShape, MemoryPolicy
 from seqloom.errors import PlanError
 from seqloom.layout import Span
 from seqloom.planners.pipeline.placement import Hall, Seat, Seats
@@ -155,17 +155,17 @@ Convoy = list[list[Seat]]
 """The seats of every unit."""
 
 
-def convoys(hall: Hall, variant: Variant, targets: dict[int, int], degree: int, room: int) -> list[Convoy]:
+def convoys(hall: Hall, policy: MemoryPolicy, targets: dict[int, int], degree: int, room: int) -> list[Convoy]:
     """Seat documents that are too long for one unit, the longest first.
 
     Args:
         hall: the batch.
-        variant: by whose prices documents are cut.
+        policy: by whose prices documents are cut.
         targets: which, and ns that a piece of each shall take.
         degree: ranks of their groups.
         room: tokens that a rank may hold in a unit.
     """
-    cuts = {k: _cut_of(hall, variant, k, degree, target, room) for k, target in targets.items()}
+    cuts = {k: _cut_of(hall, policy, k, degree, target, room) for k, target in targets.items()}
     found: list[Convoy] = []
     lanes: list[list[int]] = []  # of every convoy, the units that each lane has used
     for k in sorted(targets, key=lambda k: (-len(cuts[k][1]), -int(hall.tokens[k]), k)):
@@ -187,20 +187,20 @@ def convoys(hall: Hall, variant: Variant, targets: dict[int, int], degree: int, 
 
 
 def _cut_of(
-    hall: Hall, variant: Variant, document: int, degree: int, target: int, room: int
+    hall: Hall, policy: MemoryPolicy, document: int, degree: int, target: int, room: int
 ) -> tuple[int, tuple[Span, ...]]:
     """(shape, pieces) of a document."""
     shape = hall.fastest(document, degree, target)
     wanted = max(-(-int(hall.time[shape, document]) // target), -(-int(hall.tokens[document]) // (room * degree)))
-    return shape, cut(hall, variant, document, hall.shapes[shape], wanted, room)
+    return shape, cut(hall, policy, document, hall.shapes[shape], wanted, room)
 
 
-def cut(hall: Hall, variant: Variant, document: int, shape: GroupShape, count: int, room: int) -> tuple[Span, ...]:
+def cut(hall: Hall, policy: MemoryPolicy, document: int, shape: GroupShape, count: int, room: int) -> tuple[Span, ...]:
     """Cut a document into pieces of equal time, at multiples of what its group splits evenly.
 
     Args:
         hall: the batch.
-        variant: by whose prices.
+        policy: by whose prices.
         document: which.
         shape: of its group.
         count: pieces that are wanted; more where one would not fit, fewer where they would be too short.
@@ -209,7 +209,7 @@ def cut(hall: Hall, variant: Variant, document: int, shape: GroupShape, count: i
     length, grain = int(hall.lengths[document]), hall.grain(shape)
     step = max(grain, -(-length // GRID))
     grid = np.minimum(np.arange(0, length + step, step), length)
-    time = hall.cost.tables(grid, variant, (shape,)).cost.max(axis=0)[0].tolist()
+    time = hall.cost.tables(grid, policy, (shape,)).cost.max(axis=0)[0].tolist()
 
     def upto(tokens: int) -> int:
         at = min(tokens // step, len(time) - 2)
@@ -388,12 +388,12 @@ class Draft(NamedTuple):
     units: tuple[Unit, ...]
 
 
-def draft(hall: Hall, variant: Variant, size: Size) -> Draft:
+def draft(hall: Hall, policy: MemoryPolicy, size: Size) -> Draft:
     """Cut and pack a batch such that every unit takes about as long as its size says.
 
     Args:
         hall: the batch.
-        variant: by whose prices documents are cut.
+        policy: by whose prices documents are cut.
         size: of the units.
     """
     degree, target, room, starters = size[:4]
@@ -403,7 +403,7 @@ def draft(hall: Hall, variant: Variant, size: Size) -> Draft:
     time = {k: hall.least(k, degree) for k in long}
     half = max(time.values(), default=0) // 2
     targets = {k: target if time[k] >= half else max(1, target * size.later // 100) for k in long}
-    carried = convoys(hall, variant, targets, degree, room)
+    carried = convoys(hall, policy, targets, degree, room)
     begun = [unit for convoy in carried for unit in convoy]
     short = sorted(np.flatnonzero(shape_of >= 0).tolist(), key=lambda k: (-int(hall.tokens[k]), k))
     first = [

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.shapes import LANES
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.shapes import STREAMS
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch, in_order
 from seqloom.planners.pipeline.stage_layout import Line, host_shapes
@@ -54,10 +54,10 @@ class Hall:
     """What a unit costs before its first document, at least."""
 
     @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, line: Line, variant: Variant) -> Hall:
+    def of(cls, lengths: np.ndarray, cost: CostModel, line: Line, policy: MemoryPolicy) -> Hall:
         """Price the documents."""
         seatings = host_shapes(cost, line)
-        tables = cost.tables(lengths, variant, tuple(seatings))
+        tables = cost.tables(lengths, policy, tuple(seatings))
         return cls(
             cost=cost,
             line=line,
@@ -67,7 +67,7 @@ class Hall:
             offsets=tuple(seatings.values()),
             degree=tables.degree,
             lanes=tables.cost,
-            prefix=np.array([_prefix(cost, shape, variant) for shape in tables.shapes]).T,
+            prefix=np.array([_prefix(cost, shape, policy) for shape in tables.shapes]).T,
             fixed=int(tables.fixed.max(axis=0).min()),
         )
 
@@ -78,7 +78,7 @@ class Hall:
 
     def grain(self, shape: GroupShape) -> int:
         """Tokens of which pieces have whole multiples, so that the ranks of a group share them evenly."""
-        return self.cost.granule * shape.degree * (2 if shape.ring > 1 else 1)
+        return self.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
 
     @cached_property
     def time(self) -> np.ndarray:
@@ -111,12 +111,12 @@ class Hall:
         return int((self.degree[:, None] * self.time).min(axis=0).sum())
 
 
-def _prefix(cost: CostModel, shape: GroupShape, variant: Variant) -> list[float]:
+def _prefix(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> list[float]:
     """ns per token of a prefix, by lane."""
     if shape.ring == 1:
-        return [0.0] * len(LANES)
-    rates = cost.engine.prefix_rates(shape, variant, cost.aligned(shape))
-    return [sum(rate for name, rate in rates.items() if name in lane) for lane in LANES]
+        return [0.0] * len(STREAMS)
+    rates = cost.engine.prefix_token_ns(shape, policy, cost.aligned_traffic(shape))
+    return [sum(rate for name, rate in rates.items() if name in lane) for lane in STREAMS]
 
 
 class Level(NamedTuple):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
-from seqloom.cost.stages import StageMemory, host_bytes
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.stages import StageMemory, pp_rank_bytes
 from seqloom.errors import PlanError, SeqloomError, unknown
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Reduce
 from seqloom.planners.pipeline.memory import Choice, Ledger
@@ -215,13 +215,13 @@ class Search:
 
         Where memory has made units smaller than their target, it is one that they nearly reach that is changed.
         """
-        hall, variant, room = self._hall(base)
+        hall, policy, room = self._hall(base)
         for change in CHANGES:
             fastest = _fastest(best)
             assert fastest is not None  # it was asked for
             size, reached = fastest.draft.size, hall.work // (self.line.width * len(fastest.draft.units))
             size = change(size._replace(target=max(1, min(size.target, reached * 3 // 2))))
-            made = draft(hall, variant, size._replace(room=min(size.room, room)))
+            made = draft(hall, policy, size._replace(room=min(size.room, room)))
             if len(made.units) <= self.most_units:
                 self._try(made, base, ("balanced",), best, budget=1)
 
@@ -268,14 +268,14 @@ class Search:
 
         The first host of a line holds what all others work at: nearly two units per host.
         """
-        hall, variant, room = self._hall(base)
-        room = max(self.cost.granule, room // held)
+        hall, policy, room = self._hall(base)
+        room = max(self.cost.pad_multiple, room // held)
         seen = set()
         if int(hall.tokens.max()) > room * self.line.width * self.most_units:
             return  # more pieces than a plan may have units
         for degree in self._degrees(hall):
             for target in self._targets(hall, degree):
-                made = draft(hall, variant, Size(degree, target, room))
+                made = draft(hall, policy, Size(degree, target, room))
                 if made.seats in seen or len(made.units) > self.most_units:
                     continue
                 seen.add(made.seats)
@@ -286,20 +286,22 @@ class Search:
 
     def _smallest(self, base: int) -> Iterator[Draft]:
         """Ever smaller units, for batches that nothing else holds."""
-        hall, variant, room = self._hall(base)
+        hall, policy, room = self._hall(base)
         degree = hall.degrees[-1]
         target = max(1, 2 * hall.longest(degree) // self.most_units)
         least = -(-2 * int(hall.tokens.max()) // (degree * self.most_units))
-        for most in dict.fromkeys(max(hall.cost.granule, min(room, size)) for size in (room // 4, room // 16, least)):
-            made = draft(hall, variant, Size(degree, target, most))
+        for most in dict.fromkeys(
+            max(hall.cost.pad_multiple, min(room, size)) for size in (room // 4, room // 16, least)
+        ):
+            made = draft(hall, policy, Size(degree, target, most))
             if self.pieces is None and len(made.units) <= 4 * self.most_units:
                 yield made
 
-    def _hall(self, base: int) -> tuple[Hall, Variant, int]:
-        """The batch priced for a level, its variant, and the tokens that a rank may hold in a unit."""
+    def _hall(self, base: int) -> tuple[Hall, MemoryPolicy, int]:
+        """The batch priced for a level, its policy, and the tokens that a rank may hold in a unit."""
         checkpoint = self.levels[base].checkpoint
-        variant = Variant(checkpoint, Reduce.STEP, resident=True)
-        return Hall.of(self.lengths, self.cost, self.line, variant), variant, dict(self.limits.capacity)[checkpoint]
+        policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        return Hall.of(self.lengths, self.cost, self.line, policy), policy, dict(self.limits.capacity)[checkpoint]
 
     @property
     def most_units(self) -> int:
@@ -389,18 +391,18 @@ def _fits(search: Search, level: Level) -> int:
         group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ())
         most = []
         for shares in line.of_hosts:
-            free = float(cost.budget_bytes - host_bytes(cost, shares, shard_group))
+            free = float(cost.budget_bytes - pp_rank_bytes(cost, shares, shard_group))
             each = 0.0
             working = 0.0
             for share in shares:
                 memory = StageMemory(cost, share)
-                own = memory.holding(*level)
+                own = memory.activation_bytes(*level)
                 working = max(working, own.forward, own.backward)
-                each += own.held / shape.degree + sum(memory.carried_bytes(group, PROBE)) / PROBE
+                each += own.held / shape.degree + sum(memory.kv_cache_bytes(group, PROBE)) / PROBE
             piece = 2 / (shape.degree * search.most_units)  # of a document's tokens, on a rank, in its first piece
             most.append(max(0.0, free) / max(each + piece * working, 1.0))
         best = max(best, int(min(most)))
-    return best - best % cost.granule
+    return best - best % cost.pad_multiple
 
 
 def too_long(search: Search) -> SeqloomError:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Group, LayerRange, Reduce, Sharding, Stage
@@ -134,9 +134,9 @@ def stage_layers(
     check_stages(cost, hosts, chunks)
     places = tuple(range(hosts)) * chunks if places is None else tuple(places)
     typical = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH) if length is None else length
-    variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
+    policy = MemoryPolicy(cost.engine.policies[0].checkpoint, Reduce.STEP, resident=True)
     team = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
-    parts = cost.group_parts(team, variant)
+    parts = cost.group_cost(team, policy)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
     stages = hosts * chunks
     counts = [1] * stages
