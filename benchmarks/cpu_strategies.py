@@ -67,7 +67,7 @@ def planned(batches: list[np.ndarray], strategies: list[Strategy], cost: CostMod
     """Every batch under every strategy that holds it: each rank plans some batches, and all get all."""
 
     def of(batch: np.ndarray) -> dict[Strategy, Plan]:
-        return {s: plan_strategies(batch, cost, strategies=[s]) for s in strategies if batch.max() <= s.longest}
+        return {s: plan_strategies(batch, cost, strategies=[s]) for s in strategies if batch.max() <= s.max_tokens}
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shares: list[Any] = [None] * ranks

@@ -124,8 +124,8 @@ def try_strategies(data: np.ndarray, strategies: Sequence[Strategy], cost: CostM
         steps: at most.
     """
     from seqloom.describe import batches_by_tokens
-    from seqloom.planners.hydraulis.assign import rank_strategies
     from seqloom.planners.hydraulis.costs import costs_of
+    from seqloom.planners.hydraulis.dispatch import rank_strategies
 
     costs = costs_of(strategies, cost)
     rows = []  # of every step the ns of the strategies that hold it, fastest first
@@ -193,5 +193,7 @@ def _table(strategies: Sequence[Strategy], trial: Trial) -> Table:
     for k, strategy in enumerate(strategies):
         ns, share = trial.mean_ns(k), trial.share(k)
         shown = "-" if ns is None else milliseconds(ns)
-        table.add_row(str(k), str(strategy), f"{strategy.longest:,}", shown, percent(share), f"[cyan]{bar(share, 12)}")
+        table.add_row(
+            str(k), str(strategy), f"{strategy.max_tokens:,}", shown, percent(share), f"[cyan]{bar(share, 12)}"
+        )
     return table

@@ -51,6 +51,8 @@ class _State:
     """The loops that `kernels` returns from now on; None: not decided."""
     waits: Path | None = None
     """Lock file of the process that compiles; None: not looked yet."""
+    compiler: subprocess.Popen[bytes] | None = None
+    """That process, if this one has started it: Python warns of a child that is forgotten while it runs."""
 
 
 def _load_or_start() -> Any:
@@ -126,7 +128,8 @@ def _start(folder: Path) -> Path:
         return lock
     print(ANNOUNCEMENT, file=sys.stderr, flush=True)
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    subprocess.Popen([sys.executable, "-m", __name__, str(lock)], start_new_session=True, **quiet)
+    command = [sys.executable, "-m", __name__, str(lock)]
+    _State.compiler = subprocess.Popen(command, start_new_session=True, **quiet)
     return lock
 
 

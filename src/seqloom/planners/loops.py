@@ -865,10 +865,10 @@ class DispatchProblem(NamedTuple):
     """int64[pipelines, n] ns that a document adds to a stage of a pipeline; falls with the tokens."""
     fixed: np.ndarray
     """int64[pipelines] ns of a micro-batch before any document."""
-    longest: np.ndarray
+    max_tokens: np.ndarray
     """int64[pipelines] tokens that a micro-batch may hold."""
     max_length: np.ndarray
-    """int64[pipelines] tokens of the longest document that may go there: no more than `longest`."""
+    """int64[pipelines] tokens of the longest document that may go there: no more than `max_tokens`."""
     stages: np.ndarray
     """int64[pipelines]."""
     charge_largest: bool = False
@@ -910,37 +910,25 @@ def one_f_one_b_ns(times: np.ndarray, stages: int) -> int:
         stages: of the pipeline.
     """
     count = times.shape[0]
-    if stages == 1 or count == 0:
-        return times.sum()
     forward = times // 3
-    backward = times - forward
-    begun = np.zeros((stages, 2), np.int64)  # forwards and backwards that every stage has done
     free = np.zeros(stages, np.int64)
-    arrived = np.zeros((stages + 1, count), np.int64)  # when a micro-batch's activations reach a stage
-    returned = np.zeros((stages + 1, count), np.int64)  # when its gradient reaches the stage before
-    left = 2 * stages * count
-    while left > 0:
+    returned = np.zeros(stages + 1, np.int64)  # when the last backward of every stage has ended
+    for i in range(count + stages - 1):  # forward of micro-batch i, then one backward on every stage that has begun
+        arrived = np.int64(0)
         for s in range(stages):
-            while begun[s, 1] < count:
-                i, j = begun[s, 0], begun[s, 1]
-                if i < count and i - j < min(stages - s, count):  # a forward is next
-                    if s > 0 and begun[s - 1, 0] <= i:
-                        break
-                    free[s] = max(free[s], arrived[s, i]) + forward[i]
-                    arrived[s + 1, i] = free[s]
-                    begun[s, 0] += 1
-                else:
-                    if s < stages - 1 and begun[s + 1, 1] <= j:
-                        break
-                    free[s] = max(free[s], returned[s + 1, j]) + backward[j]
-                    returned[s, j] = free[s]
-                    begun[s, 1] += 1
-                left -= 1
+            if i < count:
+                free[s] = max(free[s], arrived) + forward[i]
+                arrived = free[s]
+        for s in range(stages):
+            j = i - (stages - 1 - s)
+            if 0 <= j < count:
+                free[s] = max(free[s], returned[s + 1]) + times[j] - forward[j]
+                returned[s] = free[s]
     return free.max()
 
 
 def estimate_pipeline_ns(
-    work: int, tokens: int, largest: int, count: int, fixed: int, longest: int, stages: int, charge_largest: bool
+    work: int, tokens: int, largest: int, count: int, fixed: int, max_tokens: int, stages: int, charge_largest: bool
 ) -> int:
     """Estimate a pipeline whose documents are not packed yet: ``sum + (stages - 1) x largest micro-batch``, ns.
 
@@ -953,13 +941,13 @@ def estimate_pipeline_ns(
         largest: ns of the largest document.
         count: documents.
         fixed: ns of a micro-batch before any document.
-        longest: tokens that a micro-batch may hold.
+        max_tokens: that a micro-batch may hold.
         stages: of the pipeline.
         charge_largest: see `DispatchProblem`.
     """
     if count == 0:
         return 0
-    batches = -(-tokens // longest)
+    batches = -(-tokens // max_tokens)
     if stages > 1:
         wanted = int(np.sqrt(work * (stages - 1) / max(fixed, 1)))
         batches = max(batches, min(wanted, -(-work // max(largest, 1)), count))
@@ -981,7 +969,9 @@ def changed_pipeline_ns(p: DispatchProblem, loads: PipelineLoads, j: int, remove
         if first < 0 or added < first:
             first = added
     largest = p.cost[j, first] if first >= 0 else 0
-    return estimate_pipeline_ns(work, tokens, largest, count, p.fixed[j], p.longest[j], p.stages[j], p.charge_largest)
+    return estimate_pipeline_ns(
+        work, tokens, largest, count, p.fixed[j], p.max_tokens[j], p.stages[j], p.charge_largest
+    )
 
 
 def sum_pipeline(p: DispatchProblem, pipeline_of: np.ndarray, loads: PipelineLoads, j: int) -> None:
@@ -1101,7 +1091,7 @@ def pack_micro_batches(
     tokens: np.ndarray,
     cost: np.ndarray,
     fixed: int,
-    longest: int,
+    max_tokens: int,
     stages: int,
     charge_largest: bool,
     batch: np.ndarray,
@@ -1113,10 +1103,10 @@ def pack_micro_batches(
     reason.
 
     Args:
-        tokens: int64[n], falling; none is longer than `longest`.
+        tokens: int64[n], falling; none is longer than `max_tokens`.
         cost: int64[n] ns that every document adds to a stage.
         fixed: ns of a micro-batch before any document.
-        longest: tokens that a micro-batch may hold.
+        max_tokens: that a micro-batch may hold.
         stages: of the pipeline.
         charge_largest: see `DispatchProblem`.
         batch: int64[n], receives the micro-batch of every document, in running order.
@@ -1126,14 +1116,14 @@ def pack_micro_batches(
     """
     if tokens.shape[0] == 0:
         return 0
-    fitted = first_fit(tokens, longest, batch)
+    fitted = first_fit(tokens, max_tokens, batch)
     best = order_micro_batches(cost, batch, fitted, fixed, stages, charge_largest)
-    least = -(-tokens.sum() // longest)
+    least = -(-tokens.sum() // max_tokens)
     tried = np.empty_like(batch)
     for count in range(least, min(tokens.shape[0], least + MAX_BATCH_COUNTS - 1) + 1):
         if stages == 1 and count > fitted:
             break
-        if least_loaded(tokens, cost, longest, count, tried) >= 0:
+        if least_loaded(tokens, cost, max_tokens, count, tried) >= 0:
             time = order_micro_batches(cost, tried, count, fixed, stages, charge_largest)
             if time < best or (time == best and stages == 1):  # of one stage level ones: they need the least memory
                 best = time

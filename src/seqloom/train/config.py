@@ -18,7 +18,7 @@ from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Sharding
-from seqloom.planners.pipeline.search import ALL_NAMES
+from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
 from seqloom.reader import build, is_file_name, read_mapping
 
@@ -220,8 +220,8 @@ class Pipelining:
         elif self.stages != "auto":
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
         at_least("pipeline", self, 1, "chunks")
-        if self.schedule not in ("auto", *ALL_NAMES):
-            raise unknown("pipeline.schedule", self.schedule, ("auto", *ALL_NAMES))
+        if self.schedule not in ("auto", *SCHEDULES):
+            raise unknown("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
         changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
         if self.stages == 1 and changed:
             name = changed[0]

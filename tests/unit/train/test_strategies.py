@@ -78,7 +78,7 @@ def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_pat
 
 
 def test_strategies_that_hold_a_batch_are_its_alternatives(tmp_path):
-    short = replace(SIDE_BY_SIDE, pipelines=tuple(replace(each, longest=40) for each in SIDE_BY_SIDE.pipelines))
+    short = replace(SIDE_BY_SIDE, pipelines=tuple(replace(each, max_tokens=40) for each in SIDE_BY_SIDE.pipelines))
     planners = Setup.of(config(tmp_path, listed(tmp_path, SIDE_BY_SIDE, short)), RANKS).planners
     for longest, able in ((40, [SIDE_BY_SIDE, short]), (41, [SIDE_BY_SIDE]), (1000, [])):
         found = [each.options["strategies"] for each in planners.alternatives(np.array([longest, 3]))]
@@ -115,11 +115,11 @@ def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
     assert list(told(run, [], plain)) == [changed.format("1 other strategies")]
 
 
-def pipes(*schemes, longest=900):
+def pipes(*configs, max_tokens=900):
     found, first = [], 0
-    for scheme in map(lambda each: ParallelConfig(*each), schemes):
-        found.append(PipelineConfig(scheme, tuple(range(first, first + scheme.ranks)), longest))
-        first += scheme.ranks
+    for config in map(lambda each: ParallelConfig(*each), configs):
+        found.append(PipelineConfig(config, tuple(range(first, first + config.ranks)), max_tokens))
+        first += config.ranks
     return Strategy(tuple(found))
 
 
@@ -129,7 +129,7 @@ def pipes(*schemes, longest=900):
         (pipes((1, 2)), "leaves out rank 2"),
         (pipes((1, 2), (2, 2)), "names rank 4"),
         (pipes((1, 4)), "tensor"),
-        (pipes((4, 1), longest=200), "document .* has 300 tokens, but no pipeline of .* holds more than 200"),
+        (pipes((4, 1), max_tokens=200), "document .* has 300 tokens, but no pipeline of .* holds more than 200"),
         ("no file", "cannot be read"),
         ("{", "not JSON"),
         ('{"strategies": []}', "at least one"),

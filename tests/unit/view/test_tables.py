@@ -11,7 +11,7 @@ from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.simulate import simulate
 from seqloom.view import comparison_table, plan_table
-from seqloom.view.numbers import duration, milliseconds, percent, tokens
+from seqloom.view.format import duration, milliseconds, percent, tokens
 from seqloom.view.tables import degree_text, groups_of_round
 
 VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)

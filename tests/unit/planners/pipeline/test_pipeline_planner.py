@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, MemoryPolicy, Profile
-from seqloom.cost.stages import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -20,12 +19,9 @@ from seqloom.planners import make_plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.explain import explain
 from seqloom.planners.pipeline import plan_pipeline, stage_layers
-from seqloom.planners.pipeline.memory import Ledger
-from seqloom.planners.pipeline.placement import Level
-from seqloom.planners.pipeline.planner import build
-from seqloom.planners.pipeline.prices import UnitPrices
-from seqloom.planners.pipeline.search import Answer, Search
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
+from seqloom.planners.pipeline.planner import Candidate, PipelineSearch
+from seqloom.planners.pipeline.recompute_offload import ActivationMemory, ActivationPolicy, MicroBatchCosts
+from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.simulate.windows import MicroBatchKey, price
@@ -84,7 +80,7 @@ def test_every_order_can_be_asked_for(order):
 
 
 @pytest.mark.parametrize("order", ["interleaved", "zb-v", "seq1f1b-i", "balanced"])
-def test_two_stages_per_host(order):
+def test_two_stages_per_pp_rank(order):
     plan = plan_pipeline(lengths_of(3), cost_of(), stages=4, chunks=2, schedule=order)
     plan.validate()
     turn = [plan.pipelines[0].pp_rank_of(stage) for stage in range(8)]
@@ -114,14 +110,12 @@ def test_layers_level_the_slowest_stage(layers, hosts, vocabulary):
     assert slowest(stage_layers(cost, hosts)) == pytest.approx(min(map(slowest, every)))
 
 
-def searched(cost, stages, lengths):
-    line = line_of(cost, stages)
-    limits = pipeline_limits(cost, line.of_hosts, shard_group_of(cost, line))
-    return Search(cost, line, limits, lengths, ("seq1f1b",), None)
+def search_of(cost, stages, lengths):
+    return PipelineSearch(cost, StageLayout.of(cost, stages), lengths, ("seq1f1b",))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_unit_holds_more_than_a_rank_may(seed):
+def test_no_micro_batch_holds_more_than_a_rank_may(seed):
     """Where capacity is tight, and no size around the best may go beyond it."""
     cost = CostModel(Cluster.parse("1x4xH100"), cost_of().model, sharding="none", capacity=3000, max_length=65536)
     plan_pipeline(lengths_of(seed, longest=6000), cost, stages=4).validate()
@@ -132,21 +126,26 @@ def test_a_number_of_pieces_is_not_refused_for_many_documents():
     assert len(plan.pipelines[0].rounds) == 80
 
 
+POLICIES = [
+    ActivationPolicy(Checkpoint.NONE),
+    ActivationPolicy(Checkpoint.SELECTIVE),
+    ActivationPolicy(Checkpoint.FULL, offload=True),
+]
+
+
 @pytest.mark.parametrize("sharding", ["full", "none"])
-@pytest.mark.parametrize("level", [Level(Checkpoint.NONE), Level(Checkpoint.SELECTIVE), Level(Checkpoint.FULL, True)])
-def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
-    """Up to a stage whose groups are apart: there the planner has the whole unit wait for its longest group."""
+@pytest.mark.parametrize("policy", POLICIES)
+def test_micro_batches_are_priced_as_the_simulator_prices_them(sharding, policy):
+    """Up to a stage whose groups are apart: there the planner has the whole micro-batch wait for its longest group."""
     own = (("piece_us", 40.0), ("prefix_us", 2.0), ("split_us", 50.0))
     cost, lengths = cost_of(sharding=sharding, own=own), lengths_of(7)
-    search = searched(cost, 4, lengths)
-    made = list(search._drafts(0))[-1]
-    prices = UnitPrices(cost, search.line, made, lengths)
-    times = prices.times(level)
-    choice = np.full(times.forward.shape, search.levels.index(level))
-    order = search._answer(
-        "seq1f1b", prices, Ledger(prices, search.levels, search.limits), np.zeros_like(choice), 1
-    ).order
-    windows = price(build(search, Answer(made, order, choice, 0, 0.0)), cost)
+    search = search_of(cost, 4, lengths)
+    made = list(search._sizes(0))[-1]
+    costs = MicroBatchCosts(cost, search.layout, made, lengths, search.policies)
+    times = costs.times_under(policy)
+    choice = np.full(times.forward.shape, search.policies.index(policy))
+    schedule = search._candidate("seq1f1b", ActivationMemory(costs, search.limits), 0, 1).schedule
+    windows = price(search.plan(Candidate(made, schedule, choice, 0, 0.0)), cost)
     for stage, unit in product(range(4), range(len(made.units))):
         window = windows[MicroBatchKey(0, stage, unit)]
         longest = window.length.argmax()
@@ -154,24 +153,22 @@ def test_units_are_priced_as_the_simulator_prices_them(sharding, level):
         assert found == [int(column[stage, unit]) for column in (times.forward, times.backward, times.alone)]
 
 
-def test_the_ledger_knows_what_the_simulator_finds():
+def test_activation_memory_is_what_the_simulator_finds():
     cost, lengths = cost_of(cluster="1x4xH100"), lengths_of(5)
-    search = searched(cost, 4, lengths)
-    for made in search._drafts(0):
-        prices = UnitPrices(cost, search.line, made, lengths)
-        ledger = Ledger(prices, search.levels, search.limits)
-        choice = np.zeros((4, len(made.units)), dtype=np.int64)
-        answer = search._answer("seq1f1b", prices, ledger, choice, 1)
-        peak = simulate(build(search, answer), cost).peak_memory
-        held = [cost.budget_bytes - free for free in ledger.free]
-        expected = np.array(held) + np.array(ledger.peaks(answer.order, answer.choice))
-        assert np.abs(peak - expected).max() <= 2 * len(made.units)  # bytes: rounding up, unit by unit
+    search = search_of(cost, 4, lengths)
+    for made in search._sizes(0):
+        memory = ActivationMemory(MicroBatchCosts(cost, search.layout, made, lengths, search.policies), search.limits)
+        candidate = search._candidate("seq1f1b", memory, 0, 1)
+        peak = simulate(search.plan(candidate), cost).peak_memory
+        state = cost.budget_bytes - np.array(memory.free)
+        expected = state + np.array(memory.peaks(candidate.schedule, candidate.choice))
+        assert np.abs(peak - expected).max() <= 2 * len(made.units)  # bytes: rounding up, one by one
 
 
 @pytest.mark.parametrize(("budget", "seed"), [(None, 1), (None, 2), (9.0, 3), (9.0, 4), (7.0, 5)])
 def test_what_is_not_tried_is_not_missed(monkeypatch, budget, seed):
-    """Units whose work alone takes too long, and units that were tried before, change nothing, however tight memory."""
-    cost, trying = cost_of(cluster="1x4xH100", budget=budget), Search._try
+    """Micro-batches that take too long even without waiting, and those tried before, change nothing in any memory."""
+    cost, trying = cost_of(cluster="1x4xH100", budget=budget), PipelineSearch._try
     drawn = np.exp(np.random.default_rng(seed).normal(7.5, 1.2, 12)).astype(np.int64)
     batch, stages = np.clip(drawn, 1, 30_000), 2 + 2 * (seed % 2)
     counts = []
@@ -187,13 +184,13 @@ def test_what_is_not_tried_is_not_missed(monkeypatch, budget, seed):
     plans = []
     for near, tries in ((101, counted), (10**9, counted_anew)):
         counts.append(0)
-        monkeypatch.setattr("seqloom.planners.pipeline.search.NEAR_PERCENT", near)
-        monkeypatch.setattr(Search, "_try", tries)
+        monkeypatch.setattr("seqloom.planners.pipeline.planner.NEAR_PERCENT", near)
+        monkeypatch.setattr(PipelineSearch, "_try", tries)
         plans.append(plan_pipeline(batch, cost, stages=stages).hash)
     assert plans[0] == plans[1] and counts[0] < counts[1]
 
 
-def test_documents_that_fit_whole_on_no_host_go_through_in_pieces_and_keep_less():
+def test_documents_that_fit_whole_on_no_host_go_through_in_pieces_and_store_less():
     cost = cost_of(cluster="1x4xH100", budget=7.0)
     plan = plan_pipeline(np.array([30_000, 5_000, 900]), cost, stages=4)
     kept = {work.checkpoint for r in plan.pipelines[0].rounds for work in r.work}
@@ -242,12 +239,12 @@ def test_without_a_number_the_best_of_several_is_taken():
         make_plan("pipeline", lengths, cost_of(cluster="1x3xH100"))
 
 
-def test_stages_have_whole_teams():
+def test_stages_have_whole_tensor_groups():
     cost = CostModel(Cluster.parse("8xH100"), ModelSpec.load("qwen3-0.6b"), sharding="free").for_submesh(4, 2)
     plan = plan_pipeline(np.array([3000, 9000, 500]), cost, stages=2, schedule="1f1b")
     plan.validate()
     assert {stage.tensor for stage in plan.pipelines[0].stages} == {2}
-    with pytest.raises(SeqloomError, match=r"4 stages on 4 ranks.*whole teams of 2; use 2 stages"):
+    with pytest.raises(SeqloomError, match=r"4 stages on 4 ranks.*whole tensor groups of 2; use 2 stages"):
         plan_pipeline(np.array([3000]), cost, stages=4)
     with pytest.raises(SeqloomError, match="planner zones keeps short sequences on single ranks"):
         plan_zones(np.array([3000]), cost)

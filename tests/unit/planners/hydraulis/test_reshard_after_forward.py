@@ -22,7 +22,7 @@ from seqloom.planners.hydraulis import (
     plan_strategies,
     propose_strategies,
 )
-from seqloom.planners.hydraulis.costs import fit, may_gather, scheme_costs, switch_ns
+from seqloom.planners.hydraulis.costs import config_costs, fit_config, gains_memory, switch_ns
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.setup import small_plans
 from support.steps import Step, tiny_spec
@@ -32,32 +32,32 @@ COST = cost_model("1x8xH100", "llama3-8b", sharding="free")
 GIB = 1024**3
 
 
-def alone(scheme, longest):
-    return Strategy((PipelineConfig(scheme, tuple(range(scheme.ranks)), longest),))
+def alone(config, longest):
+    return Strategy((PipelineConfig(config, tuple(range(config.ranks)), longest),))
 
 
 def test_a_scheme_says_so_only_where_it_is():
-    gathered = PipelineConfig(ParallelConfig(2, 2, 2, gathered=True), tuple(range(8)), 100)
+    gathered = PipelineConfig(ParallelConfig(2, 2, 2, reshard_after_forward=True), tuple(range(8)), 100)
     assert (
-        str(gathered.scheme) == "2x2u2g"
+        str(gathered.parallel) == "2x2u2g"
         and PipelineConfig.from_dict(json.loads(json.dumps(gathered.as_dict()))) == gathered
     )
-    plain = replace(gathered, scheme=ParallelConfig(2, 2, 2))
+    plain = replace(gathered, parallel=ParallelConfig(2, 2, 2))
     assert "gathered" not in plain.as_dict() and PipelineConfig.from_dict(plain.as_dict()) == plain
     with pytest.raises(SeqloomError, match="nobody to share them with; leave out gathered, or use Ulysses or a ring"):
-        PipelineConfig(ParallelConfig(1, 2, gathered=True), (0, 1), 100)
+        PipelineConfig(ParallelConfig(1, 2, reshard_after_forward=True), (0, 1), 100)
     with pytest.raises(SeqloomError, match="has 1 for gathered; give true or false"):
         PipelineConfig.from_dict(gathered.as_dict() | {"gathered": 1})
 
 
 def test_it_is_looked_at_where_memory_binds():
     """Not where everything can be kept anyway, not where all ranks have different slices; and it holds more."""
-    scheme = ParallelConfig(1, 2, 1, 4)
-    assert not may_gather(COST, scheme, 40_000) and may_gather(COST, scheme, 55_000)
-    assert not may_gather(COST, ParallelConfig(1, 8), 200_000)
-    assert not any(each.gathered for each in scheme_costs(COST, 10_000))
-    stays, gathered = fit(COST, scheme), fit(COST, scheme._replace(gathered=True))
-    assert gathered.longest > stays.longest and gathered.fixed > stays.fixed
+    config = ParallelConfig(1, 2, 1, 4)
+    assert not gains_memory(COST, config, 40_000) and gains_memory(COST, config, 55_000)
+    assert not gains_memory(COST, ParallelConfig(1, 8), 200_000)
+    assert not any(each.reshard_after_forward for each in config_costs(COST, 10_000))
+    stays, gathered = fit_config(COST, config), fit_config(COST, config._replace(reshard_after_forward=True))
+    assert gathered.max_tokens > stays.max_tokens and gathered.fixed > stays.fixed
 
 
 def test_the_planner_gathers_where_that_beats_recomputing():
@@ -70,33 +70,33 @@ def test_the_planner_gathers_where_that_beats_recomputing():
     assert found.peak_memory.max() <= COST.budget_bytes
     assert plan_bound(plan, COST) <= found.step_ns == predicted_ns(plan, COST)
     assert Plan.from_json(plan.to_json()) == plan
-    for scheme in (
+    for config in (
         ParallelConfig(1, 2, 1, 4),
         ParallelConfig(1, 4, 1, 2),
         ParallelConfig(1, 8),
         ParallelConfig(2, 2, 2),
     ):
-        stays = plan_strategies(lengths, COST, strategies=[alone(scheme, 225_000)])
+        stays = plan_strategies(lengths, COST, strategies=[alone(config, 225_000)])
         assert not stages_per_pass(stays.pipelines[0]) and predicted_ns(stays, COST) > found.step_ns
 
 
 @pytest.mark.parametrize(
-    "scheme",
+    "config",
     [ParallelConfig(1, 1, 8), ParallelConfig(2, 1, 4), ParallelConfig(2, 2, 1, 2), ParallelConfig(4, 1, 2)],
     ids=str,
 )
-def test_plans_of_any_scheme_fit(scheme):
+def test_plans_of_any_scheme_fit(config):
     """In several micro-batches, and as the small plans that warm a run up."""
-    scheme = scheme._replace(gathered=True)
+    config = config._replace(reshard_after_forward=True)
     lengths = np.array([10_000, 8_000, 7_000, 6_000, 3_000, 2_000, 900])
-    given = alone(scheme, fit(COST, scheme).longest)
+    given = alone(config, fit_config(COST, config).max_tokens)
     check_strategies([given], COST)
     plan = plan_strategies(lengths, COST, strategies=[given.as_dict()])
     plan.validate()
     found = simulate(plan, COST)
     assert found.peak_memory.max() <= COST.budget_bytes and found.step_ns == predicted_ns(plan, COST)
-    assert stages_per_pass(plan.pipelines[0]) == set(range(scheme.stages))
-    assert switch_ns(given, COST) < switch_ns(alone(scheme._replace(gathered=False), 10_000), COST)
+    assert stages_per_pass(plan.pipelines[0]) == set(range(config.stages))
+    assert switch_ns(given, COST) < switch_ns(alone(config._replace(reshard_after_forward=False), 10_000), COST)
     assert stages_per_pass(small_plans([given], COST)[0].pipelines[0])
 
 
@@ -114,9 +114,12 @@ def tight():
 
 def test_a_document_that_no_other_pipeline_holds_is_one_process_result(threads):
     cost = tight()
-    assert max(each.longest for scheme, each in scheme_costs(cost, 450).items() if not scheme.gathered) < 450
+    assert (
+        max(each.max_tokens for config, each in config_costs(cost, 450).items() if not config.reshard_after_forward)
+        < 450
+    )
     proposed = propose_strategies(np.array(STEP.lengths), cost)
-    assert any(pipe.scheme.gathered for each in proposed for pipe in each.pipelines)
+    assert any(pipe.parallel.reshard_after_forward for each in proposed for pipe in each.pipelines)
     plan = plan_strategies(np.array(STEP.lengths), cost, strategies=proposed)
     plan.validate()
     assert simulate(plan, cost).peak_memory.max() <= cost.budget_bytes
@@ -127,24 +130,24 @@ def test_a_document_that_no_other_pipeline_holds_is_one_process_result(threads):
 
 
 LINES = {
-    "stages": (ParallelConfig(2, 1, 2, gathered=True),),
-    "teams": (ParallelConfig(1, 2, 2, gathered=True),),
-    "beside one that stays": (ParallelConfig(1, 1, 1, 2, gathered=True), ParallelConfig(1, 2)),
+    "stages": (ParallelConfig(2, 1, 2, reshard_after_forward=True),),
+    "teams": (ParallelConfig(1, 2, 2, reshard_after_forward=True),),
+    "beside one that stays": (ParallelConfig(1, 1, 1, 2, reshard_after_forward=True), ParallelConfig(1, 2)),
 }
 
 
-@pytest.mark.parametrize("schemes", LINES.values(), ids=LINES)
-def test_plans_are_one_process_result(threads, schemes):
+@pytest.mark.parametrize("configs", LINES.values(), ids=LINES)
+def test_plans_are_one_process_result(threads, configs):
     step = Step((18, 17, 14, 13, 11, 9, 9, 4), tiny_spec(layers=2))
     cost = CostModel(Cluster.parse("1x4xH100"), step.spec, sharding="free", max_length=64, capacity=10)
-    starts = np.cumsum([0, *(scheme.ranks for scheme in schemes)]).tolist()
+    starts = np.cumsum([0, *(config.ranks for config in configs)]).tolist()
     pipes = [
-        PipelineConfig(each, tuple(range(a, a + each.ranks)), 40) for each, a in zip(schemes, starts, strict=False)
+        PipelineConfig(each, tuple(range(a, a + each.ranks)), 40) for each, a in zip(configs, starts, strict=False)
     ]
     plan = plan_strategies(np.array(step.lengths), cost, strategies=[Strategy(tuple(pipes))])
     plan.validate()
     passing = [line for line in plan.pipelines if stages_per_pass(line)]
-    assert len(passing) == 1 and len(passing[0].rounds) > 1 and len(plan.pipelines) == len(schemes)
+    assert len(passing) == 1 and len(passing[0].rounds) > 1 and len(plan.pipelines) == len(configs)
     wanted = step.alone()
     for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):
         assert found.worst(wanted) < 1e-9

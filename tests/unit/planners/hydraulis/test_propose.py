@@ -5,12 +5,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hydraulis_constants import published_model
 
 from seqloom.errors import SeqloomError
-from seqloom.planners.hydraulis.assign import choose
-from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig, check_placement, fits_nodes, placed
-from seqloom.planners.hydraulis.propose import NEVER, Histogram, interval_times, partition, propose
-from seqloom.planners.published.hydraulis import published_model
+from seqloom.planners.hydraulis.dispatch import rank_strategies
+from seqloom.planners.hydraulis.propose import NEVER, Histogram, best_mix, interval_times, propose
+from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig, check_placement, fits_nodes, place_pipelines
 from support.exhaustive_strategies import all_mixtures, best_assignment
 
 SMALL = (ParallelConfig(1, 1), ParallelConfig(1, 2), ParallelConfig(2, 1), ParallelConfig(1, 4))
@@ -47,8 +47,8 @@ def drawn_costs(draw):
 @pytest.mark.parametrize("name", LONGEST)
 def test_memory_formula_gives_the_published_lengths(name):
     model = published_model(name)
-    assert {key: model.longest(*key) for key in model.schemes} == LONGEST[name]
-    assert all(cost.longest == LONGEST[name][s.tensor, s.stages] for s, cost in model.costs().items())
+    assert {key: model.longest(*key) for key in model.configs} == LONGEST[name]
+    assert all(cost.max_tokens == LONGEST[name][s.tensor, s.stages] for s, cost in model.costs().items())
     with pytest.raises(SeqloomError, match="unknown published model"):
         published_model("33b")
 
@@ -74,13 +74,13 @@ def brute_force(times, options, units, classes):
 def test_partition_is_the_best_cut_of_all(seed):
     draw = np.random.default_rng(seed)
     costs = drawn_costs(draw)
-    histogram = Histogram.of(draw.integers(20, max(c.longest for c in costs.values()), 12), classes=3)
+    histogram = Histogram.of(draw.integers(20, max(c.max_tokens for c in costs.values()), 12), classes=3)
     options = [(s, copies, copies * s.ranks) for s in costs for copies in range(1, 4 // s.ranks + 1)]
     times = [interval_times(histogram, costs[s], s.stages, np.array([copies]))[0] for s, copies, _ in options]
-    ns, chosen = partition(histogram, costs, 4)
+    ns, chosen = best_mix(histogram, costs, 4)
     assert ns == brute_force(times, options, 4, len(histogram.edges))
     assert sum(s.ranks * copies for s, copies in chosen.items()) <= 4
-    longest = max(costs[s].longest for s in chosen)
+    longest = max(costs[s].max_tokens for s in chosen)
     assert longest >= histogram.edges[-1]
 
 
@@ -90,8 +90,8 @@ def test_proposal_is_near_the_best_of_all():
     for seed in range(200):
         draw = np.random.default_rng(seed)
         costs = drawn_costs(draw)
-        lengths = draw.integers(20, max(c.longest for c in costs.values()), 4)
-        found = choose(lengths, propose(lengths, costs, 4, 4), costs).ns
+        lengths = draw.integers(20, max(c.max_tokens for c in costs.values()), 4)
+        found = rank_strategies(lengths, propose(lengths, costs, 4, 4), costs)[0].ns
         known = {}
         every = [best_assignment(lengths.tolist(), mixture, costs, known) for mixture in all_mixtures(SMALL, 4)]
         optimum = min(ns for ns in every if ns is not None)
@@ -115,7 +115,7 @@ def test_a_short_list_for_a_data_set():
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(6, 1.4, 2000)).astype(np.int64) + 1, 32_768)
     proposed = propose(lengths, costs, 32, 8, tokens_per_step=30_000, most=4)
     assert 2 <= len(proposed) <= 4 and len(set(map(str, proposed))) == len(proposed)
-    assert proposed[0].longest >= lengths.max()
+    assert proposed[0].max_tokens >= lengths.max()
     for strategy in proposed:
         check_placement(strategy, 32, 8)
     assert proposed == propose(lengths, costs, 32, 8, tokens_per_step=30_000, most=4)
@@ -130,26 +130,29 @@ def test_pipelines_lie_in_aligned_blocks(ranks, node):
         for stages in (1, 2, 3)
         for width in (1, 2, 3, 4, 6, 8, 16, 24)
     }
-    legal = [scheme for scheme in costs if fits_nodes(scheme, ranks, node)]
+    legal = [config for config in costs if fits_nodes(config, ranks, node)]
     draw = np.random.default_rng(ranks)
     found = 0
     for _ in range(60):
         left, chosen = ranks, []
         while left:
-            fitting = [scheme for scheme in legal if scheme.ranks <= left]
+            fitting = [config for config in legal if config.ranks <= left]
             chosen.append(fitting[int(draw.integers(len(fitting)))])
             left -= chosen[-1].ranks
-        strategy = placed(chosen, costs, ranks, node)
+        strategy = place_pipelines(chosen, costs, ranks, node)
         if strategy is None:
             continue
         found += 1
         check_placement(strategy, ranks, node)
-        assert Counter(chosen) == Counter(pipe.scheme for pipe in strategy.pipelines)
+        assert Counter(chosen) == Counter(pipe.parallel for pipe in strategy.pipelines)
         for pipe in strategy.pipelines:
             inside = {rank // node for rank in pipe.ranks}
             assert len(inside) == 1 or len(pipe.ranks) % node == 0
-            for k in range(pipe.scheme.stages):
-                stage = pipe.ranks[k * pipe.scheme.width : (k + 1) * pipe.scheme.width]
-                assert len({rank // node for rank in stage}) == max(1, pipe.scheme.width // node)
-                assert stage[0] % pipe.scheme.width == 0 or (stage[0] % node) % pipe.scheme.width == 0
+            for k in range(pipe.parallel.stages):
+                stage = pipe.ranks[k * pipe.parallel.ranks_per_stage : (k + 1) * pipe.parallel.ranks_per_stage]
+                assert len({rank // node for rank in stage}) == max(1, pipe.parallel.ranks_per_stage // node)
+                assert (
+                    stage[0] % pipe.parallel.ranks_per_stage == 0
+                    or (stage[0] % node) % pipe.parallel.ranks_per_stage == 0
+                )
     assert found >= 20

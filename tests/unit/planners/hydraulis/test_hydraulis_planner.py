@@ -1,4 +1,4 @@
-"""Full plans of strategies: every pipeline as its scheme says, merged, valid, repeatable; what is refused and why."""
+"""Full plans of strategies: every pipeline as its config says, merged, valid, repeatable; what is refused and why."""
 
 import json
 
@@ -23,20 +23,20 @@ from seqloom.planners.hydraulis import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.hydraulis.config import blocks
-from seqloom.planners.hydraulis.costs import fit, legal_schemes, relative_fit, scheme_costs, switch_ns
+from seqloom.planners.hydraulis.costs import config_costs, fit_config, legal_configs, relative_fit, switch_ns
+from seqloom.planners.hydraulis.planner import blocks
 from seqloom.simulate import predicted_ns, simulate
 
 COST = cost_model("1x8xH100", "qwen3-0.6b", sharding="free")
 LENGTHS = sample("commoncrawl", 24, seed=3, max_length=30_000)
 
 
-def strategy_of(*schemes, longest=200_000):
-    """Pipelines of these schemes on ranks that follow each other."""
+def strategy_of(*configs, max_tokens=200_000):
+    """Pipelines of these configs on ranks that follow each other."""
     pipes, start = [], 0
-    for scheme in schemes:
-        pipes.append(PipelineConfig(scheme, tuple(range(start, start + scheme.ranks)), longest))
-        start += scheme.ranks
+    for config in configs:
+        pipes.append(PipelineConfig(config, tuple(range(start, start + config.ranks)), max_tokens))
+        start += config.ranks
     return Strategy(tuple(pipes))
 
 
@@ -110,12 +110,12 @@ def test_a_model_that_one_stage_cannot_hold():
 @settings(max_examples=6)
 @given(st.data())
 def test_any_legal_strategy_gives_a_valid_plan(data):
-    schemes, left = [], 8
-    legal = sorted(s for s in legal_schemes(COST) if s.ranks <= 4)
+    configs, left = [], 8
+    legal = sorted(s for s in legal_configs(COST) if s.ranks <= 4)
     while left:
-        schemes.append(data.draw(st.sampled_from([s for s in legal if s.ranks <= left])))
-        left -= schemes[-1].ranks
-    strategy = strategy_of(*sorted(schemes, key=lambda scheme: -scheme.ranks))
+        configs.append(data.draw(st.sampled_from([s for s in legal if s.ranks <= left])))
+        left -= configs[-1].ranks
+    strategy = strategy_of(*sorted(configs, key=lambda config: -config.ranks))
     lengths = np.array(data.draw(st.lists(st.integers(1, 6000), min_size=1, max_size=6)))
     plan = plan_strategies(lengths, COST, strategies=[strategy])
     plan.validate()
@@ -147,31 +147,30 @@ def test_neighbours_of_one_kind_are_planned_together():
 
 def test_prices_are_near_the_cost_model():
     """Documents alone on a rank, on heads, on positions and in a team: within a tenth over all lengths."""
-    for scheme in (ParallelConfig(1, 1), ParallelConfig(1, 1, 4), ParallelConfig(1, 2), ParallelConfig(1, 1, 1, 2)):
-        priced = fit(COST, scheme)
-        inside = COST.for_submesh(scheme.ranks, scheme.tensor)
+    for config in (ParallelConfig(1, 1), ParallelConfig(1, 1, 4), ParallelConfig(1, 2), ParallelConfig(1, 1, 1, 2)):
+        priced = fit_config(COST, config)
+        inside = COST.for_submesh(config.ranks, config.tensor)
         lengths = np.array([512, 4096, 16_384, 65_536])
-        ulysses = scheme.tensor * scheme.ulysses
-        shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring) == (ulysses, scheme.ring)]
+        ulysses = config.tensor * config.ulysses
+        shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring) == (ulysses, config.ring)]
         tables = inside.tables(lengths, inside.policies[0], shapes)
         assert priced.documents_ns(lengths) == pytest.approx(tables.cost.max(axis=0).min(axis=0), rel=0.15)
-        assert priced.longest >= inside.capacity(inside.policies[-1]) * scheme.width
+        assert priced.max_tokens >= inside.capacity(inside.policies[-1]) * config.ranks_per_stage
     a, b = relative_fit(np.array([100.0, 1000.0]), np.array([3e4 + 700, 3e6 + 7000]))
     assert (a, b) == pytest.approx((3.0, 7.0))
 
 
 def test_schemes_worth_considering_hold_the_longest():
-    costs = scheme_costs(COST, 30_000)
-    assert max(cost.longest for cost in costs.values()) >= 30_000 and {1, 2, 4, 8} <= {s.ranks for s in costs}
-    assert len(costs) < len(list(legal_schemes(COST)))
+    costs = config_costs(COST, 30_000)
+    assert max(cost.max_tokens for cost in costs.values()) >= 30_000 and {1, 2, 4, 8} <= {s.ranks for s in costs}
+    assert len(costs) < len(list(legal_configs(COST)))
 
 
 def test_proposals_are_legal_and_survive_a_file():
     proposed = propose_strategies(LENGTHS, COST, tokens_per_step=40_000, most=3)
     check_strategies(proposed, COST)
     assert strategies_from_json(strategies_to_json(proposed)) == proposed
-    assert Strategy.from_json(proposed[0].to_json()) == proposed[0]
-    assert set(json.loads(proposed[0].to_json())["pipelines"][0]) == {
+    assert set(proposed[0].as_dict()["pipelines"][0]) == {
         "stages", "tensor", "ulysses", "ring", "ranks", "longest",
     }  # fmt: skip
 
@@ -208,7 +207,7 @@ def test_strategies_that_do_not_suit_the_model_are_refused():
 
 def test_documents_that_no_candidate_holds_are_refused():
     with pytest.raises(SeqloomError, match=r"has 9000 tokens.*1 candidate.*holds more than 5000.*--max-length 5000"):
-        plan_strategies(np.array([9000]), COST, strategies=[strategy_of(*[ParallelConfig(1, 1)] * 8, longest=5000)])
+        plan_strategies(np.array([9000]), COST, strategies=[strategy_of(*[ParallelConfig(1, 1)] * 8, max_tokens=5000)])
     with pytest.raises(SeqloomError, match="--max-length"):
         propose_strategies(np.array([10**9]), COST)
 

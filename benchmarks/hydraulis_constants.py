@@ -1,15 +1,15 @@
-"""Published constants of Hydraulis: prices per scheme, and the memory formula that gives the longest micro-batch."""
+"""Published constants of Hydraulis: costs of parallel configs, and the memory formula of the longest micro-batch."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from seqloom.errors import unknown
-from seqloom.planners.hydraulis.config import ConfigCost, ParallelConfig
+from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig
 
 MIB = 1024**2
 ROUNDED_TO = 128
@@ -18,12 +18,12 @@ ROUNDED_TO = 128
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """One published model: sizes, memory constants and a row of prices per scheme.
+    """One published model: sizes, memory constants and the cost of every parallel config.
 
     Attributes:
         optimiser: (data parallel, tensor, stages) of the layout in which the optimiser's share of the state lies.
         activation_bytes: per token x hidden / tensor x layer, by tensor degree.
-        schemes: (tensor, stages) to (a ms per token squared, b ms per token, c ms).
+        configs: (tensor, stages) to (a ms per token squared, b ms per token, c ms).
     """
 
     layers: int
@@ -36,10 +36,10 @@ class PublishedModel:
     optimiser_share: float
     optimiser: tuple[int, int, int]
     activation_bytes: dict[int, int]
-    schemes: dict[tuple[int, int], tuple[float, float, float]]
+    configs: dict[tuple[int, int], tuple[float, float, float]]
 
     def state(self, tensor: int, stages: int) -> float:
-        """Bytes of a GPU before any token: the optimiser's share in its own layout, the rest as the scheme computes."""
+        """Bytes of a GPU before any token: the optimiser's share in its own layout, the rest as the config computes."""
         replicas, own_tensor, own_stages = self.optimiser
         kept = self.optimiser_share / replicas
         layers = self.layers * self.hidden**2 * self.state_bytes
@@ -55,16 +55,16 @@ class PublishedModel:
         return max(0, int(room // each) // ROUNDED_TO * ROUNDED_TO)
 
     def costs(self) -> dict[ParallelConfig, ConfigCost]:
-        """Prices of every published scheme that holds anything, in ns."""
+        """Costs of every published config that holds a token, in ns."""
         return {
             ParallelConfig(stages, tensor): ConfigCost(a * 1e6, b * 1e6, round(c * 1e6), self.longest(tensor, stages))
-            for (tensor, stages), (a, b, c) in self.schemes.items()
+            for (tensor, stages), (a, b, c) in self.configs.items()
             if self.longest(tensor, stages) > 0
         }
 
 
 def published_model(name: str) -> PublishedModel:
-    """The published constants of ``7b``, ``13b`` or ``32b``."""
+    """Return the published constants of ``7b``, ``13b`` or ``32b``."""
     known = _tables()
     if name not in known:
         raise unknown("published model", name, known)
@@ -78,8 +78,7 @@ def _table_bytes(stages: int) -> int:
 
 @cache
 def _tables() -> dict[str, PublishedModel]:
-    text = (files("seqloom.planners.published") / "hydraulis.json").read_text(encoding="utf-8")
-    content = json.loads(text)
+    content = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return {name: _model(content["common"] | entry) for name, entry in content["models"].items()}
 
 
@@ -88,6 +87,6 @@ def _model(entry: dict[str, Any]) -> PublishedModel:
     own: dict[str, Any] = {
         "optimiser": tuple(entry["optimiser"]),
         "activation_bytes": {int(tensor): size for tensor, size in entry["activation_bytes"].items()},
-        "schemes": rows,
+        "configs": rows,
     }
-    return PublishedModel(**{**entry, **own})
+    return PublishedModel(**{key: value for key, value in (entry | own).items() if key != "schemes"})
