@@ -14,8 +14,8 @@ from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy,
 from seqloom.planners.hydraulis.dispatch import Assignment
 from seqloom.planners.hydraulis.planner import plan_assignment
 from seqloom.train.config import Config
-from seqloom.train.setup import Setup
-from support.runs import logged, train_here, write_run
+from seqloom.train.setup import RunSetup
+from support.runs import logged, train_in_process, write_run
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 4
@@ -71,7 +71,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def in_turn(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
+def in_turn(setup: RunSetup, step: int, lengths: np.ndarray) -> Plan:
     """Every step has another strategy, all of whose pipelines get documents."""
     chosen, cost = setup.planners, setup.cost
     if not chosen.strategies:
@@ -89,7 +89,7 @@ def in_turn(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
 
 def train(transport, config: Config):
     """One rank of a run; returns the shape and the loss of every step."""
-    _, records = train_here(transport, config, in_turn)
+    _, records = train_in_process(transport, config, in_turn)
     return [(record.shape, record.loss) for record in records]
 
 

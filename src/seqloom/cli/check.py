@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from seqloom.profiling.check import Documents, Forecast, Outlook, Repacked
+    from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
     from seqloom.train.config import Config
 
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes of the run; without it, the config's.")]
@@ -36,17 +36,17 @@ def check(
     Example:
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
-    from seqloom.profiling.check import forecasts, outlook, repacked, warnings
+    from seqloom.profiling.check import compare_packings, find_warnings, inspect_run, predict_steps
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
-    run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
+    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches)
     if loaded.model.huggingface is not None:
-        _check_huggingface(loaded, with_stages=run.planners.cut)
-    with shared.planning_progress(len(run.sample) * (2 if run.baseline else 1)) as progress:
-        planned = forecasts(run, progress)
-    notes = warnings(run, planned[0])
-    packings = repacked([batch.lengths for batch in run.sample], run.cost)
+        _check_huggingface(loaded, with_stages=run.setup.planners.multi_stage)
+    with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
+        planned = predict_steps(run, progress)
+    notes = find_warnings(run, planned[0])
+    packings = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
     if json:
         shared.print_json(_report(run, planned, packings, notes))
     else:
@@ -59,20 +59,22 @@ def _check_huggingface(config: Config, *, with_stages: bool) -> None:
     import torch
 
     from seqloom.integrations.transformers.loading import build_huggingface
-    from seqloom.train.model import require_parts
+    from seqloom.train.model import check_splits
 
     adapter = build_huggingface(config, torch.device("meta"), torch.float32)
     if with_stages:
-        require_parts(adapter)
+        check_splits(adapter)
 
 
-def _report(run: Outlook, planned: list[Forecast], packings: Repacked, notes: list[str]) -> dict[str, Any]:
+def _report(
+    run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+) -> dict[str, Any]:
     """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
     return {
-        **shared.cost_dict(run.cost),
-        "ranks": run.cost.ranks,
-        "steps": run.steps,
-        "epochs": run.steps / run.training.batches,
+        **shared.cost_dict(run.setup.cost),
+        "ranks": run.setup.cost.ranks,
+        "steps": run.setup.steps,
+        "epochs": run.setup.steps / run.training.batches,
         "training": asdict(run.training),
         "validation": None if run.validation is None else asdict(run.validation),
         "batches": [
@@ -89,7 +91,7 @@ def _report(run: Outlook, planned: list[Forecast], packings: Repacked, notes: li
     }
 
 
-def _figures(planned: Forecast) -> dict[str, Any]:
+def _figures(planned: PredictedSteps) -> dict[str, Any]:
     from seqloom.api import GIB, MS
 
     return {
@@ -107,7 +109,7 @@ def _figures(planned: Forecast) -> dict[str, Any]:
     }
 
 
-def _print_report(run: Outlook, planned: list[Forecast], packings: Repacked, notes: list[str]) -> None:
+def _print_report(run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]) -> None:
     from rich.console import Console
 
     from seqloom.api import GIB
@@ -118,26 +120,28 @@ def _print_report(run: Outlook, planned: list[Forecast], packings: Repacked, not
     def write(text: str) -> None:
         console.print(text, markup=False)
 
-    write(shared.cost_line(run.cost))
+    write(shared.cost_line(run.setup.cost))
     write(f"training: {_documents_line(run.training)}")
     if run.validation is not None:
         write(f"validation: {_documents_line(run.validation)}")
-    write(f"run: {run.steps:,} steps on {run.cost.ranks} ranks, {run.steps / run.training.batches:.3g} epochs")
+    write(
+        f"run: {run.setup.steps:,} steps on {run.setup.cost.ranks} ranks, {run.setup.steps / run.training.batches:.3g} epochs"
+    )
     console.print(_table(planned))
     chosen = planned[0]
-    memory, budget = chosen.memory[chosen.worst], run.cost.budget_bytes / GIB
+    memory, budget = chosen.memory[chosen.worst], run.setup.cost.budget_bytes / GIB
     write(
         f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
         f"{memory.max() / GIB:.3g} GiB on a rank (the least {memory.min() / GIB:.3g}) of {budget:.3g} GiB."
     )
     mean = sum(chosen.step_ns) / len(chosen.step_ns)
-    write(f"All steps together: about {duration(mean * run.steps)}.")
+    write(f"All steps together: about {duration(mean * steps)}.")
     _print_balance(console, planned, packings)
     for note in notes:
         write(f"warning: {note}")
 
 
-def _print_balance(console: Console, planned: list[Forecast], packings: Repacked) -> None:
+def _print_balance(console: Console, planned: list[PredictedSteps], packings: PackingComparison) -> None:
     """Print how evenly ranks are used: by the planners, and by packing the same documents into other steps."""
     from seqloom.view import balance_table
 
@@ -155,7 +159,7 @@ def _print_balance(console: Console, planned: list[Forecast], packings: Repacked
     console.print(text, markup=False)
 
 
-def _documents_line(count: Documents) -> str:
+def _documents_line(count: DocumentCounts) -> str:
     text = (
         f"{count.documents:,} documents, {count.tokens:,} tokens of which {count.valid:,} count, "
         f"longest {count.longest:,}; {count.batches:,} batches in an epoch"
@@ -164,7 +168,7 @@ def _documents_line(count: Documents) -> str:
     return text + (f"; too long: {', '.join(changed)}, {count.lost:,} tokens lost" if changed else "")
 
 
-def _table(planned: list[Forecast]) -> Table:
+def _table(planned: list[PredictedSteps]) -> Table:
     """Draw one row per planner: medians and the worst of step and gap, the highest peak."""
     from seqloom.api import GIB
     from seqloom.view.format import milliseconds, percent, table_of

@@ -159,13 +159,13 @@ def _attention(torch: Package) -> Choice:
 
 
 def _allocator() -> Choice:
-    from seqloom.train.launch import NAMES, SETTING, user_setting
+    from seqloom.train.launch import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, user_allocator_setting
 
-    environment = user_setting()
+    environment = user_allocator_setting()
     if environment is not None:
         return _choice(environment, "set by the environment; left as it is")
-    why = f"given to the processes that seqloom train starts; under torchrun set {NAMES[0]} yourself"
-    return _choice(SETTING, why)
+    why = f"given to the processes that seqloom train starts; under torchrun set {ALLOCATOR_VARIABLES[0]} yourself"
+    return _choice(ALLOCATOR_SETTING, why)
 
 
 def _profile(cluster: str) -> Choice:

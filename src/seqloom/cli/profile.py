@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from seqloom.attention.kernels.interface import AttentionShape, Kernel
     from seqloom.attention.kernels.tables import Measurement, Point
     from seqloom.cost import CostModel
-    from seqloom.profiling.kernels import Effort
+    from seqloom.profiling.kernels import TimingSettings
 
 SHORTEST = 64
 LONGEST = {"cuda": 131_072, "cpu": 1_024}
@@ -108,7 +108,7 @@ def profile(
         _profile_machine(setup, ranks, output, json)
         return
     from seqloom.attention.kernels.tables import KernelTable, default_path
-    from seqloom.profiling.kernels import measure
+    from seqloom.profiling.kernels import time_kernels
 
     place = choose_device(device)
     shape = make_shape(heads, kv_heads, dim, dtype, place)
@@ -118,7 +118,7 @@ def profile(
     table = KernelTable.load(path) if path.is_file() else KernelTable()
     with shared.progress_bar(len(chosen) * 2 * len(effort.lengths), "warming up") as step:
         report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
-        measurement = measure(chosen, shape, effort, report)
+        measurement = time_kernels(chosen, shape, effort, report)
     table.adding(measurement).save(path)
     if json:
         shared.print_json({**measurement_dict(measurement), "left_out": left_out, "output": str(path)})
@@ -190,16 +190,16 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
     return [here[name] for name in wanted], {}
 
 
-def make_effort(max_length: int | None, quick: bool, device: str) -> Effort:
+def make_effort(max_length: int | None, quick: bool, device: str) -> TimingSettings:
     """Choose the lengths to measure: powers of two up to the longest, and the longest itself."""
-    from seqloom.profiling.kernels import Effort
+    from seqloom.profiling.kernels import TimingSettings
 
     longest = (LONGEST_QUICK if quick else LONGEST)[device] if max_length is None else max_length
     if longest < 1:
         raise SeqloomError(f"longest document of {longest} tokens; give --max-length at least 1")
     octaves = range((longest - 1).bit_length() - SHORTEST.bit_length() + 1)
     lengths = tuple(SHORTEST << k for k in octaves if SHORTEST << k < longest)[:: 2 if quick else 1]
-    return Effort((*lengths, longest), tokens=max(longest, PACK_TOKENS[device]), repeats=3 if quick else 7)
+    return TimingSettings((*lengths, longest), tokens=max(longest, PACK_TOKENS[device]), repeats=3 if quick else 7)
 
 
 def measurement_dict(measurement: Measurement) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
     """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
     import torch
 
-    from seqloom.train.launch import join_ranks, start_ranks, under_torchrun
+    from seqloom.train.launch import run_on_processes, run_under_torchrun, started_by_torchrun
 
     if ranks is not None and ranks < 1:
         raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
@@ -319,13 +319,13 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
         raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
     if setup.cluster is None and torch.cuda.is_available():
         raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
-    if under_torchrun():
+    if started_by_torchrun():
         if ranks is not None:
             raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        found = join_ranks(measure_rank, setup, str(output))
+        found = run_under_torchrun(measure_rank, setup, str(output))
     else:
         setup.cost(ranks or 1)  # refuse here, once, what every process would refuse
-        found = start_ranks(measure_rank, ranks or 1, setup, str(output))
+        found = run_on_processes(measure_rank, ranks or 1, setup, str(output))
     if not found:  # another rank than the first
         return
     if json:
@@ -341,23 +341,22 @@ def measure_rank(rank: int, ranks: int, device: torch.device, setup: MachineSetu
     from seqloom.api import MS
     from seqloom.dist import Communicators, TorchTransport
     from seqloom.plan import GroupFamily
-    from seqloom.profiling.calibration import Machine
-    from seqloom.profiling.trials import described
+    from seqloom.profiling.calibration import Calibrator, describe_trial
 
     cost = setup.cost(ranks)
     communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
-    machine = Machine(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))
+    calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))
     verbose = setup.verbose and rank == 0 and sys.stderr.isatty()
     report = (lambda text: typer.echo(text, err=True)) if verbose else (lambda text: None)
     stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
-    found = machine.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
+    found = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
     communicators.close()
     if rank:
         return {}
     found.profile.save(output)
     trials = [
-        {"what": described(trial.plan), "measured_ms": trial.ns / MS, "predicted_ms": predicted / MS}
+        {"what": describe_trial(trial.plan), "measured_ms": trial.ns / MS, "predicted_ms": predicted / MS}
         for trial, predicted in zip(found.trials, found.predicted_ns, strict=True)
     ]
     return {"output": output, "cluster": cost.cluster.spelling, "model": cost.model.name, "trials": trials}

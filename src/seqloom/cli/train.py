@@ -14,7 +14,7 @@ from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
     from seqloom.planners.registry import PlannerChoice
-    from seqloom.profiling.verify import Verified
+    from seqloom.profiling.verify import PlanComparison
     from seqloom.train.config import Config
     from seqloom.train.model import ModelFamily
 
@@ -46,16 +46,16 @@ def train(
     """
     shared.require_torch("seqloom train", "train,data")
     from seqloom.train.config import Config
-    from seqloom.train.launch import train_here, train_on_processes, under_torchrun
+    from seqloom.train.launch import started_by_torchrun, train_on_processes, train_under_torchrun
 
     loaded = Config.load(config, overrides or [])
-    family = model_family(loaded)
-    if under_torchrun():
+    family = model_family_of(loaded)
+    if started_by_torchrun():
         if ranks is not None:
             raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        summary = train_here(loaded, kind=family, show=not json)
+        summary = train_under_torchrun(loaded, model_family=family, show=not json)
     else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, kind=family, show=not json)
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=family, show=not json)
     if not summary:  # another rank than the first
         return
     if json:
@@ -69,7 +69,7 @@ def train(
     typer.echo(f"trained model: {loaded.run.output / 'model'}")
 
 
-def model_family(config: Config) -> ModelFamily:
+def model_family_of(config: Config) -> ModelFamily:
     """Return how to build and write the model that a config names: a Hugging Face folder, or the reference model."""
     from seqloom.train.model import REFERENCE
 
@@ -119,21 +119,21 @@ def verify(
 
 def _verify_batches(
     config: Config, names: list[str], ranks: int | None, dtype: str, batches: int, with_config_planner: bool
-) -> list[Verified]:
+) -> list[PlanComparison]:
     """Compare every batch under every planner; the last argument adds the config's own pipeline or strategies."""
     import torch
 
     from seqloom.profiling.verify import verify
-    from seqloom.train.setup import Setup
+    from seqloom.train.setup import RunSetup
 
-    setup = Setup.of(config, ranks or config.run.ranks)
+    setup = RunSetup.load(config, ranks or config.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
     sample = setup.sampler.peek(batches)
     planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]
-    if with_config_planner and setup.planners.cut:
+    if with_config_planner and setup.planners.multi_stage:
         planners = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in sample]
     precision = getattr(torch, dtype)
-    build = partial(model_family(config).build, config, torch.device("cpu"), precision)
+    build = partial(model_family_of(config).build, config, torch.device("cpu"), precision)
     options = {"dtype": precision, "seed": config.model.seed, "build": build}
     rows = []
     with shared.progress_bar(sum(map(len, planners)), "one process") as step:
@@ -145,7 +145,7 @@ def _verify_batches(
     return rows
 
 
-def _print_rows(rows: list[Verified], dtype: str) -> None:
+def _print_rows(rows: list[PlanComparison], dtype: str) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from seqloom.dist import Message, P2PChannel, P2PDirection, Transport
-from seqloom.dist.rows import first_rows, on_device, rows_of
+from seqloom.dist.rows import first_rows, on_device, slice_or_index
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, move_between
 from seqloom.plan import Action, ActionKind, Pipeline, Remap, StageMicroBatch
@@ -83,7 +83,7 @@ def border(
     shares = []
     for other in np.unique(peers):
         chosen = peers == other
-        rows = rows_of(starts[chosen], lengths[chosen])
+        rows = slice_or_index(starts[chosen], lengths[chosen])
         index = rows if isinstance(rows, slice) else on_device(rows, torch.device(device))
         shares.append(RowSlice(int(other), index, int(lengths[chosen].sum())))
     return tuple(shares)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, remapped
+from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, run_in_mlp_layout
 from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), table, context)
-        return x + remapped(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
+        return x + run_in_mlp_layout(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
 
 
 class Decoder(nn.Module):

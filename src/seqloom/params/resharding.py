@@ -24,8 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
-from seqloom.dist.reshard_index import Box, boxes_of
-from seqloom.dist.resharding import Pending, Resharder
+from seqloom.dist.resharding import Box, InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import LossOf, ModelAdapter
@@ -211,7 +210,7 @@ class ParamPrefetch:
 
     def __init__(self) -> None:
         """Start with nothing under way."""
-        self._open: dict[int, Pending] = {}
+        self._open: dict[int, InFlight] = {}
 
     def start(self, relay: Resharder, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
         """Send this rank's rows to all who need them, and receive what this one needs into `room`.
@@ -219,9 +218,9 @@ class ParamPrefetch:
         Returns at once, but waits for first hops where this rank has to begin the second ones.
         """
         for bundle in range(len(relay.bundles)):
-            self._open[bundle] = relay.start(bundle, rows, dtype, into=room)
+            self._open[bundle] = relay.start_copy(bundle, rows, dtype, into=room)
         for pending in self._open.values():
-            pending.go_on()
+            pending.start_second_hop()
 
     def wait(self, bundles: Iterable[int]) -> None:
         """Return when these are there."""
@@ -260,7 +259,7 @@ class GradReduce:
         }
         self._lacking = [set(held) for held in self._held]
         self._left = list(range(len(self._held)))
-        self._started: list[Pending] = []
+        self._started: list[InFlight] = []
 
     def add(self, number: int) -> None:
         """Note that a weight has its whole gradient."""
@@ -289,7 +288,7 @@ class GradReduce:
         self.end()
         sums: dict[int, torch.Tensor] = {}
         for pending in self._started:
-            pending.go_on()
+            pending.start_second_hop()
         for pending in self._started:
             sums |= pending.wait()
         return sums
@@ -298,7 +297,7 @@ class GradReduce:
         """Start what is complete, from the last bundle on."""
         while self._left and not self._lacking[self._left[-1]]:
             bundle = self._left.pop()
-            self._started.append(self._relay.start_sum(bundle, self._take(self._held[bundle]), self._dtype))
+            self._started.append(self._relay.start_reduce(bundle, self._take(self._held[bundle]), self._dtype))
 
 
 # ---- merged: runtime.passes
@@ -353,7 +352,7 @@ class Passes:
         relay = self._relays[part]
         room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
         for bundle in range(len(relay.bundles)):  # one at a time: what is packed stays small
-            relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
+            relay.start_copy(bundle, self._shares, self._copies.dtype, into=room).wait()
         self._there.add(part)
 
     def layer_went_back(self, numbers: Set[int]) -> None:
@@ -414,7 +413,7 @@ class Passes:
     def _sum(self, part: LayerRange, bundle: int) -> None:
         relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
         found = self._copies.take_gradients(relay.bundles[bundle])
-        self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
+        self._gradients |= relay.start_reduce(bundle, found, wide, into=self._gradients).wait()
 
     def _numbers(self, part: LayerRange) -> set[int]:
         return {number for bundle in self._relays[part].bundles for number in bundle}

@@ -122,9 +122,9 @@ def test_index_work_of_every_kind_of_layer_is_done_before_the_first(dtype):
         found = bind_plan(plan, transport, prepare=lambda context: adapter.prepare(context, dtype))
         counts = []
         for each in found.rounds:
-            before = set(each.context._kept)
+            before = set(each.context._cache)
             adapter.hidden(torch.zeros(each.context.tokens, dtype=torch.int64), each.context)
-            assert set(each.context._kept) == before, "no layer had to prepare anything"
+            assert set(each.context._cache) == before, "no layer had to prepare anything"
             counts.append(len(before))
         return counts
 

@@ -7,7 +7,7 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.attention.kernels.dispatch import default
-from seqloom.dist import CountingTransport, run_ranks
+from seqloom.dist import run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
@@ -16,6 +16,7 @@ from seqloom.models.adapter import LossOf
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from support.steps import Step, one_stage_plan, tiny_spec
+from support.transports import CountingTransport
 from support.two_layouts import with_works
 
 torch.set_num_threads(1)

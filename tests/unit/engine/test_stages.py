@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport, Ranks, SingleRankTransport
+from seqloom.dist import Ranks, SingleRankTransport
 from seqloom.engine import microbatch as offload
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
@@ -19,6 +19,7 @@ from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Redu
 from seqloom.schedules import schedule_of
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 STEP = Step((11, 8, 5, 4), tiny_spec(layers=4))

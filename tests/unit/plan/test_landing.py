@@ -9,7 +9,7 @@ from seqloom.errors import PlanError
 from seqloom.layout import Layout
 from seqloom.layout.move import hops_of_rank, landing_layout
 from seqloom.plan import Weight, compute_layout, optimiser_layout
-from support.relays import relay_cases
+from support.resharding import reshard_cases
 
 EIGHT = [Weight("w", 8, 3, (0,))]
 
@@ -34,7 +34,7 @@ def test_two_nodes_share_a_weight():
 
 
 @settings(max_examples=25)
-@given(case=relay_cases(), node_size=st.sampled_from((1, 2, 3, 4)))
+@given(case=reshard_cases(), node_size=st.sampled_from((1, 2, 3, 4)))
 def test_what_is_away_lands_once_in_a_node_on_those_who_want_it(case, node_size):
     source, target = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
     landing = landing_layout(source, target, node_size)

@@ -10,7 +10,7 @@ from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.zones import plan_zones
 from seqloom.planners.zones.fill import best_ranks
-from seqloom.planners.zones.planner import build_plan, deal_apart, deal_together, partition
+from seqloom.planners.zones.planner import build_zones, deal_apart, deal_together, partition
 from seqloom.planners.zones.prices import Alone, Prices
 from seqloom.planners.zones.search import rank_times, zone_bounds
 from support.overlapping import shortest_overlapping_step
@@ -37,7 +37,7 @@ def test_its_clock_is_the_cost_models():
     for policy in NODES.policies[:2]:
         prices = Prices.of(Alone.of(lengths, NODES, policy))
         answer = partition(prices, deal_apart(prices, 1), 3)
-        plan = build_plan(prices, answer.rounds, lengths)
+        plan = build_zones(prices, answer.rounds, lengths)
         for seating, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
             [work] = current.work
             if work.checkpoint == policy.checkpoint:

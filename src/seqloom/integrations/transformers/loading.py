@@ -32,7 +32,7 @@ from seqloom.models.adapter import ModelAdapter
 from seqloom.models.deferred_init import DeferredParameters, meta_parameters
 from seqloom.models.files import opened
 from seqloom.params.placement import move_buffers, taken_out
-from seqloom.train.checkpoint import replaced
+from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
 
@@ -84,7 +84,7 @@ def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torc
     final, model = config.run.output / "model", cast("Any", module)
     folder = _folder(config)
     tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
-    with replaced(final, SafetensorError) as partial:
+    with atomic_folder(final, SafetensorError) as partial:
         with no_progress_bars():
             model.save_pretrained(partial, state_dict=dict(state))
         for path in sorted(tokenizer):

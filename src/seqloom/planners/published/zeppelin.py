@@ -14,7 +14,8 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.layout.balance import level_targets, rebalanced
 from seqloom.plan import Plan, StageMicroBatch
-from seqloom.planners.published.tuned import Place, Rounds, arrival_packs, crosses, fullest, tuned_plan
+from seqloom.planners.packing import next_fit
+from seqloom.planners.published.tuned import Place, Rounds, crosses, fullest, tuned_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True,
 
     def placement(tokens: np.ndarray, capacity: int) -> Rounds:
         machine = Machine(cost.ranks // cost.node_size, cost.node_size, capacity)
-        packs = arrival_packs(tokens, cost.ranks * capacity)
+        packs = next_fit(tokens, cost.ranks * capacity)
         return [[routed(place) for place in partition(tokens, pack, machine)] for pack in packs]
 
     def routed(place: Place) -> Place:

@@ -4,61 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappush, heapreplace
-from itertools import repeat
 
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.layout import Span
-from seqloom.plan import Group, Pipeline, Plan, Round, StageMicroBatch
-from seqloom.planners.problem import CHECKPOINTS, Problem
+from seqloom.plan import Group, Plan, StageMicroBatch
+from seqloom.planners.packing import least_loaded
+from seqloom.planners.problem import (
+    BatchProblem,
+    build_plan,
+    checkpoint_capacities,
+    fastest_checkpoint,
+    whole_documents,
+)
 from seqloom.planners.remap import with_remapping
 from seqloom.planners.zones.fill import Seating
 from seqloom.planners.zones.prices import WHOLE, Alone, Prices
 from seqloom.planners.zones.search import best_filling
 
 
-def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
+def build_zones(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
     cost, reduce = prices.cost, prices.policy.reduce
-    capacities = {v.checkpoint: cost.capacity(v) for v in cost.policies if v.reduce == reduce}
+    capacities = checkpoint_capacities(cost, reduce)
     size = lengths.tolist()
     built = []
     for seating in rounds:
-        fullest = prices.capacity - min(seating.room)
-        checkpoint = next(c for c in CHECKPOINTS if capacities.get(c, -1) >= fullest)
-        built.append(Round((StageMicroBatch(groups_of(prices, seating, size), checkpoint),)))
-    return Plan(
-        limits=cost.limits(reduce),
-        sharding=cost.sharding,
-        reduce=reduce,
-        documents=tuple(size),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce),),
-        planner="zones",
-    )
+        checkpoint = fastest_checkpoint(capacities, prices.capacity - min(seating.room))
+        assert checkpoint is not None
+        built.append(StageMicroBatch(groups_of(prices, seating, size), checkpoint))
+    return build_plan(cost, size, built, reduce, "zones")
 
 
 def groups_of(prices: Prices, seating: Seating, lengths: Sequence[int]) -> tuple[Group, ...]:
     """The groups of a round, slow links first: those that cross nodes, then the wider ones, then whole documents."""
-    node = prices.cost.node_size
+    cost, node = prices.cost, prices.cost.node_size
     cuts = sorted(
         seating.cut.items(),
         key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
     )
-    cost = prices.cost
-    groups = [cost.group(prices.shapes[s], ranks, _spans(members, lengths)) for (ranks, s), members in cuts]
+    groups = [whole_documents(cost, prices.shapes[s], ranks, members, lengths) for (ranks, s), members in cuts]
     for rank, members in enumerate(seating.whole):
         if members:
-            groups.append(cost.group(WHOLE, (rank,), _spans(members, lengths)))
+            groups.append(whole_documents(cost, WHOLE, (rank,), members, lengths))
     return tuple(groups)
-
-
-def _spans(documents: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:
-    ordered = sorted(documents)
-    return tuple(map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False)))
 
 
 # ---- merged: planners.zones.deal
@@ -79,20 +70,8 @@ def deal_apart(prices: Prices, rounds: int) -> list[list[int]]:
     if rounds == 1:
         return [order]
     tokens, whole = prices.listed
-    room = [prices.capacity * prices.cost.ranks] * rounds
-    work = [(0, r) for r in range(rounds)]
-    dealt: list[list[int]] = [[] for _ in range(rounds)]
-    for k in order:
-        size, chosen = tokens[k], work[0]
-        if room[chosen[1]] < size:
-            chosen = min((one for one in work if room[one[1]] >= size), default=max(work, key=lambda one: room[one[1]]))
-            work.remove(chosen)
-            heapify(work)
-            heappush(work, (chosen[0] + whole[k], chosen[1]))
-        else:
-            heapreplace(work, (chosen[0] + whole[k], chosen[1]))
-        room[chosen[1]] -= size
-        dealt[chosen[1]].append(k)
+    dealt = least_loaded(order, tokens, whole, rounds, prices.capacity * prices.cost.ranks, overflow=True)
+    assert dealt is not None
     return dealt
 
 
@@ -159,7 +138,7 @@ def plan_zones(
     holding = [Alone.of(array, cost, policy) for policy in policies if holds(array, cost, policy)]
     if not holding:
         widest = max(policies, key=cost.capacity)
-        raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
+        raise BatchProblem(array, cost, widest, cost.tables(array, widest)).too_long()
     best: Answer | None = None
     quick = evaluations is None and len(array) >= QUICK_FROM
     least = 1 if len(array) >= ONCE_FROM else LEAST
@@ -174,7 +153,7 @@ def plan_zones(
                     answer = partition(prices, deal(prices, rounds), fillings)
                     best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
-    plan = build_plan(best.prices, best.rounds, array)
+    plan = build_zones(best.prices, best.rounds, array)
     return plan if quick else with_remapping(plan, cost)
 
 

@@ -24,7 +24,7 @@ from seqloom.planners.hydraulis import (
 )
 from seqloom.planners.hydraulis.costs import config_costs, fit_config, gains_memory, switch_ns
 from seqloom.simulate import predicted_ns, simulate
-from seqloom.train.setup import small_plans
+from seqloom.train.setup import warm_up_plans
 from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def test_plans_of_any_scheme_fit(config):
     assert found.peak_memory.max() <= COST.budget_bytes and found.step_ns == predicted_ns(plan, COST)
     assert stages_per_pass(plan.pipelines[0]) == set(range(config.stages))
     assert switch_ns(given, COST) < switch_ns(alone(config._replace(reshard_after_forward=False), 10_000), COST)
-    assert stages_per_pass(small_plans([given], COST)[0].pipelines[0])
+    assert stages_per_pass(warm_up_plans([given], COST)[0].pipelines[0])
 
 
 SPEC = tiny_spec(layers=3, hidden=32, heads=4, kv_heads=1, head_dim=8, ffn=96)

@@ -15,7 +15,7 @@ Held = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class RelayCase:
+class ReshardCase:
     """Weights of a model with `layers` layers, and pipelines on some of `ranks` ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ def _filled(held: Held) -> Held:
 
 
 @st.composite
-def relay_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) -> RelayCase:
+def reshard_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) -> ReshardCase:
     """Draw weights and pipelines: vectors and matrices, odd rows, fewer rows than ranks, idle ranks, tied tables.
 
     Args:
@@ -95,7 +95,7 @@ def relay_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) 
     pipelines = draw(_pipelines(ranks, layers))
     stages = [(p, s) for p, pipeline in enumerate(pipelines) for s in range(len(pipeline.stages))]
     chosen = draw(st.sets(st.sampled_from(stages), min_size=1)) if per_pass and stages else ()
-    return RelayCase(ranks, tuple(draw(st.permutations(weights))), pipelines, frozenset(chosen))
+    return ReshardCase(ranks, tuple(draw(st.permutations(weights))), pipelines, frozenset(chosen))
 
 
 @st.composite
