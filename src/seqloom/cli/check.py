@@ -92,19 +92,21 @@ def _report(
 
 
 def _figures(planned: PredictedSteps) -> dict[str, Any]:
-    from seqloom.api import GIB, MS
+    from seqloom.api import GIB
 
+    figures = [each.figures() for each in planned.evaluations]
+    steps = [each["step_ms"] for each in figures]
     return {
-        "step_ms": [ns / MS for ns in planned.step_ns],
-        "bound_ms": [ns / MS for ns in planned.bound_ns],
-        "gap": list(planned.gaps),
-        "rounds": list(planned.rounds),
-        "plan_ms": [ns / MS for ns in planned.plan_ns],
-        "median_step_ms": median(planned.step_ns) / MS,
-        "worst_step_ms": max(planned.step_ns) / MS,
+        "step_ms": steps,
+        "bound_ms": [each["bound_ms"] or each["step_ms"] for each in figures],
+        "gap": planned.gaps,
+        "rounds": [each["rounds"] for each in figures],
+        "plan_ms": [each["plan_ms"] for each in figures],
+        "median_step_ms": median(steps),
+        "worst_step_ms": max(steps),
         "worst_batch": planned.worst,
-        "worst_step_memory_gib": (planned.memory[planned.worst] / GIB).tolist(),
-        "peak_memory_gib": planned.peak_bytes / GIB,
+        "worst_step_memory_gib": (planned.evaluations[planned.worst].simulation.peak_memory / GIB).tolist(),
+        "peak_memory_gib": max(each["peak_memory_gib"] for each in figures),
         "balance": planned.balance.as_dict(),
     }
 
@@ -124,15 +126,14 @@ def _print_report(run: RunCheck, planned: list[PredictedSteps], packings: Packin
     write(f"training: {_documents_line(run.training)}")
     if run.validation is not None:
         write(f"validation: {_documents_line(run.validation)}")
-    write(
-        f"run: {run.setup.steps:,} steps on {run.setup.cost.ranks} ranks, {run.setup.steps / run.training.batches:.3g} epochs"
-    )
+    steps, ranks = run.setup.steps, run.setup.cost.ranks
+    write(f"run: {steps:,} steps on {ranks} ranks, {steps / run.training.batches:.3g} epochs")
     console.print(_table(planned))
     chosen = planned[0]
-    memory, budget = chosen.memory[chosen.worst], run.setup.cost.budget_bytes / GIB
+    memory = chosen.evaluations[chosen.worst].simulation.peak_memory / GIB
     write(
         f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
-        f"{memory.max() / GIB:.3g} GiB on a rank (the least {memory.min() / GIB:.3g}) of {budget:.3g} GiB."
+        f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {run.setup.cost.budget_bytes / GIB:.3g} GiB."
     )
     mean = sum(chosen.step_ns) / len(chosen.step_ns)
     write(f"All steps together: about {duration(mean * steps)}.")
@@ -170,20 +171,19 @@ def _documents_line(count: DocumentCounts) -> str:
 
 def _table(planned: list[PredictedSteps]) -> Table:
     """Draw one row per planner: medians and the worst of step and gap, the highest peak."""
-    from seqloom.api import GIB
     from seqloom.view.format import milliseconds, percent, table_of
 
     names = ("planner", "step ms", "worst ms", "gap %", "worst %", "rounds", "peak GiB", "plan ms")
     table = table_of(names, left=("planner",))
-    for one in planned:
+    for each in planned:
         table.add_row(
-            one.planner,
-            milliseconds(median(one.step_ns)),
-            milliseconds(max(one.step_ns)),
-            percent(median(one.gaps)),
-            percent(max(one.gaps)),
-            f"{median(one.rounds):g}",
-            f"{one.peak_bytes / GIB:.3g}",
-            milliseconds(median(one.plan_ns)),
+            each.planner,
+            milliseconds(median(each.step_ns)),
+            milliseconds(max(each.step_ns)),
+            percent(median(each.gaps)),
+            percent(max(each.gaps)),
+            f"{median(one.plan.rounds for one in each.evaluations):g}",
+            f"{max(one.peak_memory_gib for one in each.evaluations):.3g}",
+            milliseconds(median(each.planning_ns)),
         )
     return table

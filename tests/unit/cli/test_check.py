@@ -151,7 +151,7 @@ def test_planning_that_falls_behind_and_steps_without_labels(tmp_path, values):
 
 
 def _slower(planned, ns):
-    return replace(planned, plan_ns=(ns,) * len(planned.plan_ns))
+    return replace(planned, evaluations=tuple(replace(each, planning_ns=ns) for each in planned.evaluations))
 
 
 @pytest.mark.parametrize(
