@@ -34,7 +34,7 @@ from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Plan, Reduce
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.hydraulis import Strategy, plan_strategies, propose_strategies
 from seqloom.profiling.calibration import Calibrator, StepTimer
 from seqloom.simulate import predicted_ns
@@ -114,7 +114,7 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
     plans = planned(batches, strategies, cost)
     taken = [min(each, key=lambda strategy: predicted_ns(each[strategy], cost)) for each in plans]
     fixed = best_fixed(plans, cost)
-    say(f"{len(strategies)} strategies, taken {', '.join(outline(p[s]) for p, s in zip(plans, taken, strict=True))}")
+    say(f"{len(strategies)} strategies, taken {', '.join(plan_shape(p[s]) for p, s in zip(plans, taken, strict=True))}")
     settings = {
         "ranks": ranks,
         "model": SIZES,

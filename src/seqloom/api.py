@@ -263,10 +263,10 @@ def has_stages(plan: Plan) -> bool:
 
     True for several stages or pipelines, tensor parallelism, and parameters that are gathered for every pass.
     """
-    from seqloom.plan.pipeline import stages_per_pass
+    from seqloom.plan.pipeline import reshard_after_forward_stages
 
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    return len(stages) > 1 or stages[0].tensor > 1 or bool(stages_per_pass(plan.pipelines[0]))
+    return len(stages) > 1 or stages[0].tensor > 1 or bool(reshard_after_forward_stages(plan.pipelines[0]))
 
 
 def _simulate(plan: Plan, cost: CostModel) -> Simulation:

@@ -93,7 +93,7 @@ class GivenTrainer(Trainer):
         return self.last
 
     def prepared(self) -> set[int]:
-        return {len(each.context._kept) for each in self.last.rounds if each.context is not None} or {1}
+        return {len(each.context._cache) for each in self.last.rounds if each.context is not None} or {1}
 
 
 def train(transport, config: Config, plans: list[Plan]) -> list[float]:

@@ -64,9 +64,9 @@ def run_units(transport, step, placement, parameters, weights=None):
                     given = parameters.empty_hidden_states(len(ids[number]))
                     dist.recv(given, peer(stage - 1))
                 given.requires_grad_()
-            out = parameters.forward(part, given, labels[number] if part.ends else None, contexts[number])
+            out = parameters.forward(part, given, labels[number] if part.has_head else None, contexts[number])
             open_units[stage, number] = given, out
-            if part.ends:
+            if part.has_head:
                 total += out.item() / step.valid
             elif stage + 1 in mine:
                 kept[stage, number] = out.detach().clone()
@@ -75,7 +75,7 @@ def run_units(transport, step, placement, parameters, weights=None):
     for stage in reversed(range(len(placement.stages))):
         for number in numbers if stage in mine else ():
             given, out = open_units[stage, number]
-            last = torch.tensor(1 / step.valid, dtype=out.dtype) if parts[stage].ends else None
+            last = torch.tensor(1 / step.valid, dtype=out.dtype) if parts[stage].has_head else None
             gradient = kept.pop((stage, number), last)
             if gradient is None:
                 gradient = torch.empty_like(out)

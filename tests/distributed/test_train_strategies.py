@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqloom.plan import Plan
-from seqloom.plan.pipeline import stages_per_pass
+from seqloom.plan.pipeline import reshard_after_forward_stages
 from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
 from seqloom.planners.hydraulis.dispatch import Assignment
 from seqloom.planners.hydraulis.planner import plan_assignment
@@ -82,7 +82,7 @@ def in_turn(setup: RunSetup, step: int, lengths: np.ndarray) -> Plan:
     dealt = tuple(tuple((document,) for document in order[k::count]) for k in range(count))
     plan = plan_assignment(lengths, strategy, Assignment(0, dealt, (0,) * count), cost)
     plan.validate()
-    gathers = {each.ranks for each in plan.pipelines if stages_per_pass(each)}
+    gathers = {each.ranks for each in plan.pipelines if reshard_after_forward_stages(each)}
     assert gathers == {pipe.ranks for pipe in strategy.pipelines if pipe.parallel.reshard_after_forward}
     return plan
 

@@ -13,7 +13,7 @@ from seqloom.dist import Resharder, Transport, run_ranks
 from seqloom.layout import move_between
 from seqloom.layout.move import move_of_rank
 from seqloom.plan import compute_layout, optimiser_layout, step_layout
-from seqloom.plan.parameter_layout import columns_of
+from seqloom.plan.parameter_layout import dp_groups
 from support.resharding import Held, ReshardCase, reshard_cases
 from support.strategies import layouts
 from support.transports import CountingTransport
@@ -121,7 +121,7 @@ def test_stages_that_are_gathered_for_every_pass(case: ReshardCase, strict: bool
     def columns(rank: int) -> list[tuple[int, ...]]:
         """The ranks that a rank gathers with, of each of its hosts' weight slices."""
         stages = [stage for pipeline in case.pipelines for stage in pipeline.stages if rank in stage.ranks]
-        found = [column for stage in stages for column in columns_of(stage.ranks, stage.tensor) if rank in column]
+        found = [column for stage in stages for column in dp_groups(stage.ranks, stage.tensor) if rank in column]
         return list(dict.fromkeys(found))
 
     def body(transport: Transport) -> tuple[Held, Held, Held]:
@@ -131,7 +131,7 @@ def test_stages_that_are_gathered_for_every_pass(case: ReshardCase, strict: bool
         between = brought(resharder, case.kept(wholes, rank), torch.float32)
         copies, parts = {}, {}
         for column in near:
-            gather = Resharder(case.weights, step.among(column), used.among(column), transport, device="cpu")
+            gather = Resharder(case.weights, step.restrict(column), used.restrict(column), transport, device="cpu")
             copies = brought(gather, between, torch.float32)
             parts = summed(gather, gradients(case, rank, 0), torch.float32)
             parts = summed(gather, gradients(case, rank, 0), torch.float32, parts)

@@ -49,16 +49,18 @@ class ReshardCase:
         """What a rank holds for the whole step, when some stages are gathered for every pass."""
         found: Held = {}
         for p, pipeline in enumerate(self.pipelines):
-            for s, (stage, part) in enumerate(zip(pipeline.stages, pipeline.parts, strict=True)):
+            for s, (stage, part) in enumerate(zip(pipeline.stages, pipeline.layer_ranges, strict=True)):
                 if rank not in stage.ranks:
                     continue
                 team, member = divmod(stage.ranks.index(rank), stage.tensor)
-                ends = ["embedding"] * part.begins + ["head"] * part.ends
+                ends = ["embedding"] * part.has_embedding + ["head"] * part.has_head
                 homes = {*range(part.first, part.stop), *ends}
                 for k, weight in enumerate(self.weights):
-                    if homes.isdisjoint(weight.home):
+                    if homes.isdisjoint(weight.used_by):
                         continue
-                    own = wholes[k] if weight.cut is None else _chunk(wholes[k], stage.tensor, weight.cut, member)
+                    own = (
+                        wholes[k] if weight.tp_axis is None else _chunk(wholes[k], stage.tensor, weight.tp_axis, member)
+                    )
                     if (p, s) in per_pass:
                         own = _chunk(own, len(stage.ranks) // stage.tensor, 0, team)
                     if k not in found or found[k].numel() < own.numel():  # one stage keeps it whole

@@ -130,10 +130,10 @@ def _print_report(run: RunCheck, planned: list[PredictedSteps], packings: Packin
     write(f"run: {steps:,} steps on {ranks} ranks, {steps / run.training.batches:.3g} epochs")
     console.print(_table(planned))
     chosen = planned[0]
-    memory = chosen.evaluations[chosen.worst].simulation.peak_memory / GIB
+    memory, budget = chosen.evaluations[chosen.worst].simulation.peak_memory / GIB, run.setup.cost.budget_bytes / GIB
     write(
         f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
-        f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {run.setup.cost.budget_bytes / GIB:.3g} GiB."
+        f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {budget:.3g} GiB."
     )
     mean = sum(chosen.step_ns) / len(chosen.step_ns)
     write(f"All steps together: about {duration(mean * steps)}.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def profile(
     shared.require_torch("seqloom profile measures kernels and")
     _refuse_options(context, MODEL_OPTIONS if model is None else KERNEL_OPTIONS, with_model=model is not None)
     if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name("dtype", dtype, DTYPES)
     if model is not None:
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)

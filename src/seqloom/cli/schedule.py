@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from seqloom.schedules import Schedule
-    from seqloom.schedules.timing import Figures
+    from seqloom.schedules.timing import ScheduleMetrics
 
 MAX_DENOMINATOR, MAX_TIME = 10**9, 10**9
 """Times are rounded to one part in the first and may not exceed the second."""
@@ -77,7 +77,7 @@ def schedule(
         seqloom schedule seq1f1b --stages 4 --micro-batches 4 --pieces 2
         seqloom schedule --file mine.csv --pieces 2 --times 1,1.6,0.6
     """
-    from seqloom.schedules.timing import figures
+    from seqloom.schedules.timing import schedule_metrics
     from seqloom.view import save_picture
 
     shared.check_picture(picture)
@@ -88,7 +88,7 @@ def schedule(
     else:
         made = _load(file, name, _parse_pieces(pieces), limit)
         _check_size(made, file, {"stages": stages, "micro_batches": micro_batches, "chunks": chunks})
-    timed = figures(made, *durations)
+    timed = schedule_metrics(made, *durations)
     if csv is not None:
         csv.write_text(made.to_csv())
     if json:
@@ -142,7 +142,7 @@ def _build(
     limit: Fraction | None,
 ) -> Schedule:
     """Build the schedule of that name and size."""
-    from seqloom.schedules import schedule_of
+    from seqloom.schedules import build_schedule
 
     if micro_batches is None and isinstance(pieces, list):
         micro_batches = len(pieces)
@@ -155,7 +155,7 @@ def _build(
         )
     scale = math.lcm(*(value.denominator for value in durations))
     forward, backward, weights = (int(value * scale) for value in durations)
-    made = schedule_of(name, stages, micro_batches, pieces, chunks, (forward, backward, weights), limit)
+    made = build_schedule(name, stages, micro_batches, pieces, chunks, (forward, backward, weights), limit)
     made.validate()
     return made
 
@@ -163,7 +163,7 @@ def _build(
 def _load(file: Path, name: str | None, pieces: int | list[int], limit: Fraction | None) -> Schedule:
     """Read a schedule file."""
     from seqloom.schedules import Schedule
-    from seqloom.schedules.registry import within
+    from seqloom.schedules.registry import check_memory
 
     try:
         text = file.read_text()
@@ -173,7 +173,7 @@ def _load(file: Path, name: str | None, pieces: int | list[int], limit: Fraction
         ) from None
     made = Schedule.from_csv(text, name or file.name, pieces)
     if limit is not None:
-        within(made, limit)
+        check_memory(made, limit)
     return made
 
 
@@ -200,20 +200,20 @@ def _size(made: Schedule) -> dict[str, Any]:
     }
 
 
-def _as_dict(made: Schedule, durations: tuple[Fraction, Fraction, Fraction], timed: Figures) -> dict[str, Any]:
+def _as_dict(made: Schedule, durations: tuple[Fraction, Fraction, Fraction], timed: ScheduleMetrics) -> dict[str, Any]:
     return {
         "schedule": made.name,
         **_size(made),
         "times": [float(value) for value in durations],
         "bubble": timed.bubble,
-        "makespan": timed.makespan,
-        "until_end": timed.until_end,
+        "makespan": timed.step_time,
+        "until_end": timed.makespan,
         "peak_memory": list(timed.peak_memory),
         "grid": [[str(action) for action in row] for row in made.rows],
     }
 
 
-def _draw(console: Console, made: Schedule, timed: Figures) -> None:
+def _draw(console: Console, made: Schedule, timed: ScheduleMetrics) -> None:
     from seqloom.view import schedule_chart
 
     size = _size(made)
@@ -223,9 +223,9 @@ def _draw(console: Console, made: Schedule, timed: Figures) -> None:
         f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each",
         markup=False,
     )
-    console.print(schedule_chart(made, timed.played))
+    console.print(schedule_chart(made, timed.timing))
     memory = " ".join(f"{most:.4g}" for most in timed.peak_memory)
-    console.print(f"bubble {100 * timed.bubble:.1f} %, makespan {timed.makespan:.6g}")
-    if timed.until_end > timed.makespan:
-        console.print(f"ranks that begin late end late: {timed.until_end:.6g} from the first start to the last stop")
+    console.print(f"bubble {100 * timed.bubble:.1f} %, makespan {timed.step_time:.6g}")
+    if timed.makespan > timed.step_time:
+        console.print(f"ranks that begin late end late: {timed.makespan:.6g} from the first start to the last stop")
     console.print(f"peak memory per pipeline rank, in micro-batches: {memory}")

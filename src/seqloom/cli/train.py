@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from seqloom.cli import shared
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
     from seqloom.planners.registry import PlannerChoice
@@ -101,7 +101,7 @@ def verify(
     """
     names = [name for name in map(str.strip, (USUAL_PLANNERS if planners is None else planners).split(",")) if name]
     if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name("dtype", dtype, DTYPES)
     if not names or batches < 1:
         raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
     shared.require_torch("seqloom verify")

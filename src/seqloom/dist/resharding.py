@@ -9,7 +9,7 @@ Every element travels once to every rank that needs it and has none, in one mess
 Gradients go the inverse way: a rank returns to each sender the gradient of what it received, and the sender adds up.
 
 Two hops: where several ranks of a node need what only ranks of other nodes have, it crosses the network once and is
-shared inside the node, see `layout.move.hops_of_rank`. Gradients are then summed inside the node before they cross.
+shared inside the node, see `layout.move.reshard_moves_of_rank`. Gradients are then summed inside the node before they cross.
 
 All ranks that hold something of a bundle, in source or target, start it, all bundles in one order; the others may.
 Several may be in flight. They share the transport's `exchange` with everything else that uses it. With NCCL both hops
@@ -41,9 +41,9 @@ import torch
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
-from seqloom.layout.move import Move, hops_of_rank
+from seqloom.layout.move import Move, reshard_moves_of_rank
 from seqloom.plan.parameter_layout import Weight
-from seqloom.plan.parameter_layout import bundles as bundles_of
+from seqloom.plan.parameter_layout import layer_buckets as bundles_of
 
 Tensors = Mapping[int, torch.Tensor]
 """{weight: tensor of this rank's box}."""
@@ -80,7 +80,7 @@ class Box(NamedTuple):
 
 def boxes_of(layout: Layout, rank: int) -> dict[int, Box]:
     """Return what a rank holds, by weight; refuse several boxes of one weight."""
-    mine = layout.among([rank])
+    mine = layout.restrict([rank])
     found = {item: Box(*box) for item, *box in zip(*(column.tolist() for column in mine.columns()[1:]), strict=True)}
     if len(found) < len(mine):
         raise SeqloomError(
@@ -125,7 +125,7 @@ class Resharder:
         self._names = [weight.name for weight in weights]
         self._device = torch.device(device)
         # After the first hop a rank has nothing but parts of its target boxes, in their tensors.
-        moves = hops_of_rank(transport.rank, source, target, node_size=node_size)
+        moves = reshard_moves_of_rank(transport.rank, source, target, node_size=node_size)
         self._hops = [
             _Hop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
             for move, held in zip(moves, (self.source, self.target), strict=False)

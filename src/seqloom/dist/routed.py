@@ -27,7 +27,7 @@ import torch
 
 from seqloom.dist.transport import Handle, P2PTensor, Transport
 from seqloom.layout import Move, Route
-from seqloom.layout.route import staged
+from seqloom.layout.route import route_move
 
 
 class Buffer(IntEnum):
@@ -89,7 +89,7 @@ class RoutedTransfer:
             rank: the one asked for.
         """
         elements, steps = _Elements(move, rank), []
-        for step in staged(move, route, node_size):
+        for step in route_move(move, route, node_size):
             sends = _by_peer(step, step.sender == rank, step.receiver, elements.find)
             receives = _by_peer(step, step.receiver == rank, step.sender, elements.receive)
             if sends or receives:

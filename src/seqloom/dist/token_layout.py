@@ -266,14 +266,14 @@ def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
     for group in work.groups:
         if rank in group.ranks:
             index = group.ranks.index(rank) // group.ulysses
-            block = Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
+            block = Group(group.ulysses_groups()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
             layouts.append(block.token_layout())
     return layouts
 
 
 def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
     ring_index, ulysses_index = divmod(group.ranks.index(rank), group.ulysses)
-    block = group.blocks()[ring_index]
+    block = group.ulysses_groups()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
     held = [layout.spans(peer) for peer in block]
     order, inverse_order = sort_order([span for peer_spans in held for span in peer_spans], spans, device)
@@ -399,8 +399,8 @@ def _bind_redistribute(
     rank, everyone = transport.rank, tuple(range(transport.ranks))
     shard_group = tuple(sorted(next((each for each in shard_groups or (everyone,) if rank in each), (rank,))))
     near = tuple(group for group in work.groups if not set(group.ranks).isdisjoint(shard_group))
-    attention = StageMicroBatch(near, work.checkpoint).attention_layout().among(shard_group)
-    linear = work.linear.among(shard_group)
+    attention = StageMicroBatch(near, work.checkpoint).attention_layout().restrict(shard_group)
+    linear = work.linear.restrict(shard_group)
     move = _move_to_attention(linear, attention, shard_group, rank)
     if not move.remote.any():
         return None
@@ -452,7 +452,7 @@ def pieces_of_plan(plan: Plan) -> dict[int, tuple[Span, ...]]:
     found: dict[int, list[Span]] = {}
     for pipeline in plan.pipelines:
         for current in pipeline.rounds:
-            for span in current.work[0].spans():  # all stages of a pipeline work on the same tokens
+            for span in current.by_stage[0].spans():  # all stages of a pipeline work on the same tokens
                 if span.tokens < plan.documents[span.document]:
                     found.setdefault(span.document, []).append(span)
     return {document: tuple(sorted(spans)) for document, spans in found.items()}
@@ -500,7 +500,7 @@ def _check_ranks(work: StageMicroBatch, transport: Transport, node_size: int | N
             )
         if len(set(group.ranks)) < group.degree or group.ulysses * group.ring != group.degree or not group.ranks:
             raise SeqloomError(f"{name}: it needs ulysses x ring different ranks; list every rank once")
-        for block in group.blocks():
+        for block in group.ulysses_groups():
             if block != tuple(range(block[0], block[0] + group.ulysses)):
                 raise SeqloomError(
                     f"{name}: ranks {block} exchange heads and must be an ascending run, "

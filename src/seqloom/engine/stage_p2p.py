@@ -171,7 +171,7 @@ class StageBoundary:
         key = (stage, number)
         if key not in self._alike:
             ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
-            work, other = self._pipeline.rounds[number].work[stage : stage + 2]
+            work, other = self._pipeline.rounds[number].by_stage[stage : stage + 2]
             self._alike[key] = same_groups(work, other, ranks, others) or alike(
                 self._layout(stage, number), self._layout(stage + 1, number), ranks, others
             )
@@ -180,7 +180,7 @@ class StageBoundary:
     def _layout(self, stage: int, number: int) -> Layout:
         key = (stage, number)
         if key not in self._layouts:
-            self._layouts[key] = states_layout(self._pipeline.rounds[number].work[stage])
+            self._layouts[key] = states_layout(self._pipeline.rounds[number].by_stage[stage])
         return self._layouts[key]
 
 

@@ -23,7 +23,7 @@ from seqloom.cost.resharding import exposed_reshard_ns
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.packing.levels import PackingLevel, level_sets
-from seqloom.plan import Pipeline, Plan, Sharding, StageMicroBatch, in_order
+from seqloom.plan import Pipeline, Plan, Sharding, StageMicroBatch, sort_groups
 from seqloom.planners.compiled import kernels
 from seqloom.planners.packing import first_fit
 from seqloom.planners.problem import build_plan, whole_documents
@@ -285,7 +285,7 @@ class Packing:
                 whole_documents(cost, level.shape, block, pack, lengths)
                 for block, pack in zip(blocks, packs[first:], strict=False)
             ]
-            rounds.append(StageMicroBatch(in_order(groups, cost.node_size), level.policy.checkpoint))
+            rounds.append(StageMicroBatch(sort_groups(groups, cost.node_size), level.policy.checkpoint))
         return build_plan(cost, lengths, rounds, level.policy.reduce, self.name)
 
     @cached_property
@@ -435,7 +435,7 @@ def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int]
     padded = sum(int(cost.padded_lengths(np.array(plan.documents)).sum()) for plan in plans)
     by_tokens, by_attention = np.mean([_imbalances(plan, cost) for plan in plans], axis=0).tolist()
     rounds = [current for plan in plans for pipeline in plan.pipelines for current in pipeline.rounds]
-    spread = sum(group.tokens for current in rounds for group in current.work[0].groups if group.degree > 1)
+    spread = sum(group.tokens for current in rounds for group in current.by_stage[0].groups if group.degree > 1)
     mean_ns = sum(times) / len(plans)
     return Balance(by_tokens, 1 - tokens / padded, by_attention, spread / tokens, len(plans), mean_ns)
 
@@ -446,9 +446,9 @@ def _imbalances(plan: Plan, cost: CostModel) -> np.ndarray:
     for pipeline in plan.pipelines:
         slowest = np.zeros((len(pipeline.ranks_by_pp_rank), 2))
         pp_ranks = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
-        shares = [(layers.stop - layers.first) / layers.of for layers in pipeline.parts]
+        shares = [(layers.stop - layers.first) / layers.model_layers for layers in pipeline.layer_ranges]
         for current in pipeline.rounds:
-            for pp_rank, share, work in zip(pp_ranks, shares, current.work, strict=True):
+            for pp_rank, share, work in zip(pp_ranks, shares, current.by_stage, strict=True):
                 loads = share * _rank_loads(work, cost)
                 total += loads
                 slowest[pp_rank] += loads.max(axis=1)

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 
 SAMPLE = 1024
@@ -127,10 +128,9 @@ def cheapest_level(tokens: int, documents: np.ndarray, cost: CostModel, budget: 
 def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, budget: int) -> PackingLevel:
     """The level with the least time per token over these lengths; of nearly equal ones, the fullest step's."""
     spread = np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)
-    tables = {policy: cost.tables(documents[spread], policy) for policy in cost.policies}
-    found = [
-        level for tokens in sorted(lengths) for each in tables.items() for level in _priced(tokens, *each, cost, budget)
-    ]
+    wanted = sorted(lengths)
+    priced = [each for policy in cost.policies for each in _priced(wanted, policy, documents[spread], cost, budget)]
+    found = [level for _, level in sorted(priced, key=itemgetter(0))]
     least = min(level.token_ps for level in found)
     near = [level for level in found if 100 * level.token_ps <= NEAR_PERCENT * least]
     empty = {level: FILL_PARTS * (budget - level.packs * level.tokens) // budget for level in near}
@@ -138,22 +138,23 @@ def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, bu
 
 
 def _priced(
-    tokens: int, policy: MemoryPolicy, tables: CostTables, cost: CostModel, budget: int
-) -> Iterator[PackingLevel]:
-    """Price every shape whose group holds a pack of this many tokens under a policy.
+    lengths: Iterable[int], policy: MemoryPolicy, documents: np.ndarray, cost: CostModel, budget: int
+) -> Iterator[tuple[int, PackingLevel]]:
+    """Yield (length, its level) for every shape whose group holds a pack of that length, full of such documents.
 
     Packs become longer, as far as memory allows, where that brings a step nearer to its tokens.
     """
-    rates = tables.cost.sum(axis=2) / float(tables.tokens.sum())
-    overhead = cost.step_overhead_ns(policy)
-    for index, shape in enumerate(tables.shapes):
-        most = shape.degree * tables.capacity
-        if tokens <= most:
-            packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
-            full = max(tokens, min(most, budget // packs) // cost.pad_multiple * cost.pad_multiple)
-            pack_ns = int(np.rint(tables.fixed[:, index] + rates[:, index] * full).max())
-            token_ps = 1000 * (rounds * pack_ns + overhead) // (packs * full)
-            yield PackingLevel(full, shape, policy, packs, token_ps)
+    tables, step_ns, multiple = cost.tables(documents, policy), cost.step_overhead_ns(policy), cost.pad_multiple
+    token_ns = tables.cost.sum(axis=2) / float(tables.tokens.sum())
+    for tokens in lengths:
+        for index, shape in enumerate(tables.shapes):
+            most = shape.degree * tables.capacity
+            if tokens <= most:
+                packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
+                full = max(tokens, min(most, budget // packs) // multiple * multiple)
+                pack_ns = int(np.rint(tables.fixed[:, index] + token_ns[:, index] * full).max())
+                token_ps = 1000 * (rounds * pack_ns + step_ns) // (packs * full)
+                yield tokens, PackingLevel(full, shape, policy, packs, token_ps)
 
 
 def packs_per_step(tokens: int, degree: int, cost: CostModel, budget: int) -> tuple[int, int]:

@@ -37,9 +37,9 @@ from seqloom.plan.parameter_layout import (
     EMBEDDING,
     HEAD,
     Weight,
-    bundles,
-    columns_of,
     compute_layout,
+    dp_groups,
+    layer_buckets,
     optimiser_layout,
     step_layout,
 )
@@ -91,7 +91,7 @@ class MoveMaker:
         self._weights, self._learning = weights, sorted(learning)
         self._transport, self._device = transport, device
         self._home = optimiser_layout(weights, transport.ranks)
-        self.bundles = bundles(weights)
+        self.bundles = layer_buckets(weights)
 
     def make(self, plan: Plan, per_pass: PerPass) -> Moves:
         """Do the index work of a plan's strategy."""
@@ -112,21 +112,21 @@ class MoveMaker:
         for number, index in sorted(per_pass):
             line = plan.pipelines[number]
             stage = line.stages[index]
-            for column in columns_of(stage.ranks, stage.tensor):
+            for column in dp_groups(stage.ranks, stage.tensor):
                 if self._transport.rank in column:
-                    found.append((column, line.parts[index]))
+                    found.append((column, line.layer_ranges[index]))
         return found
 
     def _pass(
         self, moves: Moves, column: tuple[int, ...], part: LayerRange, step: Layout, compute: Layout
     ) -> Resharder:
-        wanted = [any(needs(home, part) for home in weight.home) for weight in self._weights]
+        wanted = [any(needs(home, part) for home in weight.used_by) for weight in self._weights]
         numbers = [number for number in sorted(moves.shared) if wanted[number]]
         learning = [
             [number for number in own if number in self._learning and number in numbers] for own in self.bundles
         ]
         others = [number for number in numbers if number not in self._learning]
-        source, target = (_only(layout.among(column), numbers) for layout in (step, compute))
+        source, target = (_only(layout.restrict(column), numbers) for layout in (step, compute))
         # Not aside: the ranks of a stage run one row, so these meet the stage's other exchanges in one order. Aside
         # they could stand behind gradients that wait for ranks which wait for this stage. In one hop for the same
         # reason: two would share a stream with these.
@@ -156,8 +156,8 @@ def gathered_per_pass(plan: Plan) -> PerPass:
         for action in (action for row in line.actions for action in row):
             if action.kind != ActionKind.UNSHARD or action.round is None:
                 continue
-            stage, groups = line.stages[action.stage], line.rounds[action.round].work[action.stage].groups
-            absent = sorted(set(stage.ranks).difference(*(group.party for group in groups)))
+            stage, groups = line.stages[action.stage], line.rounds[action.round].by_stage[action.stage].groups
+            absent = sorted(set(stage.ranks).difference(*(group.participants for group in groups)))
             if absent:
                 raise SeqloomError(
                     f"{action} of pipeline {number} gathers parameters for a round in which ranks {absent} have no "
@@ -172,7 +172,7 @@ def needs(home: int | str, part: LayerRange) -> bool:
     """Whether a part of the model has a home of weights."""
     if isinstance(home, int):
         return part.first <= home < part.stop
-    return part.begins if home == EMBEDDING else part.ends
+    return part.has_embedding if home == EMBEDDING else part.has_head
 
 
 def _only(layout: Layout, items: Sequence[int]) -> Layout:
@@ -508,7 +508,7 @@ class ReshardingParameters:
         shares = {number: self._copies.new(held[number]) for number in shared & held.keys()}
         self._passes = Passes(moves.passes, shares, self._copies)
         self._arrivals.start(moves.values, rows, dtype, room | shares)
-        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.parts, strict=True)]
+        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.layer_ranges, strict=True)]
         parts = {part: self._bundles_of(part) for stage, part in stages if rank in stage.ranks}
         self._departures = GradReduce(moves.gradients, self._taken, sum_dtype(dtype), parts)
         self._last = False
@@ -527,9 +527,9 @@ class ReshardingParameters:
         self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         """See `Parameters.forward`."""
-        if part.begins:
+        if part.has_embedding:
             self._arrivals.wait(self._wants[EMBEDDING])
-        if part.ends and self._adapter.norm is None:
+        if part.has_head and self._adapter.norm is None:
             self._arrivals.wait(self._wants[HEAD])
         output = self._loss(given, labels, context, part)
         missing = self._arrivals.missing(self._bundles_of(part))
@@ -629,7 +629,7 @@ class ReshardingParameters:
 
     def _bundles_at(self, home: int | str) -> frozenset[int]:
         """Return the bundles with weights that a home needs."""
-        homes = [{each for number in own for each in self._weights[number].home} for own in self._bundles]
+        homes = [{each for number in own for each in self._weights[number].used_by} for own in self._bundles]
         return frozenset(bundle for bundle, own in enumerate(homes) if home in own)
 
     def _bundles_of(self, part: LayerRange) -> frozenset[int]:

@@ -21,7 +21,7 @@ from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, in_order
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
@@ -131,7 +131,7 @@ class BatchProblem:
                 whole_documents(cost, shape, range(start, start + shape.degree), documents, lengths)
                 for shape, start, documents in sorted(placed, key=lambda group: group.start)
             ]
-            built.append(StageMicroBatch(in_order(groups, cost.node_size), self.checkpoint(placed)))
+            built.append(StageMicroBatch(sort_groups(groups, cost.node_size), self.checkpoint(placed)))
         return build_plan(cost, lengths, built, self.policy.reduce, planner)
 
 

@@ -407,7 +407,7 @@ def equal_groups_plan(
 def describe_trial(plan: Plan) -> str:
     """For example: 8 of 2x1, each 16 x 256 tokens, 3 rounds."""
     rounds = plan.pipelines[0].rounds
-    groups = rounds[0].work[0].groups
+    groups = rounds[0].by_stage[0].groups
     first, length = groups[0], plan.documents[0]
     unit = "rounds" if first.spans[0].tokens == length else "pieces"
     more = f", {len(rounds)} {unit}" if len(rounds) > 1 else ""

@@ -230,7 +230,7 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
             f"the {run.setup.planners.fallback.name} planner is the fallback in {len(reasons)} of {len(run.sample)} "
             f"steps, since planner {predicted.planner!r} could not plan them: {reasons[0]}"
         )
-    plan_ns, step_ns = median(predicted.plan_ns), median(predicted.step_ns)
+    plan_ns, step_ns = median(predicted.planning_ns), median(predicted.step_ns)
     if not config.plan.ahead:
         warnings.append(
             f"plan.ahead = 0, so every step waits for its plan, about {plan_ns / 1e6:.3g} ms beside a step of "

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.view.format import duration, percent
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, 
     trackers = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
     for name in names:
         if name not in trackers:
-            raise unknown("tracker", name, trackers)
+            raise unknown_name("tracker", name, trackers)
     modules = [_import_tracker(name) for name in names]  # all of them before the first one starts anything
     return [trackers[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
 

@@ -37,7 +37,7 @@ from seqloom.errors import SeqloomError
 from seqloom.models import ModelAdapter
 from seqloom.params import Parameters
 from seqloom.plan import Plan
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.ahead import PlanAhead, StepPlan
 from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.logging import Metrics, StepRecord, open_display, open_trackers
@@ -188,7 +188,7 @@ class Trainer:
             idle_share=step_plan.idle_share,
             planner=plan.planner or "",
             plan_hash=plan.hash,
-            shape=outline(plan),
+            shape=plan_shape(plan),
             fallback=bool(step_plan.fallback_reason),
         )
 
@@ -221,7 +221,7 @@ class Trainer:
         longest = setup.cost.max_length or int(setup.source.lengths.max())
         build_attention_kernels(self.adapter, [first, *small], longest, self._compute_dtype, self.device, note)
         for plan in small:
-            self._enter_phase(f"warm-up of {outline(plan)}, plan {plan.hash[:12]}")
+            self._enter_phase(f"warm-up of {plan_shape(plan)}, plan {plan.hash[:12]}")
             run_dummy_step(self.bind(plan), self.parameters)
 
     def save_checkpoint(self, step: int) -> None:
@@ -374,7 +374,7 @@ def build_attention_kernels(
     """
     capacity = max(tokens for plan in plans for _, tokens in plan.limits.capacity)
     rounds = [round_ for plan in plans for pipeline in plan.pipelines for round_ in pipeline.rounds]
-    degrees = {group.ulysses for round_ in rounds for work in round_.work for group in work.groups}
+    degrees = {group.ulysses for round_ in rounds for work in round_.by_stage for group in work.groups}
     shapes = 0
     for degree in sorted(degrees):
 

@@ -57,7 +57,7 @@ def traffic(plan, **options):
 def test_what_travels_is_the_move_four_times_a_layer(remap):
     """In and out, forward and backward; keys and values go round as often as without."""
     plan = planned(remap)
-    work = plan.pipelines[0].rounds[0].work[0]
+    work = plan.pipelines[0].rounds[0].by_stage[0]
     ways = (move_between(work.attention_layout(), LINEAR), move_between(LINEAR, work.attention_layout()))
     inner = 4 * 4 if remap == Remap.ATTENTION else 16  # elements of what comes out
     out, into = ways if remap == Remap.ATTENTION else ways[::-1]

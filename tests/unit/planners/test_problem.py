@@ -70,7 +70,7 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
     shape = problem.tables.shapes[0]
     plan = problem.plan([[GroupPlacement(shape, 0, [k])] for k in range(3)], "test")
     plan.validate()
-    assert [current.work[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])
+    assert [current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])
 
 
 def test_groups_stand_slow_links_first():

@@ -42,7 +42,7 @@ def test_price_follows_the_checkpoint_that_each_round_gets(sharding):
         if int(roomy.tables.tokens.max()) <= roomy.tables.degree[shape] * roomy.tables.capacity:
             plan = roomy.plan(rounds, "test")
             assert pricer.step_ns(rounds) == cost.plan_ns(plan)
-            upgraded |= {current.work[0].checkpoint for current in plan.pipelines[0].rounds}
+            upgraded |= {current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds}
     assert upgraded - {roomy.policy.checkpoint}
 
 

@@ -49,9 +49,9 @@ def test_trials_are_legal_and_give_all_groups_the_same(ranks, sharding):
     for plan in plans:
         plan.validate()
         for each in plan.pipelines[0].rounds:
-            groups = each.work[0].groups
+            groups = each.by_stage[0].groups
             assert len({tuple(span.tokens for span in group.spans) for group in groups}) == 1
-    shapes = {(g.ulysses, g.ring) for plan in plans for g in plan.pipelines[0].rounds[0].work[0].groups}
+    shapes = {(g.ulysses, g.ring) for plan in plans for g in plan.pipelines[0].rounds[0].by_stage[0].groups}
     assert (1, 1) in shapes and (ranks < 2 or {(2, 1), (1, 2)} <= shapes) and (ranks < 8 or (4, 2) in shapes)
 
 

@@ -11,7 +11,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Stage
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.hydraulis import (
     ParallelConfig,
     PipelineConfig,
@@ -189,7 +189,7 @@ def test_a_warm_up_plan_has_work_for_every_pipeline(tmp_path):
     setup = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS)
     [plan] = warm_up_plans(setup.planners.strategies, setup.cost)
     plan.validate()
-    assert outline(plan) == "1x2/2, 2x1/2" and len(plan.documents) == 4 and plan.tokens < 32
+    assert plan_shape(plan) == "1x2/2, 2x1/2" and len(plan.documents) == 4 and plan.tokens < 32
 
 
 def test_a_step_has_so_many_tokens(tmp_path):

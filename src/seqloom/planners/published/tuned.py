@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape
-from seqloom.plan import Group, Method, Plan, Reduce, StageMicroBatch, in_order
+from seqloom.plan import Group, Method, Plan, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.problem import (
     build_plan,
     checkpoint_capacities,
@@ -133,4 +133,4 @@ def _groups(places: Iterable[Place], lengths: np.ndarray, cost: CostModel) -> tu
         method = place.method if len(place.ranks) > 1 else Method.RING  # one rank has nothing to gather
         shape = GroupShape(1, len(place.ranks), method, place.routed)
         groups.append(whole_documents(cost, shape, place.ranks, place.documents, sizes))
-    return in_order(groups, cost.node_size)
+    return sort_groups(groups, cost.node_size)
