@@ -2,8 +2,8 @@
 
 Shell lines that install or call `make` are not run; of `make` the target must exist. A plain `seqloom` line is run by
 this process, whose ranks are forks of one that has loaded torch; a pipe or any other command by a shell. Every folder
-holds `lengths.txt` and `corpus.txt`, so a block may plan and train "your own data". Blocks in other languages show output
-and are not run.
+holds `lengths.txt` and `corpus.txt`, so a block may plan and train "your own data". Blocks in other languages show
+output and are not run.
 """
 
 import contextlib

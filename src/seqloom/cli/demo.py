@@ -142,13 +142,13 @@ def evaluate_batch(
 def _print_planning(
     console: Console, cost: CostModel, workload: Workload, row: dict[str, Evaluation], left_out: dict[str, str]
 ) -> None:
-    from seqloom.view import length_histogram
+    from seqloom.view import LengthHistogram
 
     [batch] = workload.batches
     console.print(f"One batch: {len(batch):,} sequences, {batch.tokens:,} tokens, longest {batch.longest:,}.")
     for note in workload.notes():
         console.print(f"{note[0].upper()}{note[1:]}.", markup=False)
-    console.print(length_histogram(batch.lengths))
+    console.print(LengthHistogram(batch.lengths))
     _draw_comparison(console, cost, row)
     if left_out:
         console.print(f"flexsp is left out: {left_out['flexsp']}.", markup=False)
@@ -163,7 +163,7 @@ def _print_planning(
 def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Evaluation]) -> None:
     """Draw the table of planners, then the timelines of static and auto on one time scale."""
     from seqloom.cli.compare import columns
-    from seqloom.view import comparison_table, gantt
+    from seqloom.view import Gantt, comparison_table
 
     console.print(
         f"One step of {cost.model.name} on {cost.cluster.name} ({cost.ranks} GPUs, {cost.sharding} sharding) "
@@ -177,7 +177,7 @@ def _draw_comparison(console: Console, cost: CostModel, row: dict[str, Evaluatio
     for name, simulation in simulations.items():
         console.print(f"[bold]{name}[/bold]")
         width = CHART_MARGIN + round((console.width - CHART_MARGIN) * simulation.step_ns / longest)
-        console.print(gantt(simulation, width=width))
+        console.print(Gantt(simulation, width=width))
         console.print()
 
 

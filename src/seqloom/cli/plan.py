@@ -189,24 +189,24 @@ def _print_json(
 
 
 def _draw_plan(console: Console, cost: CostModel, workload: Workload, evaluation: Evaluation, view: bool) -> None:
-    from seqloom.view import gantt, length_histogram, plan_table
+    from seqloom.view import Gantt, LengthHistogram, plan_table
 
     shared.print_heading(console, cost, workload)
     if view:
-        console.print(length_histogram(workload.batches[0].lengths))
+        console.print(LengthHistogram(workload.batches[0].lengths))
     console.print(plan_table(evaluation.plan, evaluation.simulation))
     if view:
-        console.print(gantt(evaluation.simulation))
+        console.print(Gantt(evaluation.simulation))
         console.print()
 
 
 def _draw_simulation(console: Console, cost: CostModel, evaluation: Evaluation) -> None:
-    from seqloom.view import gantt, plan_table
+    from seqloom.view import Gantt, plan_table
 
     console.print(shared.cost_line(cost), markup=False)
     console.print(repr(evaluation.plan), markup=False)
     console.print(plan_table(evaluation.plan, evaluation.simulation))
-    console.print(gantt(evaluation.simulation))
+    console.print(Gantt(evaluation.simulation))
     console.print()
     console.print(shared.evaluation_line(evaluation), markup=False)
 

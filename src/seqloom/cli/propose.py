@@ -169,13 +169,13 @@ def _report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy],
 
 
 def _print_report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> None:
-    from seqloom.view import rank_chart
+    from seqloom.view import RankChart
     from seqloom.view.format import duration
 
     console = shared.terminal()
     shared.print_heading(console, cost, workload)
     console.print(_table(strategies, trial))
-    console.print(rank_chart(strategies, cost.node_size))
+    console.print(RankChart(strategies, cost.node_size))
     mean = sum(trial.step_ns) / len(trial.step_ns)
     console.print(
         f"On the first {len(trial.chosen)} steps: {duration(mean)} a step; strategy {trial.fixed} kept for all takes "

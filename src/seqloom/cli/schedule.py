@@ -214,7 +214,7 @@ def _as_dict(made: Schedule, durations: tuple[Fraction, Fraction, Fraction], tim
 
 
 def _draw(console: Console, made: Schedule, timed: ScheduleMetrics) -> None:
-    from seqloom.view import schedule_chart
+    from seqloom.view import ScheduleChart
 
     size = _size(made)
     pieces = "unequal" if isinstance(size["pieces"], list) else size["pieces"]
@@ -223,7 +223,7 @@ def _draw(console: Console, made: Schedule, timed: ScheduleMetrics) -> None:
         f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each",
         markup=False,
     )
-    console.print(schedule_chart(made, timed.timing))
+    console.print(ScheduleChart(made, timed.timing))
     memory = " ".join(f"{most:.4g}" for most in timed.peak_memory)
     console.print(f"bubble {100 * timed.bubble:.1f} %, makespan {timed.step_time:.6g}")
     if timed.makespan > timed.step_time:

@@ -34,39 +34,22 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class DocumentCounts:
-    """What a source holds under the config's limit of length.
-
-    Attributes:
-        documents, tokens: of an epoch.
-        valid: labels of an epoch that the loss counts.
-        longest: tokens.
-        truncated, dropped: number of documents that were.
-        lost: tokens that this took away.
-        batches: of the first epoch.
-        unlabelled: batches of the first epoch in which no label counts.
-    """
+    """What a source holds under the config's limit of length, in an epoch."""
 
     documents: int
     tokens: int
-    valid: int
-    longest: int
-    truncated: int
-    dropped: int
-    lost: int
-    batches: int
-    unlabelled: int
+    valid: int  # labels that the loss counts
+    longest: int  # document, tokens
+    truncated: int  # documents
+    dropped: int  # documents
+    lost: int  # tokens that this took away
+    batches: int  # of the first epoch
+    unlabelled: int  # batches of the first epoch in which no label counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunCheck:
-    """A run before anything is planned.
-
-    Attributes:
-        setup: of the run.
-        training: counts of its documents.
-        validation: counts of the documents of evaluation; None: there are none.
-        sample: the first batches.
-    """
+    """A run before anything is planned: its documents, and a sample of its first batches."""
 
     setup: RunSetup
     training: DocumentCounts
@@ -266,17 +249,11 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PackingComparison:
-    """The documents of some steps, packed again into other steps before a run starts.
+    """The documents of some steps, packed again into other steps before a run starts."""
 
-    Attributes:
-        tokens_per_step: that no step exceeds.
-        balance: by the name of the packing.
-        refused: why there is none; "" where there is.
-    """
-
-    tokens_per_step: int
-    balance: dict[str, Balance]
-    refused: str = ""
+    tokens_per_step: int  # that no step exceeds
+    balance: dict[str, Balance]  # by the name of the packing
+    refused: str = ""  # why there is none
 
 
 def compare_packings(batches: Sequence[np.ndarray], cost: CostModel) -> PackingComparison:
