@@ -196,12 +196,19 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
 
 
 def _require_match(plan: Plan, cost: CostModel) -> None:
-    made = (plan.limits.ranks, plan.limits.node_size, plan.sharding)
-    here = (cost.ranks, cost.node_size, cost.sharding)
-    if made != here:
+    """Refuse a plan that was made for another cluster, model or sharding, with both values."""
+    pairs = {
+        "ranks": (plan.limits.ranks, cost.ranks),
+        "ranks per node": (plan.limits.node_size, cost.node_size),
+        "query heads": (plan.limits.heads, cost.model.heads),
+        "layers": (plan.pipelines[0].stages[-1].layers[1], cost.model.layers),
+        "sharding": (plan.sharding.value, cost.sharding.value),
+    }
+    differing = [f"{of_plan} {name}, not {here}" for name, (of_plan, here) in pairs.items() if of_plan != here]
+    if differing:
         raise SeqloomError(
-            f"the plan is for {made[0]} ranks in nodes of {made[1]} with {made[2]} sharding, the cost model "
-            f"prices {here[0]} ranks in nodes of {here[1]} with {here[2]} sharding; give it the plan's own"
+            f"the plan is not one for {cost.cluster.name}, {cost.model.name} and {cost.sharding} sharding: "
+            f"it has {'; '.join(differing)}; give what it was made for, or plan again"
         )
 
 
