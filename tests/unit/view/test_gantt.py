@@ -133,7 +133,7 @@ def test_a_short_schedule_shows_every_action():
 def test_a_long_one_shows_what_most_of_every_moment_is(width):
     first, second, *legend = drawn("zb-h1", 300, width, times=(1, 2, 1)).splitlines()
     assert len(first) == len(second) <= width
-    assert set(first[8:]) <= set(" FIW.") and "I" in second
+    assert set(first[11:]) <= set(" FIW.") and "I" in second
     assert " ".join(" ".join(legend).split()) == "F forward I its input half W its weight half . idle"
 
 
