@@ -21,19 +21,23 @@ from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
+from seqloom.plan.pipeline import with_reshard_after_forward
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.hydraulis.costs import (
     check_strategies,
     config_costs,
     costs_of,
-    plan_resharding_pipeline,
+    group_shapes,
     switch_ns,
+    token_capacity,
 )
 from seqloom.planners.hydraulis.dispatch import Assignment, assign, problem_of, rank_strategies
 from seqloom.planners.hydraulis.propose import MAX_STRATEGIES, propose
 from seqloom.planners.hydraulis.strategy import ConfigCosts, ParallelConfig, Strategy, fits_nodes
 from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.schedules import build_schedule
 from seqloom.simulate import predicted_ns
 
 PLANNED_STRATEGIES = 3
@@ -273,6 +277,55 @@ class _BlockPlanner:
         documents = tuple(self.lengths.tolist())
         plan = Plan(limits, self.cost.sharding, Reduce.STEP, documents, pipelines, "hydraulis")
         return StrategyPlan(plan, predicted_ns(plan, self.cost), assignment, tuple(parts))
+
+
+def plan_resharding_pipeline(
+    lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, config: ParallelConfig
+) -> Plan:
+    """Plan given micro-batches for a pipeline that reshards after forward.
+
+    All ranks of a stage take part in every pass, so every round has one group as wide as the stage; 1F1B order:
+
+        0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
+
+    Args:
+        lengths: int64[n] tokens.
+        batches: documents of every micro-batch, in running order.
+        cost: of the pipeline's ranks.
+        config: of the pipeline.
+    """
+    width = config.ranks_per_stage
+    held = token_capacity(cost, config.stages, config.reshard_after_forward)
+    capacity = {policy: tokens for policy, tokens in held.items() if tokens > 0}
+    needs = [-(-int(cost.padded_lengths(lengths[list(batch)]).sum()) // width) for batch in batches]
+    if config.stages > 1:  # several are in flight, and each may be the largest
+        needs = [max(needs)] * len(needs)
+    stages = StageLayout.of(cost, config.stages).stages
+    shapes = group_shapes(cost, config)
+    rounds = []
+    for batch, need in zip(batches, needs, strict=True):
+        policy = next((policy for policy, tokens in capacity.items() if tokens >= need), None)
+        if policy is None:
+            raise SeqloomError(
+                f"a micro-batch of {need * width} tokens for pipeline {config}, which holds "
+                f"{max(capacity.values(), default=0) * width}; raise the memory budget or use more GPUs"
+            )
+        tables = cost.tables(lengths[list(batch)], policy, shapes)
+        times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
+        shape = shapes[times.index(min(times))]
+        spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
+        groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
+        rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
+    rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()
+    limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())
+    return Plan(
+        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.pad_multiple),
+        sharding=cost.sharding,
+        reduce=Reduce.STEP,
+        documents=tuple(lengths.tolist()),
+        pipelines=(with_reshard_after_forward(Pipeline(stages, tuple(rounds), rows)),),
+        planner="hydraulis",
+    )
 
 
 @lru_cache(maxsize=256)
