@@ -25,10 +25,9 @@ from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import Point, Times
 from seqloom.cost import CostModel
 from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
-from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
+from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links, require_analytic
 from seqloom.describe import ModelSpec
 from seqloom.dist import P2PTensor, Transport
-from seqloom.errors import SeqloomError
 from seqloom.plan import Plan, Sharding
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.profiling.kernels import Effort, measure
@@ -62,8 +61,7 @@ def with_stage_costs(
         dtype: that its layers compute in.
         stages: of the pipeline that is timed.
     """
-    profile = cost.profile
-    assert isinstance(profile, AnalyticProfile)
+    profile = require_analytic(cost.profile)
     if cost.sharding == Sharding.FREE:
         cost = with_profile(cost, profile, Sharding.FULL)
     documents = np.full(UNITS * stages, STAGE_TOKENS)
@@ -95,8 +93,7 @@ def solved(plan: Plan, cost: CostModel, step_ns: float, busy_ns: float) -> float
         step_ns: that the step took.
         busy_ns: that a rank spent in forwards and backwards, the mean over ranks.
     """
-    profile = cost.profile
-    assert isinstance(profile, AnalyticProfile)
+    profile = require_analytic(cost.profile)
 
     def predicted(us: float) -> int:
         return predicted_ns(plan, with_profile(cost, replace(profile, handover_us=us)))
@@ -161,9 +158,8 @@ class Machine:
             device: where the model runs.
             dtype: that its layers compute in; parameters are float32.
         """
-        if not isinstance(cost.profile, AnalyticProfile):
-            raise SeqloomError(f"profile {cost.profile.name} holds published constants; measure from an analytic one")
-        self.cost, self.given, self.transport, self.device, self.dtype = cost, cost.profile, transport, device, dtype
+        self.cost, self.given, self.transport = cost, require_analytic(cost.profile), transport
+        self.device, self.dtype = device, dtype
         self.timer = StepTimer(cost, transport, device, dtype)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
@@ -200,7 +196,7 @@ class Machine:
         fastest = [min(times) for times in zip(*turns, strict=True)]
         source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
         sources = profile.sources | {"alone": source}
-        return replace(profile, alone=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
+        return replace(profile, solo_time_ratio=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
 
     def _busy(self, plan: Plan) -> float:
         """Seconds in forwards and backwards of the rank that works longest."""

@@ -23,12 +23,11 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.communication import GroupTraffic
 from seqloom.cost.resharding import reshard_times, unshard_times_by_stage
 from seqloom.cost.shapes import STREAMS
-from seqloom.cost.stages import stage_overhead_ns
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.lower import lower_bound
 from seqloom.planners.bounds.options import PRECISION
 from seqloom.planners.bounds.prices import ROUNDED, every_rate
-from seqloom.simulate.windows import stage_layers, step_overhead
+from seqloom.simulate.microbatch import stage_layer_ranges, step_overhead
 
 
 class Whole(NamedTuple):
@@ -143,7 +142,7 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     """ns that no plan for the documents of `plan` on the stages of `pipeline` beats."""
     layers, head, degree = _prices(np.array(plan.documents, dtype=np.int64), cost)
-    shares = stage_layers(pipeline)
+    shares = stage_layer_ranges(pipeline)
     best, end = 0.0, 0
     for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
         own = [share for stage in pipeline.stages_of(host) if (share := shares[stage]) is not None]
@@ -153,7 +152,7 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
         work = (degree[fits, None] * time).min(axis=0).sum() / len(ranks)
         best = max(best, float(work), float(time.min(axis=0).max()))
         shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
-        end = max(end, stage_overhead_ns(cost, own, len(ranks), min(map(len, shard_groups)))[0])
+        end = max(end, cost.stage_overhead_ns(own, len(ranks), min(map(len, shard_groups)))[0])
     return int(best * (1 - PRECISION)) + end
 
 
