@@ -9,7 +9,7 @@ from seqloom.attention.kernels import dispatch as registry
 from seqloom.attention.kernels.dispatch import Dispatcher
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.masks import Segments
-from seqloom.profiling.kernels import Effort, measure
+from seqloom.profiling.kernels import TimingSettings, time_kernels
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +78,6 @@ def test_the_dispatcher_of_this_gpu(cuda, case, floor):
 def test_this_gpu_can_be_measured(cuda):
     shape = AttentionShape(8, 2, 128, torch.bfloat16, cuda, 0.1)
     kernels = [kernel for kernel in registry.available(cuda) if kernel.ability.name != "reference"]
-    measurement = measure(kernels, shape, Effort((256, 8_192), tokens=65_536, repeats=5))
+    measurement = time_kernels(kernels, shape, TimingSettings((256, 8_192), tokens=65_536, repeats=5))
     assert [times.kernel for times in measurement.times] == [kernel.ability.name for kernel in kernels]
     assert all(times.causal[1].forward_ns > 0 and times.full[1].backward_ns > 0 for times in measurement.times)

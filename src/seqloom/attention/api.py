@@ -31,10 +31,8 @@ from seqloom.attention.context_parallel.overlap import (
 from seqloom.attention.kernels.interface import Gradients, Kernel, Prepared, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.plan import Call, bound_calls
-from seqloom.dist.redistribute import redistribute_tokens
 from seqloom.dist.rows import put, take
-from seqloom.dist.single_rank import bind_single_rank
-from seqloom.dist.token_layout import Context
+from seqloom.dist.token_layout import Context, bind_single_rank, redistribute_tokens
 from seqloom.errors import SeqloomError
 
 
@@ -103,7 +101,7 @@ def attention_with_lse(
     if crossing is None:
         return _Attention.apply(q, k, v, calls, True)
     out, lse = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, True)
-    return redistribute_tokens(crossing.reversed(), out)[0], crossing.back(lse.T)[0].T
+    return redistribute_tokens(crossing.reversed(), out)[0], crossing.to_source(lse.T)[0].T
 
 
 def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.Tensor, call: Call) -> torch.Tensor:

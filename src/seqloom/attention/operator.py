@@ -20,8 +20,8 @@ from seqloom.attention.context_parallel.overlap import GroupCall
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.plan import Call, bound_calls
 from seqloom.dist import Context
-from seqloom.dist.redistribute import TokenRedistribute
 from seqloom.dist.rows import take
+from seqloom.dist.token_layout import TokenRedistribute
 
 _WIDTH = torch.int64.itemsize
 
@@ -164,7 +164,7 @@ def _backward(
     given, crossing = len(q), found.crossing
     dout, q, k, v, out = (last_contiguous(x[: found.rows]) for x in (dout, q, k, v, out))
     if crossing is not None:
-        (dout,) = crossing.there(dout)
+        (dout,) = crossing.to_target(dout)
     if found.calls:
         gradients = backward_groups(found.calls, dout, found.saved(q, k, v, out))
     else:  # no group of this rank holds a token

@@ -265,7 +265,7 @@ def _drafts(context: Context, model: AttentionShape, call: Call, kernel: Kernel)
             bound = next(bounds)
             if group.tokens and (group.ring > 1 or any(bound.counts)):
                 drafts.append(_draft(context, bound, model, call, kernel))
-        elif context.rank in group.party and group.tokens and group.ring > 1:
+        elif context.rank in group.participants and group.tokens and group.ring > 1:
             roads = _roads(context, group, HeadSplit.of(model.heads, model.kv_heads, group.ulysses), model, call)
             if roads is not None:
                 relay = ProxyRank(roads)

@@ -41,7 +41,7 @@ from seqloom.cost.memory import (
     layer_parameters,
 )
 from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Method, Reduce, Remap, Sharding
 
@@ -420,7 +420,7 @@ def _published(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
     """The profile's entry for this model, provided that it is the same model."""
     if model.name not in profile.models:
         raise SeqloomError(
-            f"{unknown(f'model for profile {profile.name}:', model.name, profile.models)} "
+            f"{unknown_name(f'model for profile {profile.name}:', model.name, profile.models)} "
             f"(this profile holds published constants of {', '.join(profile.models)} only; "
             "leave the profile out to price another model)"
         )

@@ -118,7 +118,7 @@ class AdditiveMemory:
 
     def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
         """The share of the layers, sharded anew."""
-        return -(-self.state * self.shard_ranks * (layers.stop - layers.first) // (layers.of * shard_ranks))
+        return -(-self.state * self.shard_ranks * (layers.stop - layers.first) // (layers.model_layers * shard_ranks))
 
     def working_bytes(self, layers: LayerRange) -> int:
         """None."""
@@ -126,7 +126,7 @@ class AdditiveMemory:
 
     def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
         """The share of the layers."""
-        each = self.bytes_per_token * (layers.stop - layers.first) / layers.of
+        each = self.bytes_per_token * (layers.stop - layers.first) / layers.model_layers
         held, twice = (0.0, 2 * each) if offload else (each, 0.0)
         return ActivationBytes(held, twice, twice, each, 0.0)
 
@@ -195,7 +195,7 @@ class AnalyticMemory:
 
         Under free sharding also the rank's part of the optimiser's state, and two layers' gradients packed to be sent.
         """
-        logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES if layers.ends else 0
+        logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES if layers.has_head else 0
         packed = GRADIENT_BYTES * self._two_layers(layers) if self.owners > 1 else 0
         return self.idle_bytes + packed + logits + int(self.profile.workspace_gib * GIB)
 
@@ -216,7 +216,7 @@ class AnalyticMemory:
         whole = [2 * layer.kept + statistics for layer in values]
         outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the tensor ranks
         deferred = float(sum(2 * (layer.kept - query + outputs) for layer in values))
-        busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.ends else 0)
+        busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
         busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
         kept = {
             Checkpoint.NONE: sum(whole),
@@ -252,9 +252,9 @@ def layer_parameters(model: ModelSpec, context: int, layers: LayerRange, tensor:
     beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions
     positions = context * model.hidden if model.learned_positions else 0
     own = sum(model.layer_parameters(layer, tensor) for layer in range(layers.first, layers.stop))
-    own += table + positions if layers.begins else 0
-    if layers.ends:
-        own += beside - positions + (0 if layers.begins and model.tied else table)
+    own += table + positions if layers.has_embedding else 0
+    if layers.has_head:
+        own += beside - positions + (0 if layers.has_embedding and model.tied else table)
     return own
 
 

@@ -29,7 +29,7 @@ from seqloom.cost.shapes import (
     ordered,
     useful_shapes,
 )
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class CostModel:
         if max_length is not None and max_length < 1:
             raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
         if sharding not in list(Sharding):
-            raise unknown("sharding", str(sharding), list(Sharding))
+            raise unknown_name("sharding", str(sharding), list(Sharding))
         self.cluster, self.model, self.max_length = cluster, model, max_length
         self.context = max_length or DEFAULT_CONTEXT
         self.sharding = Sharding(sharding)
@@ -139,7 +139,7 @@ class CostModel:
     def _submesh(self, ranks: int, tensor: int) -> CostModel:
         whole = self.cluster_cost
         if (ranks, tensor) not in whole._submeshes:
-            part = whole.cluster.part(ranks)
+            part = whole.cluster.subcluster(ranks)
             built = CostModel(part, self.model, *self._settings, tensor=tensor, cluster_cost=whole)
             whole._submeshes[ranks, tensor] = built
         return whole._submeshes[ranks, tensor]

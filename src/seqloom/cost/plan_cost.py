@@ -114,7 +114,7 @@ def round_times(
         degrees = np.append(degrees, 0)
     if layers is not None:
         table, by_layout = scale_to_layers(layers, table), scale_to_layers(layers, by_layout)
-        nics, links = (taken * (layers.stop - layers.first) // layers.of for taken in (nics, links))
+        nics, links = (taken * (layers.stop - layers.first) // layers.model_layers for taken in (nics, links))
     parts = rank_costs(table, rank, group, cost.ranks) + by_layout
     rank_ns, member_ns = rank_times(parts, table, rank, group, degrees == 1)
     links = links + parts[:, COST_COLUMNS.index("link")]
@@ -127,9 +127,9 @@ def scale_to_layers(layers: LayerRange, table: np.ndarray) -> np.ndarray:
     Stages of as many layers cost the same; rounding down, they lack less than a nanosecond each of the whole. The cost
     of a round without tokens is shared like the rest: a profile does not say which of it is per layer.
     """
-    own = table * (layers.stop - layers.first) // layers.of
+    own = table * (layers.stop - layers.first) // layers.model_layers
     head = COST_COLUMNS.index("head")
-    own[:, head] = table[:, head] if layers.ends else 0
+    own[:, head] = table[:, head] if layers.has_head else 0
     return own
 
 
@@ -304,7 +304,7 @@ def round_components(
         shard_group_of: number of every rank's shard group.
         meeting: ranks that meet before and after every pass, in one component.
     """
-    parties = [group.party for group in work.groups]
+    parties = [group.participants for group in work.groups]
     if work.linear is not None:
         parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
     parties += [meeting] * bool(meeting)
@@ -333,7 +333,7 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
         own, meeting = cost.with_tensor(pipeline.stages[0].tensor), _meeting_ranks(cost, pipeline)
         shortest = []
         for current in pipeline.rounds:
-            work = current.work[0]
+            work = current.by_stage[0]
             policy = MemoryPolicy(work.checkpoint, plan.reduce, bool(meeting))
             overhead = max(overhead, own.step_overhead_ns(policy))
             component, joined = round_components(work, shard_group_of, meeting)
@@ -354,7 +354,7 @@ def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarr
     Where parameters are sharded over all ranks, a single pipeline is all there is.
     """
     own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
-    for work in (current.work[0] for current in pipeline.rounds):
+    for work in (current.by_stage[0] for current in pipeline.rounds):
         policy, tokens = MemoryPolicy(work.checkpoint, plan.reduce), tokens_on_ranks(own, work)
         if _meeting_ranks(cost, pipeline):
             used = one_stage_bytes(own, dp_cp_size(pipeline.stages[0]), work.checkpoint, tokens)

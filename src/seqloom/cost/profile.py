@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 
 class Profile:
@@ -34,7 +34,7 @@ class Profile:
                 raise SeqloomError(f"profile file {path} does not exist; shipped: {', '.join(Profile.names())}")
             return parse_profile(path.read_text(encoding="utf-8"), str(path))
         if source not in Profile.names():
-            raise unknown("profile", str(source), Profile.names())
+            raise unknown_name("profile", str(source), Profile.names())
         file = resources.files("seqloom.cost") / "profiles" / f"{source}.json"
         return parse_profile(file.read_text(encoding="utf-8"), str(source))
 
@@ -206,7 +206,7 @@ def _read_dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     by_key = {JSON_KEYS.get(field.name, field.name): field for field in fields(kind)}
     for key in data:
         if key not in by_key:
-            raise unknown(f"key in {where}:", str(key), by_key)
+            raise unknown_name(f"key in {where}:", str(key), by_key)
     missing = [key for key, field in by_key.items() if key not in data and field.default is MISSING]
     if missing:
         raise SeqloomError(f"{where}: missing {', '.join(missing)}")

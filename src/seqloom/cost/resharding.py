@@ -22,7 +22,7 @@ import numpy as np
 
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, stage_parameters
 from seqloom.plan import ActionKind, LayerRange, Sharding
-from seqloom.plan.pipeline import PassMove, pass_moves, stages_per_pass
+from seqloom.plan.pipeline import ShardCollective, reshard_after_forward_stages, shard_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class ReshardTimes(NamedTuple):
 
 def reshard_times(cost: CostModel, pipelines: Sequence[Pipeline]) -> ReshardTimes:
     """Time of moving parameters and gradients under these pipelines; 0 unless sharding is free."""
-    per_pass = tuple(stages_per_pass(pipeline) for pipeline in pipelines)
+    per_pass = tuple(reshard_after_forward_stages(pipeline) for pipeline in pipelines)
     return _reshard_times(cost.cluster_cost, tuple(pipeline.stages for pipeline in pipelines), per_pass)
 
 
@@ -80,7 +80,9 @@ def exposed_reshard_ns(
     for pipeline, (first, last) in zip(pipelines, overlap_windows, strict=True):
         layers = pipeline.stages[0].layers[1]
         whole = all(action.kind != ActionKind.W for action in pipeline.actions[0])
-        if stages_per_pass(pipeline):  # a pass waits for all shares of a stage, which have their gradients at the end
+        if reshard_after_forward_stages(
+            pipeline
+        ):  # a pass waits for all shares of a stage, which have their gradients at the end
             first = last = 0
         forward.append(FORWARD * first * (layers - 1) / layers)
         backward.append(BACKWARD * last * (layers - 1) / layers if whole else 0.0)
@@ -238,9 +240,9 @@ def _with_shares(counted: ResidentParameters, stage: Stage, parameters: int) -> 
 
 def _early_parameters(cost: CostModel, layers: LayerRange, tensor: int) -> int:
     """Parameters of a stage that belong to the embedding or to the first layer."""
-    if layers.begins:
+    if layers.has_embedding:
         return stage_parameters(cost, LayerRange(0, 1, 2), tensor)
-    return cost.model.head_parameters if layers.ends and cost.model.tied else 0
+    return cost.model.head_parameters if layers.has_head and cost.model.tied else 0
 
 
 # -- for every pass: FSDP with reshard_after_forward ----------------------------
@@ -252,23 +254,23 @@ class UnshardTimes(NamedTuple):
     gather: int  # all-gather of the parameters, before every pass
     sum: int  # reduce-scatter of the gradients, after a backward
 
-    def of(self, move: PassMove | None) -> int:
+    def of(self, move: ShardCollective | None) -> int:
         """ns of one move; 0 of none."""
-        return 0 if move is None else self.gather if move is PassMove.GATHER else self.sum
+        return 0 if move is None else self.gather if move is ShardCollective.ALL_GATHER else self.sum
 
 
 def unshard_times_by_stage(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardTimes]:
     """Times of every stage that the pipeline unshards for every pass. Only free sharding does."""
     if cost.sharding != Sharding.FREE:
         return {}
-    stages, layers = pipeline.stages, pipeline.parts
-    return {s: unshard_times(cost, stages[s], layers[s]) for s in sorted(stages_per_pass(pipeline))}
+    stages, layers = pipeline.stages, pipeline.layer_ranges
+    return {s: unshard_times(cost, stages[s], layers[s]) for s in sorted(reshard_after_forward_stages(pipeline))}
 
 
 def unshard_ns(cost: CostModel, pipeline: Pipeline) -> int:
     """ns of all gathers and sums of a pipeline of one stage in a step."""
     times = unshard_times_by_stage(cost, pipeline)
-    return sum(times[0].of(move) for move in pass_moves(pipeline.actions[0], frozenset(times))) if times else 0
+    return sum(times[0].of(move) for move in shard_collectives(pipeline.actions[0], frozenset(times))) if times else 0
 
 
 @lru_cache(maxsize=256)
@@ -289,7 +291,7 @@ def unshard_times(cost: CostModel, stage: Stage, layers: LayerRange) -> UnshardT
     far = shares - 1 - near
     share = stage_parameters(cost, layers, stage.tensor) / shares
     latency = links.latency("all_to_all", bool(far.any()), (shares - 1).bit_length())
-    calls = layers.stop - layers.first + layers.begins + layers.ends
+    calls = layers.stop - layers.first + layers.has_embedding + layers.has_head
     times = []
     for size in (PARAMETER_BYTES, GRADIENT_BYTES):
         link_ns, nic_ns = links.message_ns(size * share, "all_to_all")
@@ -321,10 +323,10 @@ class UnshardMemory(NamedTuple):
         parameters, head = stage_parameters(cost, layers), cost.model.head_parameters
         if shares == 1:  # nobody to share with: they stay for the step
             return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0, 0, 0)
-        own_head = head if layers.ends else 0
+        own_head = head if layers.has_head else 0
         each = [cost.model.layer_parameters(layer, cost.tensor) for layer in range(layers.first, layers.stop)]
         packed = (
-            2 * max(0, head - max(each)) if layers.begins or layers.ends else 0
+            2 * max(0, head - max(each)) if layers.has_embedding or layers.has_head else 0
         )  # a layer's is in the working bytes
         return cls(
             always=(PARAMETER_BYTES + GRADIENT_BYTES) * -(-parameters // shares) + GRADIENT_BYTES * own_head,

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from seqloom.attention.context_parallel.overlap import GroupCall
 from seqloom.attention.context_parallel.ulysses import Exchange
 from seqloom.dist import Context
-from seqloom.dist.redistribute import TokenRedistribute
+from seqloom.dist.token_layout import TokenRedistribute
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
@@ -143,14 +143,14 @@ class _TapedContext(Context):
 
     def __init__(self, own: Context, tape: Tape) -> None:
         rows = (own.spans, own.positions, own.documents, own.groups)
-        more = {"kept": own._kept, "pieces": own.pieces, "kv_cache": own.kv_cache}
+        more = {"cache": own._cache, "pieces": own.pieces, "kv_cache": own.kv_cache}
         super().__init__(own.work, own.transport, *rows, own.node_size, **more)
         self.tape, self.mlp_redistribute = tape, own.mlp_redistribute
         if own.tp_group is not None:
             self.tp_group = replace(own.tp_group, cp_context=_TapedContext(own.tp_group.cp_context, tape))
         if own.attention_redistribute is not None:
             self.attention_redistribute = _TapedCrossing(
-                own.attention_redistribute.there, own.attention_redistribute.back, tape
+                own.attention_redistribute.to_target, own.attention_redistribute.to_source, tape
             )
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
@@ -169,11 +169,13 @@ class _TapedCrossing(TokenRedistribute):
 
     def reversed(self) -> TokenRedistribute:
         """See `Crossing.reversed`: the way of outputs, which is on the tape in any case."""
-        return _TapedWayOut(self.back, self.there, self.tape)
+        return _TapedWayOut(self.to_source, self.to_target, self.tape)
 
     def forward(self, *tensors: torch.Tensor) -> Tensors:
         """See `Crossing.forward`."""
-        return self.tape.answer(lambda: self.there(*tensors)) if self.tape.keep_exchanged else self.there(*tensors)
+        return (
+            self.tape.answer(lambda: self.to_target(*tensors)) if self.tape.keep_exchanged else self.to_target(*tensors)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +184,7 @@ class _TapedWayOut(_TapedCrossing):
 
     def forward(self, *tensors: torch.Tensor) -> Tensors:
         """See `Crossing.forward`."""
-        return self.tape.answer(lambda: self.there(*tensors))
+        return self.tape.answer(lambda: self.to_target(*tensors))
 
 
 def _taped(call: GroupCall, tape: Tape) -> GroupCall:

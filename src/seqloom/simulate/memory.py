@@ -35,7 +35,9 @@ def _unshard_memory(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMem
     memory = {}
     for number in unshard_times_by_stage(cost, pipeline):
         stage = pipeline.stages[number]
-        memory[number] = UnshardMemory.of(cost.with_tensor(stage.tensor), pipeline.parts[number], dp_cp_size(stage))
+        memory[number] = UnshardMemory.of(
+            cost.with_tensor(stage.tensor), pipeline.layer_ranges[number], dp_cp_size(stage)
+        )
     return memory
 
 
@@ -44,12 +46,16 @@ def _state_bytes(
 ) -> np.ndarray:
     """float64[ranks of the pipeline rank] bytes before any token."""
     stages = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in pipeline.stages_of(pp_rank)}
-    working = max(memory.working_bytes(pipeline.parts[s]) for s, memory in stages.items())
+    working = max(memory.working_bytes(pipeline.layer_ranges[s]) for s, memory in stages.items())
     state = {}
     for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[pp_rank]):
         own = working
         for s, memory in stages.items():
-            own += unsharded[s].always if s in unsharded else memory.state_bytes(pipeline.parts[s], len(shard_group))
+            own += (
+                unsharded[s].always
+                if s in unsharded
+                else memory.state_bytes(pipeline.layer_ranges[s], len(shard_group))
+            )
         state |= dict.fromkeys(shard_group, own)
     return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[pp_rank]], dtype=np.float64)
 
@@ -60,9 +66,9 @@ def _walk(
     """float64[ranks] bytes: the most that micro-batches and KV caches of their documents hold at once on a rank."""
     activations, caches = {}, {}
     for stage in pipeline.stages_of(pp_rank):
-        own, layers = cost.with_tensor(pipeline.stages[stage].tensor), pipeline.parts[stage]
+        own, layers = cost.with_tensor(pipeline.stages[stage].tensor), pipeline.layer_ranges[stage]
         for r, current in enumerate(pipeline.rounds):
-            work = current.work[stage]
+            work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
             activations[stage, r] = [each * tokens for each in per_token]

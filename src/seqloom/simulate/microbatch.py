@@ -252,7 +252,7 @@ def _exposed(times: RoundTimes, before: np.ndarray) -> np.ndarray:
 
 def stage_layer_ranges(pipeline: Pipeline) -> list[LayerRange | None]:
     """Layers of every stage; None: the whole model."""
-    return [None] if len(pipeline.stages) == 1 else [*pipeline.parts]
+    return [None] if len(pipeline.stages) == 1 else [*pipeline.layer_ranges]
 
 
 class ShardGroups(NamedTuple):
@@ -272,12 +272,12 @@ def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
         layers, resident = identical.layers, len(pipeline.stages) > 1 or bool(identical.unsharded)
         batches: dict[tuple[MemoryPolicy, int], dict[Hashable, list[tuple[int, int]]]] = {}
         for s, stage in enumerate(pipeline.stages):
-            for r, work in enumerate(current.work[s] for current in pipeline.rounds):
+            for r, work in enumerate(current.by_stage[s] for current in pipeline.rounds):
                 batch = batches.setdefault((MemoryPolicy(work.checkpoint, plan.reduce, resident), stage.tensor), {})
                 batch.setdefault(identical.key(s, r, work), []).append((s, r))
         for (policy, tensor), same in batches.items():
             own = cost.with_tensor(tensor)
-            works = [pipeline.rounds[r].work[s] for (s, r), *_ in same.values()]
+            works = [pipeline.rounds[r].by_stage[s] for (s, r), *_ in same.values()]
             table = own.group_costs([group for work in works for group in work.groups], policy)
             costs = np.split(table, np.cumsum([len(work.groups) for work in works])[:-1])
             for work, priced, places in zip(works, costs, same.values(), strict=True):
@@ -349,7 +349,7 @@ class IdenticalStages:
             (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
             for group in work.groups
         )
-        return layers.stop - layers.first, layers.ends, work.offload, stage in self.unsharded, groups
+        return layers.stop - layers.first, layers.has_head, work.offload, stage in self.unsharded, groups
 
     def moved(self, times: MicroBatchTimes, stage: int, other: int) -> MicroBatchTimes:
         """The times of a stage on the ranks of an identical one."""
@@ -390,10 +390,10 @@ def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
                 stages = pipeline.stages_of(pp_rank)  # of one tensor degree, or priced by that of the first
                 own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
                 narrowest = min(map(len, plan.limits.shard_groups(plan.sharding, ranks)))
-                costs.append(own.stage_overhead_ns([pipeline.parts[s] for s in stages], len(ranks), narrowest))
+                costs.append(own.stage_overhead_ns([pipeline.layer_ranges[s] for s in stages], len(ranks), narrowest))
             continue
         own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))
-        for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
+        for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
             policy = MemoryPolicy(checkpoint, plan.reduce, resident)
             costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
     return max(costs)

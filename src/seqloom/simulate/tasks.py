@@ -28,7 +28,7 @@ from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardTimes, unshard_times_by_stage
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, ActionKind, Pipeline, Plan, StageMicroBatch
-from seqloom.plan.pipeline import pass_moves
+from seqloom.plan.pipeline import shard_collectives
 from seqloom.simulate.engine import Engine
 from seqloom.simulate.microbatch import ActionTimes, MicroBatchKey, MicroBatchTimes
 
@@ -117,7 +117,7 @@ def _add_messages(
 
     @cache
     def price(r: int, stage: int) -> int:
-        works = pipeline.rounds[r].work[stage : stage + 2]
+        works = pipeline.rounds[r].by_stage[stage : stage + 2]
         tokens = max(int(tokens_on_ranks(cost, work).max()) for work in works)  # of the fullest rank of both stages
         return cost.stage_message_ns(tokens, *pipeline.stages[stage : stage + 2])
 
@@ -142,7 +142,7 @@ def _add_row(
     """Add the tasks of one pipeline rank. A receive is remembered per shard group until its next action."""
     engine = graph.engine
     awaited: dict[int, set[int]] = {}
-    for action, move in zip(row, pass_moves(row, frozenset(unshards)), strict=True):
+    for action, move in zip(row, shard_collectives(row, frozenset(unshards)), strict=True):
         if move is None and action.round is None:
             continue
         key = MicroBatchKey(pipeline, action.stage, action.round or 0)
@@ -179,7 +179,7 @@ def _wait_for_documents(
     for s in local:
         for r, current in enumerate(pipeline.rounds):
             keys = (MicroBatchKey(number, s - 1, r), MicroBatchKey(number, s, r))
-            early, late = (_components(current.work[key.stage], times[key]) for key in keys)
+            early, late = (_components(current.by_stage[key.stage], times[key]) for key in keys)
             for document, component in early.items():
                 down = [first[key, True] for key in keys]
                 up = [first[key, False] for key in keys]

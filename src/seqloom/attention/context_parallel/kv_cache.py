@@ -36,7 +36,7 @@ from seqloom.attention.tiles import (
     prepare_tiles,
     ring_tiles,
 )
-from seqloom.dist.rows import RowIndex, columns, count, on_device, put, rows_of, take
+from seqloom.dist.rows import RowIndex, count, on_device, put, slice_or_index, span_columns, take
 from seqloom.dist.token_layout import BoundGroup, Context
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 from seqloom.errors import SeqloomError
@@ -542,9 +542,9 @@ def _of_the_round(bound: BoundGroup, heads: Heads, kernel: Kernel, window: int |
 def _rows_of_whole(bound: BoundGroup, pieces: Sequence[Piece]) -> slice | np.ndarray:
     """Rows of the round that belong to no piece."""
     carried = {piece.document for piece in pieces}
-    _, starts, stops = columns(bound.spans)
+    _, starts, stops = span_columns(bound.spans)
     lengths, whole = stops - starts, np.array([span.document not in carried for span in bound.spans], dtype=bool)
-    return rows_of((np.cumsum(lengths) - lengths)[whole], lengths[whole])
+    return slice_or_index((np.cumsum(lengths) - lengths)[whole], lengths[whole])
 
 
 def _read(prefix: Prefix, index: int) -> slice:

@@ -205,7 +205,9 @@ def filled(
     """
     documents = _local_documents(drafts)
     hosts = [n for n, draft in enumerate(drafts) if draft.waits is not None]
-    between = [n for n in hosts if node_size is not None and len({r // node_size for r in drafts[n].group.party}) > 1]
+    between = [
+        n for n in hosts if node_size is not None and len({r // node_size for r in drafts[n].group.participants}) > 1
+    ]
     least = LEAST if heads.shape.device.type == "cuda" else 0
     places, tiles = [], []  # which fillers in which wait, and the pieces of every local call
     for way in range(2):  # forward and backward

@@ -31,7 +31,7 @@ from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.kernels.tables import KernelTable, Times, built_in, default_path
 from seqloom.attention.kernels.triton_attention import TritonSegments
 from seqloom.attention.masks import Segments
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 Share = tuple[Kernel, Segments]
 
@@ -363,7 +363,7 @@ def all_abilities() -> dict[str, Ability]:
 def make_kernel(name: str) -> Kernel:
     """Return the kernel of this name."""
     if name not in ENTRIES:
-        raise unknown("kernel", name, ENTRIES)
+        raise unknown_name("kernel", name, ENTRIES)
     return ENTRIES[name].make()
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.masks import Segments
-from seqloom.dist.rows import on_device
-from seqloom.dist.rows import rows_of as runs_of_rows
+from seqloom.dist.rows import on_device, slice_or_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,5 +201,5 @@ def rows_of(start: np.ndarray, stop: np.ndarray, device: torch.device) -> slice 
 
     A slice where each begins at the end of the one before, else int64[rows] on the device.
     """
-    rows = runs_of_rows(start, stop - start)
+    rows = slice_or_index(start, stop - start)
     return rows if isinstance(rows, slice) else on_device(rows, device)

@@ -1,0 +1,314 @@
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from seqloom.errors import SeqloomError
+from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete_checkpoints
+from seqloom.train.config import Optimiser
+from seqloom.train.optim import make_optimiser, state_by_name
+from support.runs import latest_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Trainer:
+    """A model and its optimiser, whose gradients depend on the step alone."""
+
+    def __init__(self, seed=0, width=4):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(width, 3), nn.LayerNorm(3))
+        self.optimiser = make_optimiser(self.parameters, Optimiser(lr=0.1))
+        self.done = 0
+
+    @property
+    def parameters(self):
+        return dict(self.model.named_parameters())
+
+    def step(self, count=1):
+        for _ in range(count):
+            self.done += 1
+            generator = torch.Generator().manual_seed(self.done)
+            for parameter in self.model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            self.optimiser.step()
+
+    def state(self):
+        return {"model": self.parameters, "optimiser": state_by_name(self.optimiser)}
+
+    def save(self, checkpoints, **extra):
+        checkpoints.save(self.done, **self.state(), extra=extra)
+
+    def equals(self, other):
+        return all(torch.equal(a, b) for a, b in zip(self.model.parameters(), other.model.parameters(), strict=True))
+
+
+def steps_in(folder):
+    return [step for step, _ in complete_checkpoints(folder)]
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path):
+    first = Trainer()
+    first.step(3)
+    with Checkpoints(tmp_path) as checkpoints:
+        first.save(checkpoints, cursor=[1, 20], note="ü")
+        first.step()  # in place, while the checkpoint may still be written
+    assert checkpoints.latest == latest_checkpoint(tmp_path) == tmp_path / "step-00000003"
+
+    second = Trainer(seed=1)
+    second.step()
+    with Checkpoints(tmp_path) as checkpoints:
+        manifest = checkpoints.load(latest_checkpoint(tmp_path), **second.state())
+    assert (manifest.step, manifest.extra["cursor"], manifest.extra["note"]) == (3, [1, 20], "ü")
+    second.done = manifest.step
+    second.step()
+    assert first.equals(second)
+
+
+def test_an_optimiser_that_never_stepped_is_loaded_too(tmp_path):
+    first, second = Trainer(), Trainer(seed=1)
+    first.step(2)
+    with Checkpoints(tmp_path) as checkpoints:
+        first.save(checkpoints)
+        checkpoints.load(checkpoints.latest or _wait(checkpoints), **second.state())
+    second.done = 2
+    for each in (first, second):
+        each.step()
+    assert first.equals(second)
+
+
+def _wait(checkpoints):
+    checkpoints.wait()
+    return checkpoints.latest
+
+
+def test_the_last_ones_are_kept_and_no_rest_stays(tmp_path):
+    trainer = Trainer()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for _ in range(4):
+            trainer.step()
+            trainer.save(checkpoints)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    with pytest.raises(SeqloomError, match="keep = 0; the newest checkpoint always stays"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_latest_ignores_what_is_not_complete_and_a_new_run_removes_it(tmp_path):
+    assert latest_checkpoint(tmp_path / "none") is None
+    trainer = Trainer()
+    trainer.step()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest is None
+        trainer.save(checkpoints)
+    (tmp_path / ".step-00000007.partial-1").mkdir()
+    (tmp_path / "step-00000008").mkdir()  # a copy that was broken off
+    (tmp_path / "step-00000008" / "seqloom.json").write_text("{}")
+    (tmp_path / "step-x").mkdir()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest == tmp_path / "step-00000001"
+        assert not (tmp_path / ".step-00000007.partial-1").exists()
+        trainer.step(7)
+        trainer.save(checkpoints)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000008"
+
+
+def test_steps_only_grow_and_the_same_step_is_written_once(tmp_path):
+    trainer = Trainer()
+    trainer.step(2)
+    with Checkpoints(tmp_path) as checkpoints:
+        trainer.save(checkpoints)
+        before = _wait(checkpoints).stat().st_mtime_ns
+        trainer.save(checkpoints)
+        assert _wait(checkpoints).stat().st_mtime_ns == before
+        with pytest.raises(SeqloomError, match="has a checkpoint of step 2, so step 1 would not be the latest"):
+            checkpoints.save(1, **trainer.state(), extra={})
+    with Checkpoints(tmp_path) as checkpoints:  # another run that began at 0 in the same folder
+        with pytest.raises(SeqloomError, match="has a checkpoint of step 2, so step 2 would not be the latest"):
+            trainer.save(checkpoints)
+        checkpoints.load(checkpoints.latest, **trainer.state())
+        trainer.save(checkpoints)  # what was just loaded
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
+    trainer = Trainer()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, **trainer.state(), extra={})
+        path = _wait(checkpoints)
+        wide = Trainer(width=5)
+        before = wide.model[0].weight.clone()
+        with pytest.raises(
+            SeqloomError,
+            match=r"another model: different: 0.weight is float32\[3, 4\] there and float32\[3, 5\] here\.",
+        ):
+            checkpoints.load(path, **wide.state())
+        assert torch.equal(wide.model[0].weight, before)
+        double = {name: parameter.double() for name, parameter in trainer.parameters.items()}
+        with pytest.raises(SeqloomError, match=r"0.bias is float32\[3\] there and float64\[3\] here"):
+            checkpoints.load(path, model=double, optimiser=trainer.state()["optimiser"])
+        renamed = {f"m.{name}": parameter for name, parameter in trainer.parameters.items()}
+        with pytest.raises(
+            SeqloomError, match=r"only in the checkpoint: 0.weight .*; not in the checkpoint: m.0.weight"
+        ):
+            checkpoints.load(path, model=renamed, optimiser=trainer.state()["optimiser"])
+        with pytest.raises(SeqloomError, match=r"another optimiser: .*0.weight.step float32\[\].* and 8 more"):
+            checkpoints.load(path, model=trainer.parameters, optimiser={})
+
+
+def test_what_is_no_checkpoint_or_a_later_format_is_refused(tmp_path):
+    trainer = Trainer()
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(SeqloomError, match=r"is not a checkpoint: it has no seqloom.json"):
+            checkpoints.load(tmp_path / "gone", **trainer.state())
+        checkpoints.save(1, **trainer.state(), extra={})
+        file = _wait(checkpoints) / "seqloom.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 9}))
+        with pytest.raises(SeqloomError, match="version 9; this release reads 'seqloom checkpoint', version 1"):
+            checkpoints.load(checkpoints.latest, **trainer.state())
+        with pytest.raises(SeqloomError, match="cannot be written as JSON"):
+            checkpoints.save(2, **trainer.state(), extra={"rng": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_files_that_cannot_be_read_are_refused_and_others_are_offered(tmp_path, damage):
+    trainer = Trainer()
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, **trainer.state(), extra={})
+        path = _wait(checkpoints)
+        [data] = path.glob("*.distcp")
+        if damage == "cut":
+            os.truncate(data, 100)
+        else:
+            data.unlink()
+        with pytest.raises(SeqloomError, match=r"cannot be read \(rank 0: .*\); take another: step-00000001$"):
+            checkpoints.load(path, **trainer.state())
+        checkpoints.load(tmp_path / "step-00000001", **trainer.state())
+
+
+def test_a_full_disk_is_an_error_at_the_next_step_and_loses_nothing(tmp_path, monkeypatch):
+    trainer = Trainer()
+    trainer.step()
+    with Checkpoints(tmp_path) as checkpoints:
+        trainer.save(checkpoints)
+        checkpoints.wait()
+        trainer.step()
+
+        def full(self, plan, planner):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(AtomicWriter, "write_data", full)
+        trainer.save(checkpoints)
+        while not checkpoints._pending[2].done():
+            pass
+        with pytest.raises(
+            SeqloomError,
+            match=r"step 2 was not written \(rank 0: \[Errno 28\] No space.*step 1 is intact\. Make room or choose",
+        ):
+            checkpoints.poll()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        checkpoints.poll()  # said once
+        monkeypatch.undo()
+        trainer.save(checkpoints)  # the same step again, now there is room
+    assert steps_in(tmp_path) == [1, 2]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.load(latest_checkpoint(tmp_path), **Trainer(seed=3).state())
+
+
+def test_a_write_that_the_system_breaks_off(tmp_path):
+    """The kernel itself refuses the bytes, half way through a file."""
+    big = nn.Linear(300, 300)
+    optimiser = make_optimiser(dict(big.named_parameters()), Optimiser())
+    state = {"model": dict(big.named_parameters()), "optimiser": state_by_name(optimiser)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, **state, extra={})
+        checkpoints.wait()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
+        try:
+            checkpoints.save(2, **state, extra={})
+            with pytest.raises(SeqloomError, match=r"step 2 was not written .*; the one of step 1 is intact"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        checkpoints.load(latest_checkpoint(tmp_path), **state)
+
+
+CRASH = """
+import os, sys, torch
+from pathlib import Path
+from seqloom.train.checkpoint import Checkpoints
+from seqloom.train import checkpoint as folders
+
+torch.set_num_threads(1)
+where, folder = sys.argv[1], Path(sys.argv[2])
+state = {"model": {"w": torch.ones(1000)}, "optimiser": {}}
+checkpoints = Checkpoints(folder, keep=1)
+checkpoints.save(1, **state, extra={})
+checkpoints.wait()
+if where == "writing":
+    folders.FileSystemWriter.finish = lambda *args: os._exit(9)
+elif where == "renaming":
+    folders.sync_folder = lambda path: os._exit(9)
+elif where == "deleting":
+    folders.shutil.rmtree = lambda *args, **options: os._exit(9)
+checkpoints.save(2, **state, extra={})
+checkpoints.wait()
+"""
+
+
+@pytest.mark.parametrize(("where", "left"), [("writing", 1), ("renaming", 1), ("deleting", 2)])
+def test_a_crash_half_way_leaves_a_complete_checkpoint(tmp_path, where, left):
+    result = subprocess.run([sys.executable, "-c", CRASH, where, str(tmp_path)], capture_output=True, text=True)
+    assert result.returncode == 9, result.stderr
+    assert len(list(tmp_path.iterdir())) == 2
+    assert latest_checkpoint(tmp_path) == tmp_path / f"step-0000000{left}"
+    tensors = {"w": torch.zeros(1000)}
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load(checkpoints.latest, model=tensors, optimiser={}).step == left
+    assert tensors["w"].sum() == 1000
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_is_in_flight_at_most_and_training_goes_on_meanwhile(tmp_path, monkeypatch):
+    go, events = threading.Event(), []
+    write = AtomicWriter.write_data
+
+    def slow(self, plan, planner):
+        events.append("begin")
+        assert go.wait(30)
+        result = write(self, plan, planner)
+        events.append("end")
+        return result
+
+    monkeypatch.setattr(AtomicWriter, "write_data", slow)
+    trainer = Trainer()
+    trainer.step()
+    with Checkpoints(tmp_path) as checkpoints:
+        trainer.save(checkpoints)
+        checkpoints.poll()
+        assert checkpoints.latest is None
+        trainer.step()
+        threading.Timer(0.2, go.set).start()
+        trainer.save(checkpoints)  # waits for the first
+        assert checkpoints.latest == tmp_path / "step-00000001"
+    assert events == ["begin", "end", "begin", "end"]
+
+
+def test_an_error_in_the_body_of_a_with_is_the_one_that_is_seen(tmp_path):
+    with pytest.raises(KeyError, match="a reason"), Checkpoints(tmp_path):
+        raise KeyError("a reason")

@@ -1,0 +1,147 @@
+"""The optimiser, clipping and the learning rate."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from seqloom.errors import SeqloomError
+from seqloom.train.config import Optimiser, Schedule
+from seqloom.train.optim import clip_factor, learning_rate, make_optimiser, set_learning_rate, state_by_name
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_adapter():
+    torch.manual_seed(0)
+    layers = {"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "linear": nn.Linear(4, 3)}
+    return nn.ModuleDict(layers).double()
+
+
+def give_gradients(module, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def test_matrices_are_decayed_and_vectors_are_not():
+    optimiser = make_optimiser(dict(model_adapter().named_parameters()), Optimiser(weight_decay=0.3))
+    decay = {name: group["weight_decay"] for group in optimiser.param_groups for name in group["param_names"]}
+    assert decay == {
+        "embed.weight": 0.3,
+        "linear.weight": 0.3,
+        "linear.bias": 0.0,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+    }
+    assert all(group["fused"] for group in optimiser.param_groups)
+
+
+def test_a_step_is_the_formula_of_adamw():
+    module, settings = model_adapter(), Optimiser(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    optimiser = make_optimiser(dict(module.named_parameters()), settings)
+    give_gradients(module, 1)
+    set_learning_rate(optimiser, 0.02)
+    optimiser.step()
+    for name, parameter in module.named_parameters():
+        # After one step the corrected moments are the gradient and its square.
+        decay = 0.5 if parameter.ndim == 2 else 0.0
+        moved = parameter.grad / (parameter.grad.abs() + 1e-6)
+        torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.02 * decay) - 0.02 * moved)
+
+
+def test_only_one_kind_of_parameter_makes_one_group():
+    norm = nn.LayerNorm(4)
+    assert len(make_optimiser(dict(norm.named_parameters()), Optimiser()).param_groups) == 1
+    with pytest.raises(SeqloomError, match="no parameter is to be trained"):
+        make_optimiser({}, Optimiser())
+
+
+def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order():
+    module = model_adapter()
+    optimiser = make_optimiser(dict(module.named_parameters()), Optimiser())
+    give_gradients(module, 1)
+    optimiser.step()
+    state = state_by_name(optimiser)
+    assert set(state) == set(dict(module.named_parameters()))
+
+    twin = model_adapter()
+    twin.load_state_dict(module.state_dict())
+    other = make_optimiser(dict(reversed(list(twin.named_parameters()))), Optimiser())
+    for name, tensors in state_by_name(other).items():
+        for key, tensor in tensors.items():
+            tensor.copy_(state[name][key])
+    for each, its in ((module, optimiser), (twin, other)):
+        give_gradients(each, 2)
+        its.step()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, twin.get_parameter(name))
+
+
+def test_the_state_before_the_first_step_is_what_torch_begins_with():
+    module = model_adapter()
+    blank = state_by_name(make_optimiser(dict(module.named_parameters()), Optimiser()))
+    stepped = make_optimiser(dict(module.named_parameters()), Optimiser())
+    give_gradients(module, 1)
+    stepped.step()
+    for group in stepped.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            assert set(stepped.state[parameter]) == set(blank[name])
+            for key, tensor in stepped.state[parameter].items():
+                assert (tensor.shape, tensor.dtype) == (blank[name][key].shape, blank[name][key].dtype)
+                assert not blank[name][key].any()
+
+
+def test_clipping():
+    assert clip_factor(4.0, 1.0) == 0.25
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(4.0, 0.0) == 1.0
+    assert clip_factor(0.0, 1.0) == 1.0
+    for norm in (float("nan"), float("inf")):
+        with pytest.raises(SeqloomError, match=f"the gradient's norm is {norm}; nothing was updated"):
+            clip_factor(norm, 1.0)
+
+
+def rates(steps, peak=2.0, **settings):
+    return [learning_rate(step, steps=steps, peak=peak, schedule=Schedule(**settings)) for step in range(1, steps + 1)]
+
+
+def test_warm_up_rises_evenly_and_ends_at_the_peak():
+    assert rates(8, warmup=4, kind="constant") == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    assert rates(3, kind="constant") == [2.0, 2.0, 2.0]
+
+
+def test_linear():
+    assert rates(6, warmup=2, kind="linear", final=0.5) == [1.0, 2.0, 1.75, 1.5, 1.25, 1.0]
+    assert rates(5, kind="linear", final=0.0) == [2.0, 1.5, 1.0, 0.5, 0.0]
+
+
+def test_cosine():
+    half = math.sqrt(0.5)
+    expected = [1 + 1, 1 + half, 1, 1 - half, 0]
+    assert rates(5, final=0.0) == pytest.approx(expected, abs=1e-15)
+    assert rates(7, warmup=3, final=0.1)[2::2] == pytest.approx([2.0, 2 * 0.55, 0.2])
+
+
+def test_the_last_step_has_the_final_share_and_later_ones_keep_it():
+    schedule = Schedule(kind="cosine", warmup=2, final=0.25)
+    assert learning_rate(10, steps=10, peak=1.0, schedule=schedule) == pytest.approx(0.25)
+    assert learning_rate(99, steps=10, peak=1.0, schedule=schedule) == pytest.approx(0.25)
+
+
+def test_runs_of_one_step_and_of_warm_up_only():
+    assert rates(1) == [2.0]
+    assert rates(2, warmup=2) == [1.0, 2.0]
+
+
+def test_steps_begin_at_one():
+    with pytest.raises(SeqloomError, match="step 0 of 5; steps are counted from 1"):
+        learning_rate(0, steps=5, peak=1.0, schedule=Schedule())
