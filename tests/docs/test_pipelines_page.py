@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import seqloom
-from seqloom.cli.main import app
+from seqloom.cli import app
 from seqloom.cost import MemoryPolicy
 from seqloom.layout import Span
 from seqloom.plan import Group, Reduce

@@ -109,13 +109,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     Plans of one stage whose rounds go forward and backward before the next take exactly ``cost.plan_ns(plan)``. Does
     not validate the plan; rows of actions that wait for each other raise `DeadlockError`.
     """
-    planned = (plan.limits.ranks, plan.limits.node_size, plan.sharding)
-    priced = (cost.ranks, cost.node_size, cost.sharding)
-    if planned != priced:
-        raise SeqloomError(
-            f"the plan is for {planned[0]} ranks in nodes of {planned[1]} with {planned[2]} sharding, the cost model "
-            f"prices {priced[0]} ranks in nodes of {priced[1]} with {priced[2]} sharding; give it the plan's own"
-        )
+    _require_match(plan, cost)
     times, graph, starts, stops = dry_run(plan, cost)
     end, end_comm = end_ns(plan, cost, times)
     step = int(stops.max(initial=0)) + end
@@ -147,6 +141,23 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
         return cost.plan_ns(plan)
     run = dry_run(plan, cost)
     return int(run.stops.max(initial=0)) + end_ns(plan, cost, run.times)[0]
+
+
+def _require_match(plan: Plan, cost: CostModel) -> None:
+    """Refuse a plan that was made for another cluster, model or sharding, with both values."""
+    pairs = {
+        "ranks": (plan.limits.ranks, cost.ranks),
+        "ranks per node": (plan.limits.node_size, cost.node_size),
+        "query heads": (plan.limits.heads, cost.model.heads),
+        "layers": (plan.pipelines[0].stages[-1].layers[1], cost.model.layers),
+        "sharding": (plan.sharding.value, cost.sharding.value),
+    }
+    differing = [f"{of_plan} {name}, not {here}" for name, (of_plan, here) in pairs.items() if of_plan != here]
+    if differing:
+        raise SeqloomError(
+            f"the plan is not one for {cost.cluster.name}, {cost.model.name} and {cost.sharding} sharding: "
+            f"it has {'; '.join(differing)}; give what it was made for, or plan again"
+        )
 
 
 class DryRun(NamedTuple):
