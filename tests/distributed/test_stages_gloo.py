@@ -44,14 +44,14 @@ def placed(layers, hosts, sharding=Sharding.FULL, order=None, node_size=2):
 
 def run_units(transport, step, placement, parameters, weights=None):
     """All forwards, then all backwards: rank i of every host has every document whose number is i in turn."""
-    each = len(placement.hosts[0])
-    place = placement.hosts[placement.host_of(transport.rank)].index(transport.rank)
+    each = len(placement.ranks_by_pp_rank[0])
+    place = placement.ranks_by_pp_rank[placement.pp_rank_of(transport.rank)].index(transport.rank)
     ids, labels = step.documents()
     numbers = range(place, len(ids), each)
     contexts = {number: bind_single_rank((len(ids[number]),)) for number in numbers}
     peer = lambda stage: placement.stages[stage].ranks[place]  # noqa: E731
     mine = [stage for stage in range(len(placement.stages)) if peer(stage) == transport.rank]
-    parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
+    parts, total = dict(zip(mine, placement.layer_ranges(placement.pp_rank_of(transport.rank)), strict=True)), 0.0
     open_units, kept, sent = {}, {}, []
     for stage in mine:
         parameters.unshard(parts[stage])

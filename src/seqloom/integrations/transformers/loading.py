@@ -23,7 +23,7 @@ from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.deferred_init import DeferredParameters, meta_parameters
 from seqloom.models.files import opened
-from seqloom.params.placement import move_buffers, taken_out
+from seqloom.params.placement import move_buffers, pop_values
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
@@ -53,7 +53,7 @@ def model_in(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) 
                 model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
             return model, read
         model = _loaded(folder, dtype)
-        return model, taken_out(model).pop
+        return model, pop_values(model).pop
     if any(folder.glob("*.bin")):
         raise SeqloomError(
             f"model.huggingface = {str(folder)!r} has parameters in .bin files and none in .safetensors; convert them "
@@ -62,7 +62,7 @@ def model_in(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _drawn(folder, torch.float32).to(dtype)
-        return model, taken_out(model).pop
+        return model, pop_values(model).pop
 
 
 def _drawn(folder: Path, dtype: torch.dtype) -> Any:
