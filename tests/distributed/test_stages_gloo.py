@@ -255,7 +255,7 @@ def refused(transport, step):
     odd = placed((3, 2), 2, Sharding.HYBRID, node_size=3)
     extra = step.model_adapter()
     extra.module.shift = torch.nn.Parameter(torch.zeros(3))
-    whole = replace(step.model_adapter(), body=None, whole="it is a test")
+    whole = replace(step.model_adapter(), body=None, single_stage_reason="it is a test")
     cases = {"ranks": (adapter, half), "nodes": (adapter, odd), "extra": (extra, placed((3, 2), 2))}
     cases |= {"whole": (whole, placed((3, 2), 2))}
     for name, (given, placement) in cases.items():
