@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from seqloom.attention.kernels.tables import Measurement, Point
     from seqloom.cost import CostModel
     from seqloom.profiling.kernels import TimingSettings
+    from seqloom.train.launch import RankProcess
 
 
 LONGEST_STEP = {"cpu": 8_192, "cuda": 131_072}
@@ -91,7 +92,7 @@ def profile_machine(wanted: Wanted, ranks: int | None, output: Path | None, json
         _print_found(found)
 
 
-def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, output: str) -> dict[str, Any]:
+def measure_rank(process: RankProcess, wanted: Wanted, output: str) -> dict[str, Any]:
     """Be one of the ranks; the first one writes the profile and returns what was found, the others nothing."""
     import torch
 
@@ -99,6 +100,7 @@ def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, ou
     from seqloom.plan import GroupFamily
     from seqloom.profiling.calibration import Calibrator, describe_trial
 
+    rank, ranks, device, _ = process
     cost = wanted.cost(ranks)
     communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
