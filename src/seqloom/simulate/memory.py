@@ -66,7 +66,7 @@ def _walk(
     plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int, unsharded: dict[int, UnshardMemory]
 ) -> np.ndarray:
     """float64[ranks] bytes: the most that micro-batches and KV caches of their documents hold at once on a rank."""
-    units = {}
+    units: dict[tuple[int, int | None], UnitMemory] = {}
     for stage in pipeline.stages_of(pp_rank):
         own, layers = cost.with_tensor(pipeline.stages[stage].tensor), pipeline.layer_ranges[stage]
         _, copies, layer, _, _ = unsharded.get(stage, _RESIDENT)
