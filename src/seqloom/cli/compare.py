@@ -99,7 +99,7 @@ def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], 
     ``published`` says of every published planner whether it reproduces its own speed-up under this profile.
     """
     from seqloom.cli.shared import setting
-    from seqloom.planners.published.verdicts import verdicts
+    from seqloom.planners.registry import verdicts
 
     return {
         **setting(cost),
@@ -121,7 +121,7 @@ def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outco
     from rich.console import Console
 
     from seqloom.cli.shared import heading
-    from seqloom.planners.published.verdicts import verdicts
+    from seqloom.planners.registry import verdicts
     from seqloom.view import comparison_table
 
     console = Console(highlight=False)

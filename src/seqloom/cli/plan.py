@@ -346,7 +346,7 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: O
 
 
 def _print_end(planner: str, outcome: Outcome, out: Path | None, profile: str) -> None:
-    from seqloom.planners.published.verdicts import verdicts
+    from seqloom.planners.registry import verdicts
     from seqloom.view.format import duration
 
     typer.echo(outcome.summary())
