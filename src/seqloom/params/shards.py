@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from seqloom.attention.lse import sum_dtype
-from seqloom.compat import inherit_timeout, laid_out_like
+from seqloom.compat import inherit_timeout, dtensor_like
 from seqloom.dist import Transport
 from seqloom.dist.reshard_index import Box
 from seqloom.errors import SeqloomError
@@ -99,7 +99,7 @@ class ShardedParameter:
         shard = self.shard
         found = own[: shard.numel()].view(shard.shape).to(shard.dtype)
         if self.master.grad is None:
-            self.master.grad = laid_out_like(cast("DTensor", self.master), found)
+            self.master.grad = dtensor_like(cast("DTensor", self.master), found)
         else:
             local(self.master.grad).add_(found)
 
