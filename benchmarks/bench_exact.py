@@ -1,7 +1,7 @@
 """`flex` and the bound against the true optimum, by brute force, on small cases: 8 GPUs, 10 to 13 sequences.
 
 Lengths are log-normal, from mild (sigma 0.6) to wild (1.8), scaled to fill 0.3 to 3.2 rounds of the cluster's memory.
-Every case is one variant (one choice of what is kept and when gradients are reduced), without what a step costs once:
+Every case is one policy (one choice of what is kept and when gradients are reduced), without what a step costs once:
 that would only make the differences look smaller. On every case bound <= optimum <= flex is asserted.
 
 The brute force walks through 3^n pairs of sets and wants the `fast` install; --lengths is not used.
@@ -38,7 +38,7 @@ def draw(seed: int, cost: CostModel, sizes: tuple[int, int]) -> np.ndarray:
     """The lengths of a case; no sequence is longer than 0.95 of what the cluster holds at once."""
     random = np.random.default_rng(seed)
     count = int(random.integers(sizes[0], sizes[1] + 1))
-    room = cost.ranks * cost.capacity(cost.variants[0])
+    room = cost.ranks * cost.capacity(cost.policies[0])
     lengths = np.exp(random.normal(0, SIGMAS[seed % len(SIGMAS)], count))
     lengths *= random.uniform(*FILL) * room / lengths.sum()
     return np.clip(lengths, 64, 0.95 * room).astype(np.int64)
@@ -46,13 +46,13 @@ def draw(seed: int, cost: CostModel, sizes: tuple[int, int]) -> np.ndarray:
 
 def case(lengths: np.ndarray, cost: CostModel) -> dict[str, Any]:
     """Optimum, flex and bound of one case, ns."""
-    variant = cost.variants[0]
+    policy = cost.policies[0]
     begin = time.perf_counter()
-    optimum = shortest_step(lengths, cost, variant)
+    optimum = shortest_step(lengths, cost, policy)
     exact_s = time.perf_counter() - begin
-    bound = variants_bound(lengths, cost, [variant]) - cost.step_overhead_ns(variant)
+    bound = variants_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)
     begin = time.perf_counter()
-    tables = Problem.of(lengths, cost, variant).search
+    tables = Problem.of(lengths, cost, policy).search
     quick_bound = work_bound(tables)
     flex = finish_searches(start_searches(tables, quick_bound), quick_bound, None, 0).best_ns
     flex_s = time.perf_counter() - begin

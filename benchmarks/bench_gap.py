@@ -40,9 +40,9 @@ def simple_bound(lengths: np.ndarray, cost: CostModel) -> float:
     Under full sharding every GPU runs every round, so rounds count whole; else in fractions.
     """
     bounds = []
-    for reduce in {variant.reduce for variant in cost.variants}:  # rounds of one plan may mix the other choices
-        variants = [variant for variant in cost.variants if variant.reduce == reduce]
-        tables = [cost.tables(lengths, variant) for variant in variants]
+    for reduce in {policy.reduce for policy in cost.policies}:  # rounds of one plan may mix the other choices
+        policies = [policy for policy in cost.policies if policy.reduce == reduce]
+        tables = [cost.tables(lengths, policy) for policy in policies]
         degree, capacity = tables[0].degree[:, None], max(table.capacity for table in tables)
         rounds = tables[0].tokens.sum() / (cost.ranks * capacity)
         rounds = np.ceil(rounds) if cost.shard_group_size == cost.ranks else rounds
@@ -51,7 +51,7 @@ def simple_bound(lengths: np.ndarray, cost: CostModel) -> float:
             work = np.min([table.cost[lane] * degree for table in tables], axis=0)
             work = np.where(tables[0].tokens <= degree * capacity, work, np.iinfo(np.int64).max).min(axis=0).sum()
             lanes.append(work / cost.ranks + rounds * min(table.fixed[lane].min() for table in tables))
-        bounds.append(float(max(lanes)) + min(cost.step_overhead_ns(variant) for variant in variants))
+        bounds.append(float(max(lanes)) + min(cost.step_overhead_ns(policy) for policy in policies))
     return min(bounds)
 
 

@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 from common import Check, K, options, progress, show, show_checks
+from hydraulis_constants import published_model
 from record import write
 
 from seqloom.describe import lengths_from
-from seqloom.planners.hydraulis.assign import choose, first_fit
-from seqloom.planners.hydraulis.config import ParallelConfig, Strategy, placed
+from seqloom.planners.compiled import kernels
+from seqloom.planners.hydraulis.dispatch import rank_strategies
 from seqloom.planners.hydraulis.propose import propose
-from seqloom.planners.published.hydraulis import published_model
+from seqloom.planners.hydraulis.strategy import ParallelConfig, Strategy, place_pipelines
 
 GPUS, NODE, TOKENS = 64, 8, 200_000
 SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")
@@ -42,7 +43,7 @@ PUBLISHED = ("16x1x4", "16x1x1 8x3x2", "16x1x1 8x1x6", "16x1x1 4x1x12", "8x3x1 4
 def strategy(text: str) -> Strategy:
     """The strategy of a text: tensor x stages x pipelines."""
     parts = [map(int, part.split("x")) for part in text.split()]
-    made = placed((ParallelConfig(pp, tp) for tp, pp, n in parts for _ in range(n)), COSTS, GPUS, NODE)
+    made = place_pipelines((ParallelConfig(pp, tp) for tp, pp, n in parts for _ in range(n)), COSTS, GPUS, NODE)
     assert made is not None, text
     return made
 
@@ -62,13 +63,13 @@ def fixed_packing_s(step: np.ndarray, context: int) -> float:
     """The baseline, seconds."""
     falling = np.sort(step)[::-1].copy()
     batch, wide = np.empty(len(falling), np.int64), COSTS[ParallelConfig(1, 16)]
-    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(first_fit(falling, context, batch))]
+    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(kernels().first_fit(falling, context, batch))]
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 
 
 def moved_ns(chosen: Strategy) -> tuple[int, int]:
     """(parameters in, gradients out) of the fullest GPU, ns on its card."""
-    held = PARAMETERS / min(pipe.scheme.tensor * pipe.scheme.stages for pipe in chosen.pipelines)
+    held = PARAMETERS / min(pipe.parallel.tensor * pipe.parallel.stages for pipe in chosen.pipelines)
     away = held * (GPUS - NODE) / GPUS
     return round(2 * away / CARD_BYTES_NS), round(4 * away / CARD_BYTES_NS)
 
@@ -82,14 +83,16 @@ def exposed_ns(chosen: Strategy, step_ns: int) -> int:
 
 
 def dynamic(
-    steps: list[np.ndarray], listed: Sequence[Strategy], switch: Any = None, alike: bool = False
+    steps: list[np.ndarray], listed: Sequence[Strategy], switch: Any = None, charge_largest: bool = False
 ) -> dict[str, Any]:
     """Mean seconds with the best of a list at every step, and what choosing took."""
-    choose(steps[0], listed, COSTS, switch, alike=alike)  # loads, and compiles where that is installed
+    rank_strategies(
+        steps[0], listed, COSTS, switch, most=1, charge_largest=charge_largest
+    )  # loads, and compiles where that is installed
     found, spent = [], []
     for step in steps:
         begin, busy = time.perf_counter(), time.process_time()
-        found.append(choose(step, listed, COSTS, switch, alike=alike))
+        found += rank_strategies(step, listed, COSTS, switch, most=1, charge_largest=charge_largest)
         spent.append((1e3 * (time.process_time() - busy), 1e3 * (time.perf_counter() - begin)))
     hidden = [a.ns - a.switch_ns + exposed_ns(listed[a.strategy], a.ns - a.switch_ns) for a in found]
     return {
@@ -111,8 +114,8 @@ def ladder(lengths: np.ndarray, context: int, count: int) -> dict[str, Any]:
     took = time.process_time() - begin
     rungs: dict[str, Any] = {
         "fixed packing": {"s": float(np.mean([fixed_packing_s(step, context) for step in steps]))},
-        "two-stage, published clock": dynamic(steps, listed[:1], alike=True),
-        "published list, published clock": dynamic(steps, listed, alike=True),
+        "two-stage, published clock": dynamic(steps, listed[:1], charge_largest=True),
+        "published list, published clock": dynamic(steps, listed, charge_largest=True),
         "two-stage": dynamic(steps, listed[:1]),
     }
     for name, own in (("published list", listed), ("proposed list", proposed)):

@@ -27,7 +27,7 @@ from seqloom.cost.stages import pipeline_limits
 from seqloom.plan import ActionKind, Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
+from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.simulate import simulate
 
 SEEDS = 24
@@ -67,15 +67,15 @@ def held_tokens(plan: Plan) -> int:
 def plans(lengths: np.ndarray, quick: bool) -> dict[str, Figures]:
     """All plans of a batch; rivals have all the memory that they want."""
     plenty, longest = priced(PLENTY_GIB), int(lengths.max())
-    line = line_of(plenty, HOSTS)
-    limits = pipeline_limits(plenty, line.of_hosts, shard_group_of(plenty, line))
+    layout = StageLayout.of(plenty, HOSTS)
+    limits = pipeline_limits(plenty, layout.ranges_by_pp_rank, layout.shard_group_size(plenty))
     made: dict[str, Any] = {"1F1B, packs up to the longest": {"schedule": "1f1b", "pieces": 1}}
     made |= {
         f"Seq1F1B, {k} equal-time pieces": {"schedule": "seq1f1b", "pieces": k} for k in ((24,) if quick else (16, 24))
     }
     rivals = {name: plan_pipeline(lengths, plenty, stages=HOSTS, **given) for name, given in made.items()}
     for size in (4 * K, 8 * K):
-        rivals[f"fixed chunks of {size // K}K"] = fixed_chunks(lengths, plenty, line, limits, size)
+        rivals[f"fixed chunks of {size // K}K"] = fixed_chunks(lengths, plenty, layout, limits, size)
     found = {name: figures(plan, plenty, 0.0) for name, plan in rivals.items()}
     for memory in OURS[-1:] if quick else OURS:
         for percent in range(100, 90, -1):

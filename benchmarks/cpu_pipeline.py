@@ -27,7 +27,7 @@ from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
 from seqloom.plan import Plan
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
+from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.profiling.calibration import Machine
 from seqloom.profiling.trials import StepTimer
 from seqloom.simulate import simulate
@@ -48,12 +48,12 @@ def drawn(arguments: argparse.Namespace, longest: int, steps: int) -> list[np.nd
 
 def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Plan]:
     """Every side's plan of a batch."""
-    line = line_of(cost, stages)
-    limits = pipeline_limits(cost, line.of_hosts, shard_group_of(cost, line))
+    layout = StageLayout.of(cost, stages)
+    limits = pipeline_limits(cost, layout.ranges_by_pp_rank, layout.shard_group_size(cost))
     longest = int(lengths.max())
     sides = {"1f1b": {"schedule": "1f1b"}, "seq1f1b": {"schedule": "seq1f1b", "pieces": 4}, "auto": {}}
     plans = {name: plan_pipeline(lengths, cost, stages=stages, **given) for name, given in sides.items()}
-    return plans | {"chunks": fixed_chunks(lengths, cost, line, limits, longest // 8)}
+    return plans | {"chunks": fixed_chunks(lengths, cost, layout, limits, longest // 8)}
 
 
 def busy(timer: StepTimer) -> list[float]:
@@ -81,7 +81,7 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
             report.write(__file__, arguments)
 
     for stages in (count for count in STAGES if ranks % count == 0 and count <= ranks):
-        timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, line_of(cost, stages).stages)
+        timer = StepTimer(cost, transport, torch.device("cpu"), torch.float32, StageLayout.of(cost, stages).stages)
         for number, batch in enumerate(drawn(arguments, longest, steps)):
             plans = plans_of(batch, cost, stages)
             turns = [

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from cpu_ranks import Say, rank_options, start
 from strategies_report import Passes, Plans, judged, row, shown
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
 from seqloom.errors import SeqloomError
@@ -58,7 +58,7 @@ def drawn(arguments: argparse.Namespace, cut: int, firsts: tuple[int, ...], step
 
 def budget(cost: CostModel, tokens: int) -> float:
     """GiB with which a rank that has all parameters, and recomputes all it can, holds so many tokens."""
-    least = Variant(Checkpoint.FULL, Reduce.STEP)
+    least = MemoryPolicy(Checkpoint.FULL, Reduce.STEP)
     memory = cost.engine.memory
     return (memory.fixed_bytes(least) + tokens * memory.token_bytes(least)) / 2**30
 
@@ -67,7 +67,7 @@ def planned(batches: list[np.ndarray], strategies: list[Strategy], cost: CostMod
     """Every batch under every strategy that holds it: each rank plans some batches, and all get all."""
 
     def of(batch: np.ndarray) -> dict[Strategy, Plan]:
-        return {s: plan_strategies(batch, cost, strategies=[s]) for s in strategies if batch.max() <= s.longest}
+        return {s: plan_strategies(batch, cost, strategies=[s]) for s in strategies if batch.max() <= s.max_tokens}
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shares: list[Any] = [None] * ranks

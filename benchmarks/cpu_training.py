@@ -23,7 +23,7 @@ from training_report import Report
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
-from seqloom.planners.registry import Planned, plan_batches
+from seqloom.planners.registry import TimedPlan, plan_batches
 from seqloom.profiling.calibration import Machine
 
 LONGEST, SEQUENCES, CAPACITY, STEPS = 16_384, 64, 2_048, 20
@@ -78,7 +78,7 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
         report.show()
 
 
-def plan_all(batches: list[np.ndarray], names: list[str], cost: CostModel) -> list[dict[str, Planned]]:
+def plan_all(batches: list[np.ndarray], names: list[str], cost: CostModel) -> list[dict[str, TimedPlan]]:
     """What every planner makes of every batch: each rank plans some of them, and all get all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shares: list[Any] = [None] * ranks

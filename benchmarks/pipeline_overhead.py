@@ -63,7 +63,7 @@ class Hollow:
     """Parameters of stages that hand on what they are given; adds up the time of what is not the executor's."""
 
     def __init__(self) -> None:
-        self.weight_gradients, self.sharers, self.seconds = WeightGradients(), (RANK,), 0.0
+        self.weight_gradients, self.shard_ranks, self.seconds = WeightGradients(), (RANK,), 0.0
 
     def timed(self, work: Callable[[], Any]) -> Any:
         """Run a stage's work."""
@@ -72,22 +72,22 @@ class Hollow:
         self.seconds += time.thread_time() - begin
         return result
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         return self.timed(lambda: torch.zeros(tokens, 64))
 
-    def run(self, part: Any, given: torch.Tensor, labels: torch.Tensor | None, context: object) -> torch.Tensor:
-        """See `Parameters.run`."""
+    def forward(self, part: Any, given: torch.Tensor, labels: torch.Tensor | None, context: object) -> torch.Tensor:
+        """See `Parameters.forward`."""
         return self.timed(lambda: given * 1.0)
 
     def backward(self, output: Any, gradient: torch.Tensor, *, reduce: bool) -> None:
         """See `Parameters.backward`."""
         self.timed(lambda: torch.autograd.backward(output, gradient))
 
-    def acquire(self, part: Any = None) -> None:
+    def unshard(self, part: Any = None) -> None:
         """Do nothing."""
 
-    arrange = reduce = release = finish = clear = acquire
+    prefetch = reduce = reshard = finish_gradients = zero_grad = unshard
 
     def gradient_norm(self) -> float:
         """Return a number."""

@@ -10,14 +10,17 @@ import numpy as np
 from seqloom.cost import CostModel, GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round
-from seqloom.planners.pipeline.placement import Level, Seat, work_of
-from seqloom.planners.pipeline.stage_layout import Line
+from seqloom.planners.pipeline.long_sequences import StageGroup
+from seqloom.planners.pipeline.recompute_offload import ActivationPolicy, stage_micro_batch
+from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import schedule_of
 
 
-def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, tokens: int) -> Plan:
+def fixed_chunks(lengths: np.ndarray, cost: CostModel, layout: StageLayout, limits: Any, tokens: int) -> Plan:
     """Documents of more than `tokens` in chunks of as many, the others packed up to as many; longest first, Seq1F1B."""
-    shape = GroupShape(min(line.width, cost.model.heads), max(1, line.width // cost.model.heads))
+    shape = GroupShape(
+        min(layout.ranks_per_stage, cost.model.heads), max(1, layout.ranks_per_stage // cost.model.heads)
+    )
     by_length = np.argsort(-lengths, kind="stable").tolist()
     chains: list[list[tuple[Span, ...]]] = []
     packs: list[list[Span]] = []
@@ -33,13 +36,16 @@ def fixed_chunks(lengths: np.ndarray, cost: CostModel, line: Line, limits: Any, 
             packs.append(pack := [])
         pack.append(Span(k, 0, length))
     chains += [[tuple(pack)] for pack in packs]
-    order = schedule_of("seq1f1b", line.hosts, len(chains), [len(chain) for chain in chains], 1)
+    order = schedule_of("seq1f1b", layout.pp_size, len(chains), [len(chain) for chain in chains], 1)
     rounds = []
     for spans in (spans for chain in chains for spans in chain):
-        seats = (Seat(shape, 0, tuple(sorted(spans))),)
-        works = [work_of(cost, line, seats, host, Level(Checkpoint.NONE)) for host in line.places]
+        groups = (StageGroup(shape, 0, tuple(sorted(spans))),)
+        works = [
+            stage_micro_batch(cost, layout, groups, host, ActivationPolicy(Checkpoint.NONE))
+            for host in layout.pp_rank_of_stage
+        ]
         rounds.append(Round(tuple(works)))
-    pipeline = Pipeline(line.stages, tuple(rounds), order.rows_of_plan())
+    pipeline = Pipeline(layout.stages, tuple(rounds), order.rows_of_plan())
     plan = Plan(limits, cost.sharding, Reduce.STEP, tuple(lengths.tolist()), (pipeline,), f"chunks of {tokens}")
     plan.validate()
     return plan

@@ -48,17 +48,18 @@ def work(case: Case, source: str, seed: int) -> dict[str, Any]:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     from seqloom.api import cost_model
     from seqloom.planners import make_plan
-    from seqloom.planners.compiled import COMPILED
+    from seqloom.planners.compiled import compile_loops
     from seqloom.planners.uniform import fastest_static_degree
 
-    assert (case.install == "fast") == COMPILED, f"{case.install} install, but compiled is {COMPILED}"
+    compiled = compile_loops()
+    assert (case.install == "fast") == compiled, f"{case.install} install, but compiled is {compiled}"
     cost = cost_model(case.cluster, case.model, profile=case.profile, sharding=case.sharding, max_length=CONTEXT)
     first, *others = batches(source, case.plans + 1, seed=seed, context=CONTEXT, skip=10, size=case.size)
     found: dict[str, Any] = {"gpus": cost.ranks, "wall_ms": {}, "processor_ms": {}}
     for name in PLANNERS:
         options = {"degree": fastest_static_degree([first], cost)} if name == "static" else {}
         kept = others if name == "flex" else others[: max(3, case.plans // 6)]
-        warm = first if COMPILED else first[:2]
+        warm = first if compiled else first[:2]
         wall, processor = [], []
         for lengths in (warm, *kept):
             begin, busy = time.perf_counter(), time.process_time()

@@ -11,10 +11,10 @@ from common import K
 
 from seqloom.cost import CostModel, Profile
 from seqloom.cost.profile import Curve, LinkRate, Links
-from seqloom.cost.stages import StageMemory, host_bytes
+from seqloom.cost.stages import StageMemory, pp_rank_bytes
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import Checkpoint
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
+from seqloom.planners.pipeline.stage_layout import StageLayout
 
 HOSTS, DOCUMENTS = 8, 256
 LONGEST, OVERHEAD = 128 * K, 512
@@ -49,9 +49,9 @@ def priced(budget_gib: float) -> CostModel:
 def budget(memory: float, longest: int) -> float:
     """GiB of so many times the longest document."""
     cost = priced(PLENTY_GIB)
-    line = line_of(cost, HOSTS)
-    state = max(host_bytes(cost, shares, shard_group_of(cost, line)) for shares in line.of_hosts)
-    held = StageMemory(cost, line.shares[0]).holding(Checkpoint.NONE, offload=False).held
+    layout = StageLayout.of(cost, HOSTS)
+    state = max(pp_rank_bytes(cost, shares, layout.shard_group_size(cost)) for shares in layout.ranges_by_pp_rank)
+    held = StageMemory(cost, layout.layer_ranges[0]).activation_bytes(Checkpoint.NONE, offload=False).held
     kept = memory * longest * (held + 2 * WIDTH * 2)
     return (state + kept + longest * 2 * WIDTH * 4) / 2**30
 

@@ -14,7 +14,7 @@ from common import Check, show, show_checks
 from seqloom.cost import CostModel, GroupShape
 from seqloom.cost.calibrate import Calibration, Trial
 from seqloom.plan import Group
-from seqloom.planners.registry import Planned
+from seqloom.planners.registry import TimedPlan
 
 TIE = 1.01
 """Planners whose predicted times are nearer than this have no order to be right or wrong about."""
@@ -32,7 +32,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     @staticmethod
-    def entry(made: Planned, cost: CostModel, seconds: float) -> dict[str, Any]:
+    def entry(made: TimedPlan, cost: CostModel, seconds: float) -> dict[str, Any]:
         """One batch under one planner."""
         rounds = made.plan.pipelines[0].rounds
         groups = [group for each in rounds for group in each.work[0].groups]

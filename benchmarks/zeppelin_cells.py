@@ -143,6 +143,6 @@ def with_shapes(cost: CostModel, keep: Callable[[GroupShape], bool]) -> CostMode
     """The same cost model with fewer shapes for planners to choose from, chosen among those as usual."""
     fewer = copy.copy(cost)
     fewer.shapes = tuple(shape for shape in cost.engine.shapes if keep(shape))
-    useful = [useful_shapes(partial(fewer.tables, variant=variant)) for variant in cost.variants]
+    useful = [useful_shapes(partial(fewer.tables, policy=policy)) for policy in cost.policies]
     fewer.shapes = ordered(shape for shapes in useful for shape in shapes)
     return fewer

@@ -77,14 +77,14 @@ def plan(
     Args:
         lengths: tokens of every sequence of the batch; a sequence's id in the plan is its index here.
         planner: ``static`` (``static:64`` fixes the degree), ``adaptive``, ``flexsp``, ``flex``, ``zones``,
-            ``pipeline`` (``pipeline:4`` has 4 stages), ``strategies`` (sharding free), ``exact`` or ``auto``, the best
+            ``pipeline`` (``pipeline:4`` has 4 stages), ``hydraulis`` (sharding free), ``exact`` or ``auto``, the best
             of all without stages; under sharding free, of strategies too.
         seed: of the planner's pseudo-random choices; same inputs and seed, same plan.
         options: of that planner, see its function in :mod:`seqloom.planners`.
 
     The other arguments are those of :func:`cost_model`.
     """
-    from seqloom.planners import make_plan, stages_asked
+    from seqloom.planners import make_plan, requested_stages
 
     batch = lengths if isinstance(lengths, Batch) else Batch.of(lengths)
     cost = cost_model(
@@ -94,7 +94,7 @@ def plan(
         sharding=sharding,
         budget_gib=budget_gib,
         max_length=max_length,
-        stages=max(stages_asked([planner]), options.get("stages") or 1),
+        stages=max(requested_stages([planner]), options.get("stages") or 1),
     )
     if max_length is not None and batch.longest > max_length:
         index = int(np.argmax(batch.lengths > max_length))

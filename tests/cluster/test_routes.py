@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqloom.dist import P2PTensor
-from seqloom.dist.routed import Passage, start_routed
+from seqloom.dist.routed import RoutedTransfer, start_routed
 from seqloom.layout import Move, Route
 
 pytestmark = pytest.mark.cluster
@@ -30,7 +30,7 @@ def deliver(transport, boxes, route):
     wanted = {item: torch.zeros(sizes[item], dtype=torch.uint8) for _, to, item, _, _ in boxes if to == rank}
     sends = [P2PTensor(to, sent[item]) for by, to, item, _, _ in boxes if by == rank]
     receives = [P2PTensor(by, wanted[item]) for by, to, item, _, _ in boxes if to == rank]
-    passage = None if route is None else Passage.of(Move(*np.array(boxes).T), route, NODE, rank)
+    passage = None if route is None else RoutedTransfer.of(Move(*np.array(boxes).T), route, NODE, rank)
     transport.all_reduce(torch.ones(1), everyone)
     start = time.perf_counter()
     if passage is None:

@@ -38,7 +38,7 @@ def stepped(transport, step, plan):
     start = time.perf_counter()
     result = run_step(bound, parameters, rows, valid)
     seconds = time.perf_counter() - start
-    return seconds, Found(result.loss, result.gradient_norm, dict(parameters.gradients()))
+    return seconds, Found(result.loss, result.gradient_norm, dict(parameters.full_gradients()))
 
 
 def measured(hosts, pool, plan):

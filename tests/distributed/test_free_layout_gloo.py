@@ -62,7 +62,7 @@ def kept(transport, dtype, kind, shift):
     else:
         stages = (Stage((0, 1, 2, 3), (0, 1)), Stage((4, 5, 6, 7), (1, 4)))
         parameters = PipelineFSDP(adapter, transport, Placement(stages, Sharding.FULL, RANKS))
-    return parameters, make_optimiser(parameters.masters(), SETTINGS)
+    return parameters, make_optimiser(parameters.master_weights(), SETTINGS)
 
 
 def everything(parameters, optimiser):
@@ -72,7 +72,7 @@ def everything(parameters, optimiser):
         for name, state in named_state(optimiser).items()
         for key in ("exp_avg", "exp_avg_sq")
     }
-    return {name: value.clone() for name, value in parameters.values()}, moments
+    return {name: value.clone() for name, value in parameters.full_parameters()}, moments
 
 
 def train(transport, dtype, plans, folder, hops=()):
@@ -85,11 +85,11 @@ def train(transport, dtype, plans, folder, hops=()):
             between.append(everything(parameters, optimiser))
             for hop, kind in enumerate(hops):
                 with Checkpoints(Path(folder) / str(hop)) as checkpoints:
-                    checkpoints.save(1, model=parameters.masters(), optimiser=named_state(optimiser), extra={})
+                    checkpoints.save(1, model=parameters.master_weights(), optimiser=named_state(optimiser), extra={})
                 parameters, optimiser = kept(transport, dtype, kind, 1 + hop)
                 with Checkpoints(Path(folder) / str(hop)) as checkpoints:
                     path = latest(Path(folder) / str(hop))
-                    checkpoints.load(path, model=parameters.masters(), optimiser=named_state(optimiser))
+                    checkpoints.load(path, model=parameters.master_weights(), optimiser=named_state(optimiser))
                 between.append(everything(parameters, optimiser))
         result = run_step(bind_plan(plan, transport), parameters, replace(step, dtype=dtype).rows(), step.valid)
         scale_gradients(parameters, clip_factor(result.gradient_norm, LIMIT))

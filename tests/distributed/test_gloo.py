@@ -56,11 +56,11 @@ def test_counting_works_on_any_transport(gloo_pool):
     assert gloo_pool.run(count, ranks=4) == [(2 * 44, 1), (2 * 8, 2), (0, 2), (2 * 4, 2)]
 
 
-def aside(transport):
+def background(transport):
     """Parcels of both world communicators between the same ranks, started in different orders."""
     peer, received = transport.rank ^ 1, [torch.zeros(3), torch.zeros(3)]
     given = [torch.full((3,), 1.0 + transport.rank), torch.full((3,), -1.0 - transport.rank)]
-    doors = [transport, transport.aside]
+    doors = [transport, transport.background]
     order = (0, 1) if transport.rank % 2 else (1, 0)
     for handle in [doors[k].exchange([P2PTensor(peer, given[k])], [P2PTensor(peer, received[k])]) for k in order]:
         handle.wait()
@@ -68,7 +68,7 @@ def aside(transport):
 
 
 def test_parcels_aside_do_not_mix_with_others(gloo_pool):
-    assert gloo_pool.run(aside, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
+    assert gloo_pool.run(background, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
 
 
 def refusals(transport):

@@ -65,7 +65,7 @@ def test_its_plans_change_nothing(recipe, tmp_path):
 def test_strategies_switch_by_themselves(seqloom_here, tmp_path):
     """As the recipe stands, but for its length: what the planner chooses from what was proposed."""
     few = (f"run.output={tmp_path}", "run.steps=4", "evaluation.every=0", "checkpoint.every=0")
-    recipe = RECIPES[0].parent / "strategies-cpu.toml"
+    recipe = RECIPES[0].parent / "hydraulis-cpu.toml"
     done = seqloom_here("train", recipe, *(word for each in few for word in ("--set", each)))
     assert done.returncode == 0, done.stderr
     records = read_steps(tmp_path / "metrics.jsonl")

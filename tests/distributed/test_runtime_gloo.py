@@ -96,11 +96,11 @@ def trained_with(transport, step, plan, compute, kind):
     recompute_layers(adapter.layers)
     names = [name for name, _ in adapter.module.named_parameters()]
     if kind == Sharding.FREE:
-        parameters = ReshardingParameters(adapter, transport, compute=compute)
+        parameters = ReshardingParameters(adapter, transport, param_dtype=compute)
     else:
-        parameters = FSDPParameters(adapter, transport, kind, node_size=NODE, compute=compute, keep_gathered=True)
-    assert list(parameters.masters()) == names
-    optimiser = torch.optim.AdamW(parameters.masters().values(), lr=0.02)
+        parameters = FSDPParameters(adapter, transport, kind, node_size=NODE, param_dtype=compute, keep_gathered=True)
+    assert list(parameters.master_weights()) == names
+    optimiser = torch.optim.AdamW(parameters.master_weights().values(), lr=0.02)
     bound, losses = bind_plan(plan, transport), []
     for _ in range(4):
         result = run_step(bound, parameters, step.rows(), step.valid)
@@ -108,14 +108,14 @@ def trained_with(transport, step, plan, compute, kind):
         optimiser.step()
         losses.append(result.loss)
     losses.append(evaluate(bound, parameters, step.rows(), step.valid))
-    held = {parameter.grad.dtype for parameter in parameters.masters().values()}
-    return losses, held, sum(parameter.to_local().numel() for parameter in parameters.masters().values())
+    held = {parameter.grad.dtype for parameter in parameters.master_weights().values()}
+    return losses, held, sum(parameter.to_local().numel() for parameter in parameters.master_weights().values())
 
 
 def idle_then_busy(transport, step, plans, kind):
     """Evaluate everywhere, train where only node 0 works, and return the loss that everyone then finds."""
     parameters = FSDPParameters(ModelAdapter.of(step.model()), transport, kind, node_size=NODE)
-    optimiser = torch.optim.SGD(parameters.masters().values(), lr=0.1)
+    optimiser = torch.optim.SGD(parameters.master_weights().values(), lr=0.1)
     evaluate(bind_plan(plans[0], transport), parameters, step.rows(), step.valid)
     run_step(bind_plan(plans[1], transport), parameters, step.rows(), step.valid)
     optimiser.step()
@@ -171,7 +171,7 @@ def adapted(transport, step, plan):
     recompute_layers(adapter.layers)
     parameters = FSDPParameters(adapter, transport, plan.sharding, node_size=NODE)
     run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
-    return dict(parameters.gradients())
+    return dict(parameters.full_gradients())
 
 
 @pytest.mark.parametrize("reduce", Reduce)
@@ -203,7 +203,7 @@ def with_transformers(transport, name, lora, plan, make):
         ReplicatedParameters(own, transport) if make is None else FSDPParameters(own, transport, make, node_size=NODE)
     )
     result = run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
-    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 
 
 @pytest.mark.parametrize(

@@ -53,17 +53,17 @@ def run_units(transport, step, placement, parameters, weights=None):
     parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
     open_units, kept, sent = {}, {}, []
     for stage in mine:
-        parameters.acquire(parts[stage])
+        parameters.unshard(parts[stage])
     for stage in range(len(placement.stages)):
         for number in numbers if stage in mine else ():
             part, given = parts[stage], ids[number]
             if stage:
                 given = kept.pop((stage - 1, number), None)
                 if given is None:
-                    given = parameters.room(len(ids[number]))
+                    given = parameters.empty_hidden_states(len(ids[number]))
                     dist.recv(given, peer(stage - 1))
                 given.requires_grad_()
-            out = parameters.run(part, given, labels[number] if part.ends else None, contexts[number])
+            out = parameters.forward(part, given, labels[number] if part.ends else None, contexts[number])
             open_units[stage, number] = given, out
             if part.ends:
                 total += out.item() / step.valid
@@ -94,8 +94,8 @@ def run_units(transport, step, placement, parameters, weights=None):
         handle.wait()
     for stage in mine:
         parameters.reduce(parts[stage])
-        parameters.release(parts[stage])
-    parameters.finish()
+        parameters.reshard(parts[stage])
+    parameters.finish_gradients()
     loss = torch.tensor(total, dtype=torch.float64)
     dist.all_reduce(loss)
     return loss.item()
@@ -104,11 +104,11 @@ def run_units(transport, step, placement, parameters, weights=None):
 def one_step(transport, step, placement, compute=None):
     adapter = step.model_adapter()
     weights = defer_weight_gradients(adapter.layers)
-    parameters = PipelineFSDP(adapter, transport, placement, compute=compute)
+    parameters = PipelineFSDP(adapter, transport, placement, param_dtype=compute)
     loss = run_units(transport, step, placement, parameters, weights)
-    found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.gradients()})
-    held = {name: tuple(master.to_local().shape) for name, master in parameters.masters().items()}
-    assert {each.grad.dtype for each in parameters.masters().values()} == {step.dtype}
+    found = Found(loss, float(parameters.gradient_norm()), {k: g.clone() for k, g in parameters.full_gradients()})
+    held = {name: tuple(master.to_local().shape) for name, master in parameters.master_weights().items()}
+    assert {each.grad.dtype for each in parameters.master_weights().values()} == {step.dtype}
     copies = sum(each.untyped_storage().nbytes() for each in adapter.module.parameters() if not each.is_meta)
     return found, held, copies
 
@@ -157,7 +157,7 @@ def of_transformers(step, lora):
 def run_transformers(transport, step, plan, lora):
     parameters = PipelineFSDP(of_transformers(step, lora), transport, Placement.of(plan))
     result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
-    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.gradients()})
+    return Found(result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()})
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -200,13 +200,13 @@ def kept(transport, step, placement):
         parameters = FSDPParameters(adapter, transport, Sharding.FULL)
     else:
         parameters = PipelineFSDP(adapter, transport, placement)
-    return parameters, make_optimiser(parameters.masters(), Optimiser(lr=0.1))
+    return parameters, make_optimiser(parameters.master_weights(), Optimiser(lr=0.1))
 
 
 def everything(parameters, optimiser):
     """Values of the whole model, and this rank's moments, whole."""
     moments = {name: state["exp_avg_sq"].full_tensor() for name, state in named_state(optimiser).items()}
-    return {name: value.clone() for name, value in parameters.values()}, moments
+    return {name: value.clone() for name, value in parameters.full_parameters()}, moments
 
 
 def handed_on(transport, step, placements, folder):
@@ -215,7 +215,7 @@ def handed_on(transport, step, placements, folder):
     for number, placement in enumerate(placements):
         parameters, optimiser = kept(transport, step, placement)
         with Checkpoints(Path(folder) / str(number)) as checkpoints:
-            state = {"model": parameters.masters(), "optimiser": named_state(optimiser)}
+            state = {"model": parameters.master_weights(), "optimiser": named_state(optimiser)}
             if number == 0:
                 run_units(transport, step, placement, parameters)
                 optimiser.step()
@@ -264,7 +264,7 @@ def refused(transport, step):
             messages[name] = str(error)
     parameters = PipelineFSDP(adapter, transport, placed((3, 2), 2))
     try:
-        parameters.acquire(LayerRange(1, 2, 5))
+        parameters.unshard(LayerRange(1, 2, 5))
     except SeqloomError as error:
         messages["part"] = str(error)
     return messages

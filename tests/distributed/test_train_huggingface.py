@@ -121,7 +121,7 @@ def test_strategies_change_neither_losses_nor_model(seqloom_here, place, two):
         (PipelineConfig(ParallelConfig(1, 2), (0, 1), 64), PipelineConfig(ParallelConfig(2, 1), (2, 3), 64))
     )
     (place / "list.json").write_text(strategies_to_json([side_by_side]))
-    free = {"plan__planner": "strategies", "plan__sharding": "free", "plan__strategies": place / "list.json"}
+    free = {"plan__planner": "hydraulis", "plan__sharding": "free", "plan__strategies": place / "list.json"}
     found = trained(seqloom_here, place, "strategies", "--ranks", "4", **free)
     assert np.allclose(found, two, rtol=1e-9, atol=0)
     ours, theirs = (dict(loaded(place / run / "model").named_parameters()) for run in ("strategies", "two"))

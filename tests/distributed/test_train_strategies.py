@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from seqloom.plan import Plan
 from seqloom.plan.pipeline import stages_per_pass
 from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
-from seqloom.planners.hydraulis.assign import Assignment
-from seqloom.planners.hydraulis.planner import build
+from seqloom.planners.hydraulis.dispatch import Assignment
+from seqloom.planners.hydraulis.planner import plan_assignment
 from seqloom.train.config import Config
 from seqloom.train.setup import Setup
 from support.runs import logged, train_here, write_run
@@ -44,9 +44,9 @@ every = 2
 """
 
 
-def strategy(*schemes: tuple[int, ...]) -> Strategy:
-    """Pipelines of these schemes, one beside the other."""
-    shapes = [ParallelConfig(*each) for each in schemes]
+def strategy(*configs: tuple[int, ...]) -> Strategy:
+    """Pipelines of these configs, one beside the other."""
+    shapes = [ParallelConfig(*each) for each in configs]
     ends = accumulate(each.ranks for each in shapes)
     return Strategy(
         tuple(PipelineConfig(s, tuple(range(end - s.ranks, end)), 96) for s, end in zip(shapes, ends, strict=True))
@@ -80,10 +80,10 @@ def in_turn(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
     count = len(strategy.pipelines)
     order = np.argsort(-lengths, kind="stable").tolist()
     dealt = tuple(tuple((document,) for document in order[k::count]) for k in range(count))
-    plan = build(lengths, strategy, Assignment(0, dealt, (0,) * count), cost, seed=0).plan
+    plan = plan_assignment(lengths, strategy, Assignment(0, dealt, (0,) * count), cost)
     plan.validate()
     gathers = {each.ranks for each in plan.pipelines if stages_per_pass(each)}
-    assert gathers == {pipe.ranks for pipe in strategy.pipelines if pipe.scheme.gathered}
+    assert gathers == {pipe.ranks for pipe in strategy.pipelines if pipe.parallel.reshard_after_forward}
     return plan
 
 
@@ -100,7 +100,7 @@ def run(gloo_pool, place: Path, name: str, *settings: str) -> tuple[list[str], l
 
 
 def chosen_from(place: Path, name: str) -> tuple[str, ...]:
-    return "plan.planner=strategies", "plan.sharding=free", f"plan.strategies={place / name}.json"
+    return "plan.planner=hydraulis", "plan.sharding=free", f"plan.strategies={place / name}.json"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_changing_the_strategy_trains_the_same_model(place, static, switching):
         ("switching", "others", ()),
         ("switching", "", ("plan.planner=static",)),
         ("switching", "", ("pipeline.stages=2", "plan.sharding=free")),
-        ("static", "auto", ("plan.planner=strategies", "plan.sharding=free")),
+        ("static", "auto", ("plan.planner=hydraulis", "plan.sharding=free")),
     ],
     ids=["another list", "another sharding", "one pipeline", "from another sharding to what is proposed"],
 )

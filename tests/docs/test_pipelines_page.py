@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import seqloom
 from seqloom.cli.main import app
-from seqloom.cost import Variant
+from seqloom.cost import MemoryPolicy
 from seqloom.layout import Span
 from seqloom.plan import Group, Reduce
 from seqloom.planners.pipeline.stage_layout import stage_layers
@@ -45,8 +45,8 @@ def test_every_file_that_the_page_names_exists():
 def busiest_over_mean(stages: int, length: int) -> float:
     """Of the stages of llama3-8b, levelled as the planner does."""
     cost = seqloom.cost_model("8x8xH100", "llama3-8b")
-    variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
-    parts = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, length),)), variant)
+    policy = MemoryPolicy(cost.engine.policies[0].checkpoint, Reduce.STEP, resident=True)
+    parts = cost.group_cost(Group((0,), 1, 1, (Span(0, 0, length),)), policy)
     layer = (parts.total_ns - parts.head) / cost.model.layers
     *others, last = (layer * count for count in stage_layers(cost, stages, length=length))
     times = [*others, last + parts.head]

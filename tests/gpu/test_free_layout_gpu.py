@@ -34,7 +34,7 @@ def spread(plans, transport):
     for plan in plans:
         bound = bind_plan(plan, transport, device="cuda")
         result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), STEP.valid)
-        gradients = {name: each.cpu().clone() for name, each in parameters.gradients()}
+        gradients = {name: each.cpu().clone() for name, each in parameters.full_gradients()}
         found.append(Found(result.loss, result.gradient_norm, gradients))
     return found
 

@@ -45,7 +45,7 @@ def spread(step, plan, transport):
     parameters, read = ReplicatedParameters(adapter, transport), step.rows()
     bound = bind_plan(plan, transport, device="cuda")
     result = run_step(bound, parameters, lambda c: tuple(each.cuda() for each in read(c)), step.valid)
-    return Found(result.loss, result.gradient_norm, {name: each.cpu() for name, each in parameters.gradients()})
+    return Found(result.loss, result.gradient_norm, {name: each.cpu() for name, each in parameters.full_gradients()})
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -68,7 +68,7 @@ def peak(step, kind, offloads):
     parameters, read = ReplicatedParameters(adapter, SingleRankTransport()), step.rows()
     bound = bind_plan(planned(step, "gpipe", 1, 1, 1, offloads, (kind,)), SingleRankTransport(), device="cuda")
     for _ in range(2):  # the first one finds kernels and workspaces
-        parameters.clear()
+        parameters.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -59,15 +59,15 @@ def test_two_stages_on_one_gpu(job):
     adapter = replace(adapter, weight_gradients=defer_weight_gradients(adapter.layers))
     whole = sum(each.numel() for each in adapter.module.parameters())
     placement = Placement((Stage((0,), (0, 1)), Stage((0,), (1, 4))), Sharding.FULL, 1)
-    parameters = PipelineFSDP(adapter, SingleRankTransport(), placement, compute=torch.bfloat16)
+    parameters = PipelineFSDP(adapter, SingleRankTransport(), placement, param_dtype=torch.bfloat16)
     first, last = placement.parts_of(0)
     before = bytes_now()
     for part in (first, last):
-        parameters.acquire(part)
+        parameters.unshard(part)
     assert DEVICE == "cpu" or bytes_now() - before >= 2 * whole
-    given = parameters.run(first, ids, None, context)
+    given = parameters.forward(first, ids, None, context)
     middle = given.detach().requires_grad_()
-    loss = parameters.run(last, middle, labels, context)
+    loss = parameters.forward(last, middle, labels, context)
     with parameters.weight_gradients.deferred(1):
         parameters.backward(loss, torch.full_like(loss, 1 / STEP.valid), reduce=False)
     with parameters.weight_gradients.deferred(0):
@@ -77,10 +77,10 @@ def test_two_stages_on_one_gpu(job):
     for number, part in enumerate((first, last)):
         parameters.weight_gradients.run(number)
         parameters.reduce(part)
-        parameters.release(part)
-    parameters.finish()
-    found = {name: each.double().cpu() for name, each in parameters.gradients()}
-    assert {each.grad.dtype for each in parameters.masters().values()} == {torch.float32}
+        parameters.reshard(part)
+    parameters.finish_gradients()
+    found = {name: each.double().cpu() for name, each in parameters.full_gradients()}
+    assert {each.grad.dtype for each in parameters.master_weights().values()} == {torch.float32}
     assert sum(each.untyped_storage().nbytes() for each in adapter.module.parameters()) == 0
     exact = gradients_in(torch.float64, "cpu")
     assert furthest(found, exact) < 2 * furthest(gradients_in(torch.bfloat16), exact)

@@ -48,4 +48,4 @@ def test_ranks_of_a_block_agree_how_their_rows_are_sorted(data):
             wanted = [(span.document, position) for span in group.spans for position in range(span.start, span.stop)]
             order = range(len(held)) if group.order is None else group.order.tolist()
             assert [held[row] for row in order] == wanted
-            assert group.places is None or group.places[group.order].tolist() == list(range(len(held)))
+            assert group.inverse_order is None or group.inverse_order[group.order].tolist() == list(range(len(held)))

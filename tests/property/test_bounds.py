@@ -66,26 +66,26 @@ def test_parts_just_below_a_multiple_do_not_count_as_one():
 @given(cost_models(max_ranks=16), batches(max_documents=25), st.integers(1, 60_000))
 def test_a_further_document_never_lowers_the_bound(cost, lengths, further):
     longer = np.append(lengths, min(further, int(lengths.max())))
-    room = max(shape.degree for shape in cost.shapes) * max(cost.capacity(variant) for variant in cost.variants)
-    if int(cost.tokens(lengths).max()) > room:
+    room = max(shape.degree for shape in cost.shapes) * max(cost.capacity(policy) for policy in cost.policies)
+    if int(cost.padded_lengths(lengths).max()) > room:
         return
-    for reduce in {problem.variant.reduce for problem in fitting_problems(lengths, cost)}:
-        variants = [v for v in cost.variants if v.reduce == reduce]
-        before, after = (variants_bound(batch, cost, variants) for batch in (lengths, longer))
+    for reduce in {problem.policy.reduce for problem in fitting_problems(lengths, cost)}:
+        policies = [v for v in cost.policies if v.reduce == reduce]
+        before, after = (variants_bound(batch, cost, policies) for batch in (lengths, longer))
         assert after >= before * (1 - 2e-3)  # bisections stop at one part in a thousand
 
 
 @settings(max_examples=30)
 @given(cost_models(max_ranks=16), batches(max_documents=25), st.randoms(use_true_random=False))
 def test_the_order_of_documents_does_not_matter(cost, lengths, random):
-    room = max(shape.degree for shape in cost.shapes) * max(cost.capacity(variant) for variant in cost.variants)
-    if int(cost.tokens(lengths).max()) > room:
+    room = max(shape.degree for shape in cost.shapes) * max(cost.capacity(policy) for policy in cost.policies)
+    if int(cost.padded_lengths(lengths).max()) > room:
         return
     shuffled = lengths.tolist()
     random.shuffle(shuffled)
-    for reduce in {problem.variant.reduce for problem in fitting_problems(lengths, cost)}:
-        variants = [v for v in cost.variants if v.reduce == reduce]
-        first, second = (variants_bound(np.array(b), cost, variants) for b in (lengths, shuffled))
+    for reduce in {problem.policy.reduce for problem in fitting_problems(lengths, cost)}:
+        policies = [v for v in cost.policies if v.reduce == reduce]
+        first, second = (variants_bound(np.array(b), cost, policies) for b in (lengths, shuffled))
         assert abs(first - second) <= 2e-3 * first
 
 
@@ -93,26 +93,26 @@ TINY = ("1x2xH200", "2x1xH200", "1x3xH100", "2x2xH200", "1x4xA100-40G", "1x2xA10
 
 
 def tiny_case(seed):
-    """Seeded case for the oracle: lengths, cost model, one variant, ns per token that changes its rank."""
+    """Seeded case for the oracle: lengths, cost model, one policy, ns per token that changes its rank."""
     random, cluster = np.random.default_rng(seed), TINY[seed % len(TINY)]
     sharding = ("full", "hybrid", "none")[seed // len(TINY) % 3]
     named = ("gpt-7b", "flexsp-a100") if "A100" in cluster else (("qwen3-0.6b", "llama3-8b")[seed % 2], None)
     cost = roomy_cost_model(cluster, *named, sharding, int(random.integers(3)))
-    variant = cost.variants[random.integers(len(cost.variants))]
+    policy = cost.policies[random.integers(len(cost.policies))]
     lengths = random.lognormal(0, random.uniform(0.3, 1.8), int(random.integers(1, 4 if cost.ranks == 4 else 5)))
-    room = cost.ranks * cost.capacity(variant)
+    room = cost.ranks * cost.capacity(policy)
     lengths = np.clip(lengths * random.uniform(0.02, 2.2) * room / lengths.sum(), 64, 0.95 * room).astype(np.int64)
     stays = cost.shard_group_size == 1 or named[1] is not None
-    journey = None if stays else min(journey_ns(cost, cost.engine.links, variant, remap) for remap in Remap)
-    return lengths, cost, variant, journey
+    journey = None if stays else min(journey_ns(cost, cost.engine.links, policy, remap) for remap in Remap)
+    return lengths, cost, policy, journey
 
 
 def test_no_plan_of_a_tiny_batch_is_below_the_bound_and_the_best_is_near_it():
     shares = []
     for seed in range(24):
-        lengths, cost, variant, journey = tiny_case(seed)
-        optimum = shortest_overlapping_step(lengths, cost, variant, journey)
-        shares.append((variants_bound(lengths, cost, [variant]) - cost.step_overhead_ns(variant)) / optimum)
+        lengths, cost, policy, journey = tiny_case(seed)
+        optimum = shortest_overlapping_step(lengths, cost, policy, journey)
+        shares.append((variants_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)) / optimum)
     assert max(shares) <= 1 and min(shares) > 0.8
     assert np.mean(shares) > 0.97
 
@@ -120,8 +120,10 @@ def test_no_plan_of_a_tiny_batch_is_below_the_bound_and_the_best_is_near_it():
 @settings(max_examples=40)
 @given(st.data(), cost_models(max_ranks=8), batches(max_documents=25))
 def test_no_drawn_plan_is_below_the_bound(data, cost, lengths):
-    lengths = np.minimum(lengths, cost.ranks * max(map(cost.capacity, cost.variants)) // cost.granule * cost.granule)
-    if max(cost.tokens(lengths)) > max(s.degree for s in cost.shapes) * max(map(cost.capacity, cost.variants)):
+    lengths = np.minimum(
+        lengths, cost.ranks * max(map(cost.capacity, cost.policies)) // cost.pad_multiple * cost.pad_multiple
+    )
+    if max(cost.padded_lengths(lengths)) > max(s.degree for s in cost.shapes) * max(map(cost.capacity, cost.policies)):
         return
     plan = data.draw(overlapping_plans(cost, lengths))
     plan.validate()
@@ -136,11 +138,11 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     method = data.draw(st.sampled_from(Method)) if len(blocks) > 1 else Method.RING
     ranks = tuple(rank for block in blocks for rank in block)
     shape = GroupShape(ulysses, len(blocks), method, data.draw(st.booleans()))
-    variant = data.draw(st.sampled_from(cost.variants))
-    parts = cost.group_parts(
-        Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), variant
+    policy = data.draw(st.sampled_from(cost.policies))
+    parts = cost.group_cost(
+        Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), policy
     )
-    prices = price(np.array([float(length)]), cost, variant)
+    prices = price(np.array([float(length)]), cost, policy)
     row = prices.degree.tolist().index(shape.degree)
     least = prices.once + prices.extra[:, row] + prices.cost[:, row, 0]
-    assert least[0] <= parts.lanes[0] and least[2] <= parts.lanes[2] and least[1] <= max(parts.lanes[:2])
+    assert least[0] <= parts.stream_ns[0] and least[2] <= parts.stream_ns[2] and least[1] <= max(parts.stream_ns[:2])

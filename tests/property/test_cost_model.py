@@ -32,8 +32,8 @@ lengths = st.lists(st.integers(1, 300_000), min_size=1, max_size=20)
 
 @given(costs(), lengths, st.data())
 def test_prices_are_sane_integers(cost, documents, data):
-    variant = data.draw(st.sampled_from(cost.variants))
-    tables = cost.tables(np.sort(documents), variant)
+    policy = data.draw(st.sampled_from(cost.policies))
+    tables = cost.tables(np.sort(documents), policy)
     assert tables.cost.shape == (3, len(cost.shapes), len(documents)) and tables.cost.dtype == np.int64
     assert (tables.cost >= 0).all() and (tables.fixed >= 0).all() and tables.capacity >= 1
     assert (np.diff(tables.cost, axis=2) >= 0).all()  # a longer document never costs less
@@ -42,9 +42,9 @@ def test_prices_are_sane_integers(cost, documents, data):
 
 @given(costs(), lengths, st.data())
 def test_parts_tables_and_pieces_agree(cost, documents, data):
-    variant = data.draw(st.sampled_from(cost.variants))
+    policy = data.draw(st.sampled_from(cost.policies))
     s = data.draw(st.integers(0, len(cost.shapes) - 1))
-    shape, tables = cost.shapes[s], cost.tables(documents, variant)
+    shape, tables = cost.shapes[s], cost.tables(documents, policy)
     start = data.draw(st.sampled_from(cost.family.blocks(shape.degree))).start
     ranks = tuple(range(start, start + shape.degree))
 
@@ -54,24 +54,24 @@ def test_parts_tables_and_pieces_agree(cost, documents, data):
         return cost.group(shape, ranks, spans)
 
     whole = group(10**9)
-    parts = cost.group_parts(whole, variant)
-    assert parts.lanes == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
+    parts = cost.group_cost(whole, policy)
+    assert parts.stream_ns == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
     cut = data.draw(st.integers(1, 300_000))  # kernels are called again, and a ring shares the prefix again
-    pieces, cuts = cost.group_parts(group(cut), variant), sum(cut < n for n in documents)
+    pieces, cuts = cost.group_cost(group(cut), policy), sum(cut < n for n in documents)
     added = {name: value - parts.as_dict()[name] for name, value in pieces.as_dict().items()}
-    again = np.rint(cost.engine.prefix_work(np.array([float(cut)]), shape, variant))
+    again = np.rint(cost.engine.prefix_ns(np.array([float(cut)]), shape, policy))
     assert added.pop("attention") == cuts * int(again[0])
     shared = {name: added.pop(name) for name in ("ring", "steps", "network", "kv_gather", "link")}
     assert not any(added.values())
     assert all(value >= 0 for value in shared.values()) and (any(shared.values()) <= (shape.ring > 1 and cuts > 0))
-    assert cost.groups_parts([whole, whole], variant) == [parts, parts]
+    assert cost.group_costs([whole, whole], policy) == [parts, parts]
 
 
 @given(costs())
 def test_a_model_is_a_function_of_its_inputs(cost):
     again = CostModel(cost.cluster, cost.model, cost.profile, cost.sharding)
     assert again.shapes == cost.shapes and again.limits() == cost.limits()
-    for variant in cost.variants:
-        assert (again.tables([7, 7777], variant).cost == cost.tables([7, 7777], variant).cost).all()
-        used = cost.fixed_bytes(variant) + cost.capacity(variant) * cost.token_bytes(variant)
-        assert used <= cost.budget_bytes < used + cost.token_bytes(variant) + 1
+    for policy in cost.policies:
+        assert (again.tables([7, 7777], policy).cost == cost.tables([7, 7777], policy).cost).all()
+        used = cost.fixed_bytes(policy) + cost.capacity(policy) * cost.token_bytes(policy)
+        assert used <= cost.budget_bytes < used + cost.token_bytes(policy) + 1

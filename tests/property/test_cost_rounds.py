@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.communication import Communication, remap_exchanges
-from seqloom.cost.traffic import group_traffic
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.communication import Communication, group_traffic, remap_exchanges
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
 from seqloom.plan import Checkpoint, Method, Reduce, Remap, StageMicroBatch
 
-FULL = Variant(Checkpoint.FULL, Reduce.STEP)
+FULL = MemoryPolicy(Checkpoint.FULL, Reduce.STEP)
 
 
 @cache
@@ -36,14 +35,14 @@ def rounds(draw):
         spans = [Span(documents + k, 0, length) for k, length in enumerate(lengths)]
         documents += len(lengths)
         groups.append(cost.group(shape, range(first, first + shape.degree), spans))
-    variant = draw(st.sampled_from(cost.variants))
-    return cost, StageMicroBatch(tuple(groups), variant.checkpoint), variant
+    policy = draw(st.sampled_from(cost.policies))
+    return cost, StageMicroBatch(tuple(groups), policy.checkpoint), policy
 
 
-def composed(cost, work, variant):
+def composed(cost, work, policy):
     """The formula, rank by rank, in plain Python."""
     own = defaultdict(list)
-    for group, parts in zip(work.groups, cost.groups_parts(work.groups, variant), strict=True):
+    for group, parts in zip(work.groups, cost.group_costs(work.groups, policy), strict=True):
         for rank in group.ranks:
             own[rank].append((group, parts))
     times = [0] * cost.ranks
@@ -60,14 +59,14 @@ def composed(cost, work, variant):
 
 @given(rounds())
 def test_ranks_compose_their_groups(drawn):
-    cost, work, variant = drawn
-    times = cost.round_times(work, variant)
-    assert times.rank_ns.tolist() == composed(cost, work, variant)
+    cost, work, policy = drawn
+    times = cost.round_times(work, policy)
+    assert times.rank_ns.tolist() == composed(cost, work, policy)
     sums = np.zeros(cost.ranks, dtype=np.int64)
     np.add.at(sums, times.member_rank, times.member_ns)
     assert (sums == times.rank_ns).all() and (times.member_ns >= 0).all()
-    alone = cost.round_times(replace(work, groups=work.groups[:1]), variant)
-    total = cost.group_parts(work.groups[0], variant).total_ns
+    alone = cost.round_times(replace(work, groups=work.groups[:1]), policy)
+    total = cost.group_cost(work.groups[0], policy).total_ns
     assert (alone.rank_ns[list(work.groups[0].ranks)] == total).all()
     assert alone.nic_ns.max() <= total and alone.link_ns.max() <= total  # occupancy never binds one group
     assert alone.busy_ns[list(work.groups[0].ranks)].max() == total
@@ -76,7 +75,7 @@ def test_ranks_compose_their_groups(drawn):
 @given(rounds())
 def test_cards_carry_all_bytes_that_leave(drawn):
     """Occupancy x bandwidth over all cards = bytes counted message by message, within rounding."""
-    cost, work, variant = drawn
+    cost, work, policy = drawn
     cluster, links = cost.cluster, cost.engine.links
     expected = 0.0
     for group in work.groups:
@@ -89,7 +88,7 @@ def test_cards_carry_all_bytes_that_leave(drawn):
         message = links.ulysses_bytes(shape, work.checkpoint) / u * tokens
         expected += far * message / rate(cost, "all_to_all") if u > 1 else 0.0
         expected += shared_ns(cost, group, node, shape, work.checkpoint)
-    found = int(cost.round_times(work, variant).nic_ns.sum())
+    found = int(cost.round_times(work, policy).nic_ns.sum())
     rounding = sum(len(group.ranks) * (len(group.spans) + 1) for group in work.groups) * 8
     assert found == pytest.approx(expected, rel=1e-6, abs=rounding)
 
@@ -148,16 +147,16 @@ def test_the_break_even_is_that_of_the_alpha_beta_model():
 
 @given(rounds(), st.data())
 def test_a_linear_layout_moves_linear_work(drawn, data):
-    cost, work, variant = drawn
+    cost, work, policy = drawn
     home = work.attention_layout()
     shift = data.draw(st.integers(0, cost.ranks - 1))
     linear = Layout((home.rank + shift) % cost.ranks, home.item, home.start, home.stop)
-    plain = cost.round_times(work, variant)
+    plain = cost.round_times(work, policy)
     for remap in Remap:
-        moved = cost.round_times(replace(work, linear=linear, remap=remap), variant)
+        moved = cost.round_times(replace(work, linear=linear, remap=remap), policy)
         held = np.bincount(linear.rank, linear.sizes, cost.ranks)
         if remap == Remap.ATTENTION:
-            rate = cost.engine.compute.linear(variant.checkpoint)
+            rate = cost.engine.compute.linear(policy.checkpoint)
             assert moved.part("linear").tolist() == np.rint(held * rate).tolist()
         assert moved.part("linear").sum() == pytest.approx(plain.part("linear").sum(), rel=1e-6, abs=1000)
         assert (moved.part("attention") == plain.part("attention")).all()

@@ -23,7 +23,7 @@ from support.strategies import batches, cost_models
 @settings(max_examples=25)
 def test_packings(lengths, cost, share, short_first, seed):
     lengths = np.minimum(lengths, room(cost))
-    occupied = cost.tokens(lengths)
+    occupied = cost.padded_lengths(lengths)
     budget = max(int(occupied.max()), int(share * occupied.sum()))
     packing = hbp(lengths, cost, budget, short_first=short_first, seed=seed)
     check_structure(packing, lengths, cost, budget)
@@ -44,9 +44,9 @@ def check_structure(packing, lengths, cost, budget):
     part = 0
     for step, index in enumerate(packing.step_levels.tolist()):
         level, packs = packing.levels[index], packing.packs(step)
-        tokens = [int(cost.tokens(lengths[pack]).sum()) for pack in packs]
+        tokens = [int(cost.padded_lengths(lengths[pack]).sum()) for pack in packs]
         assert min(map(len, packs)) > 0 and max(tokens) <= level.tokens and sum(tokens) <= budget
-        assert level.tokens <= level.shape.degree * cost.capacity(level.variant)
+        assert level.tokens <= level.shape.degree * cost.capacity(level.policy)
         assert len(packs) <= level.packs
         part += len(packs) < level.packs
     assert part <= 1

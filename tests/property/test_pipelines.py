@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
-from seqloom.cost.stages import host_bytes
+from seqloom.cost.stages import pp_rank_bytes
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
+from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules.registry import NAMES
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.scheduled import scheduled_steps
@@ -82,8 +82,8 @@ def test_every_schedule(threads, name, data):
 def tight(stages, room, sharding="full"):
     """A cost model of four ranks in two nodes whose fullest stage has so many bytes for tokens."""
     roomy = cost_model("2x2xH100", tiny_spec(layers=4), sharding=sharding, budget_gib=5.0)
-    line = line_of(roomy, stages)
-    state = max(host_bytes(roomy, shares, shard_group_of(roomy, line)) for shares in line.of_hosts)
+    layout = StageLayout.of(roomy, stages)
+    state = max(pp_rank_bytes(roomy, shares, layout.shard_group_size(roomy)) for shares in layout.ranges_by_pp_rank)
     budget = (state + room) / 2**30
     return CostModel(roomy.cluster, roomy.model, sharding=sharding, budget_gib=budget, stages=stages)
 

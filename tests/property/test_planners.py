@@ -15,8 +15,8 @@ from support.strategies import batches, cost_models
 
 
 def holds(lengths, cost):
-    room = max(shape.degree for shape in cost.shapes) * max(cost.capacity(variant) for variant in cost.variants)
-    return int(cost.tokens(np.array([lengths.max()]))[0]) <= room
+    room = max(shape.degree for shape in cost.shapes) * max(cost.capacity(policy) for policy in cost.policies)
+    return int(cost.padded_lengths(np.array([lengths.max()]))[0]) <= room
 
 
 def check(plan, lengths, cost, bound):
@@ -98,5 +98,5 @@ def test_more_evaluations_are_never_worse(cost, lengths):
     if holds(lengths, cost):
         plans = [make_plan("flex", lengths, cost, evaluations=count) for count in (0, 10, 60)]
         times = [cost.plan_ns(plan) for plan in plans]
-        if len(cost.variants) == 1:  # else a round may turn out to keep more than it was searched with
+        if len(cost.policies) == 1:  # else a round may turn out to keep more than it was searched with
             assert all(more <= fewer for fewer, more in pairwise(times))

@@ -93,7 +93,7 @@ def test_random_plans_in_float32(threads, data):
 def tight(sharding, tokens=25):
     """A cost model of four ranks in two nodes that hold `tokens` each when all activations are kept."""
     two = [cost_model("2x2xH100", tiny_spec(), sharding=sharding, budget_gib=gib) for gib in (4.0, 5.0)]
-    low, high = (cost.capacity(cost.variants[0]) for cost in two)
+    low, high = (cost.capacity(cost.policies[0]) for cost in two)
     gib = 4.0 + (tokens + 0.5 - low) / (high - low)
     return cost_model("2x2xH100", tiny_spec(), sharding=sharding, budget_gib=gib)
 

@@ -37,7 +37,7 @@ def plans(draw):
         if first >= cost.ranks:
             break
         lengths = np.array(draw(st.lists(st.integers(2, 20_000), min_size=1, max_size=5)))
-        own = cost.on_ranks(size, tensor)
+        own = cost.for_submesh(size, tensor)
         if stages == 1:
             made = plan_flex(lengths, own)
         else:

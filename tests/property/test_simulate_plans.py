@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import PlanError
 from seqloom.layout import Span
@@ -44,8 +44,8 @@ def one_stage(draw):
     additive = sharding not in (Sharding.NONE, Sharding.FREE) and draw(st.booleans())
     nodes = draw(st.integers(1, 3))
     cost = published(nodes, sharding) if additive else cost_of(nodes, draw(st.integers(1, 4)), sharding)
-    reduce = draw(st.sampled_from(sorted({variant.reduce for variant in cost.variants})))
-    kept = [variant.checkpoint for variant in cost.variants if variant.reduce == reduce]
+    reduce = draw(st.sampled_from(sorted({policy.reduce for policy in cost.policies})))
+    kept = [policy.checkpoint for policy in cost.policies if policy.reduce == reduce]
     documents, rounds = [], []
     for _ in range(draw(st.integers(1, 4))):
         groups = []
@@ -71,24 +71,24 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
     for entry in found.rounds:
         assert 0 <= entry.comm_share <= 1 and -1e-12 <= entry.idle_share <= 1
     groups = [
-        (group, Variant(current.work[0].checkpoint, plan.reduce))
+        (group, MemoryPolicy(current.work[0].checkpoint, plan.reduce))
         for current in plan.pipelines[0].rounds
         for group in current.groups
     ]
-    parts = [(group.degree, cost.group_parts(group, variant)) for group, variant in groups]
+    parts = [(group.degree, cost.group_cost(group, policy)) for group, policy in groups]
     works = [current.work[0] for current in plan.pipelines[0].rounds]
-    times = [cost.round_times(work, Variant(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
+    times = [cost.round_times(work, MemoryPolicy(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
     assert found.busy_ns.sum() + found.comm_ns.sum() == sum(times) + cost.ranks * found.end_ns
     if not entry_has_lanes(parts):
         slack = sum(degree for degree, _ in parts)  # a rank in several groups: at most 1 ns each
-        computing = {cost.step_overhead_ns(variant) - cost.step_communication_ns(variant) for _, variant in groups}
+        computing = {cost.step_overhead_ns(policy) - cost.step_communication_ns(policy) for _, policy in groups}
         end = (found.end_ns - max(computing)) * cost.ranks
         exchanged = sum(degree * (entry.ulysses + entry.kv_gather) for degree, entry in parts)
         assert abs(found.comm_ns.sum() - end - exchanged) <= slack
 
 
 def entry_has_lanes(parts):
-    return any(entry.lanes[1] or entry.lanes[2] for _, entry in parts)
+    return any(entry.stream_ns[1] or entry.stream_ns[2] for _, entry in parts)
 
 
 @given(plans())
@@ -130,15 +130,15 @@ def priced(plan):
     """The same plan under a cost model of its cluster, with a checkpoint and reduction that it knows."""
     own = plan.limits
     cost = splittable(own.ranks // own.node_size, own.node_size, plan.sharding)
-    variant = cost.variants[-1]
+    policy = cost.policies[-1]
     lines = []
     for line in plan.pipelines:
         rounds = tuple(
-            Round(tuple(replace(work, checkpoint=variant.checkpoint) for work in current.work))
+            Round(tuple(replace(work, checkpoint=policy.checkpoint) for work in current.work))
             for current in line.rounds
         )
         lines.append(replace(line, rounds=rounds))
-    return replace(plan, reduce=variant.reduce, pipelines=tuple(lines)), cost
+    return replace(plan, reduce=policy.reduce, pipelines=tuple(lines)), cost
 
 
 def in_turn(line):

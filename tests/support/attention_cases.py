@@ -120,9 +120,9 @@ def attend_in_teams(
 
     Its projections are the plainest there are: cut heads out going in, and fill up with zeros coming out.
     """
-    if context.team is None:
+    if context.tp_group is None:
         return attention_with_lse(q, k, v, context, **options)
-    index = context.team.index
+    index = context.tp_group.index
     q, k, v = (all_gather_rows(x, context).chunk(tensor, dim=1)[index] for x in (q, k, v))
     out, lse = attention_with_lse(q, k, v, attention_context(context), **options)
     out, lse = (

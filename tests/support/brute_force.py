@@ -8,13 +8,23 @@ serves up to about 13 documents on 8 ranks.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, Variant
+from seqloom.cost import CostModel, CostTables, MemoryPolicy
 from seqloom.errors import SeqloomError
-from seqloom.planners.compiled import kernel
+from seqloom.planners.loops import NEVER
 
-NEVER = np.int64(1) << np.int64(60)
+if find_spec("numba"):
+    from numba import njit
+
+    kernel = njit(cache=True)
+else:
+
+    def kernel(loop):
+        """Leave the loop as it is."""
+        return loop
 
 
 @kernel
@@ -86,9 +96,9 @@ def shard_group_round(tables: CostTables, cost: CostModel, shard_group: int) -> 
     return found[0, shard_group]
 
 
-def shortest_step(lengths: np.ndarray, cost: CostModel, variant: Variant) -> int:
-    """ns of the best plan of this batch under one variant, without the step's overhead."""
-    tables = cost.tables(np.asarray(lengths, np.int64), variant)
+def shortest_step(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> int:
+    """ns of the best plan of this batch under one policy, without the step's overhead."""
+    tables = cost.tables(np.asarray(lengths, np.int64), policy)
     block = cost.shard_group_size
     best = np.full(1 << len(tables.tokens), NEVER)
     in_rounds(shard_group_round(tables, cost, block), best)

@@ -16,7 +16,7 @@ from itertools import combinations
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
@@ -66,12 +66,12 @@ def _aligned(group: Group, cost: CostModel) -> bool:
     )
 
 
-def price_places(lengths: np.ndarray, cost: CostModel, variant: Variant, groups: list[Group]) -> Places:
+def price_places(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy, groups: list[Group]) -> Places:
     """Price every document in every place."""
     sizes = [int(length) for length in lengths]
     single = [[_with(group, [size]) for group in groups] for size in sizes]
-    parts = [cost.groups_parts(row, variant) for row in single]
-    double = cost.groups_parts([_with(group, [sizes[0], sizes[0]]) for group in groups], variant)
+    parts = [cost.group_costs(row, policy) for row in single]
+    double = cost.group_costs([_with(group, [sizes[0], sizes[0]]) for group in groups], policy)
 
     def own(*names: str) -> np.ndarray:
         """float64[P]: of the group itself: once too many in two documents apart, beyond the two together."""
@@ -92,7 +92,7 @@ def price_places(lengths: np.ndarray, cost: CostModel, variant: Variant, groups:
         on[p, list(group.ranks)] = 1
     return Places(
         on=on,
-        tokens=cost.tokens(lengths)[:, None] / degree,
+        tokens=cost.padded_lengths(lengths)[:, None] / degree,
         linear=of("linear", "head"),
         serial=np.vstack([of(*SERIAL), own(*SERIAL)]),
         excess=np.where(rings, excess, 0.0),
@@ -109,23 +109,23 @@ def _with(group: Group, sizes: list[int]) -> Group:
 
 
 def shortest_overlapping_step(
-    lengths: np.ndarray, cost: CostModel, variant: Variant, journey: float | None = None
+    lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy, journey: float | None = None
 ) -> float:
-    """ns of the best plan under one variant, without the step's overhead.
+    """ns of the best plan under one policy, without the step's overhead.
 
     Args:
         lengths: int64[n].
         cost: of a tiny cluster.
-        variant: of all rounds.
+        policy: of all rounds.
         journey: ns per token that changes its rank for linear layers, on either side; None: no token may.
     """
     groups = legal_groups(cost)
-    places = price_places(np.asarray(lengths), cost, variant, groups)
+    places = price_places(np.asarray(lengths), cost, policy, groups)
     shard_group = np.arange(cost.ranks) // cost.shard_group_size
     rounds = [(np.zeros((0, 1)), np.zeros((0, 1, 1), bool))]  # no round is empty
     for subset in range(1, 1 << len(lengths)):
         documents = [k for k in range(len(lengths)) if subset >> k & 1]
-        rounds.append(_round_times(places, documents, shard_group, cost.capacity(variant), journey))
+        rounds.append(_round_times(places, documents, shard_group, cost.capacity(policy), journey))
     return shortest_schedule(rounds, int(shard_group.max()) + 1)
 
 

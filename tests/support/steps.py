@@ -153,7 +153,7 @@ class Step:
         recompute_layers(adapter.layers)
         parameters = make(adapter, transport)
         result = run_step(bind_plan(plan, transport), parameters, self.rows(), self.valid)
-        gradients = {name: each.clone() for name, each in parameters.gradients()}
+        gradients = {name: each.clone() for name, each in parameters.full_gradients()}
         return Found(result.loss, result.gradient_norm, gradients)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import Span, level_targets, rebalanced
 from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch, in_order
@@ -15,39 +15,39 @@ from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, St
 
 @st.composite
 def overlapping_plans(draw: st.DrawFn, cost: CostModel, lengths: Sequence[int]) -> Plan:
-    """Draw a plan for these documents, which the largest group of one of the cost model's variants holds.
+    """Draw a plan for these documents, which the largest group of one of the cost model's policies holds.
 
     Ring groups are on any ranks, as wide as memory asks for or wider; rounds have as many of them as fit. Every round
     may have a linear layout that levels the ranks of each shard group, where their memory allows.
     """
-    tokens = cost.tokens(np.asarray(lengths)).tolist()
-    fitting = [v for v in cost.variants if max(tokens) <= cost.ranks * cost.capacity(v)]
+    tokens = cost.padded_lengths(np.asarray(lengths)).tolist()
+    fitting = [v for v in cost.policies if max(tokens) <= cost.ranks * cost.capacity(v)]
     reduce: Reduce = draw(st.sampled_from(fitting)).reduce
-    variants = [v for v in fitting if v.reduce == reduce]
+    policies = [v for v in fitting if v.reduce == reduce]
     random = np.random.default_rng(draw(st.integers(0, 2**20)))
-    rounds: list[tuple[Variant, np.ndarray, list[Group]]] = []
+    rounds: list[tuple[MemoryPolicy, np.ndarray, list[Group]]] = []
     for k in random.permutation(len(tokens)).tolist():
-        variant = variants[random.integers(len(variants))]
+        policy = policies[random.integers(len(policies))]
         span = (Span(k, 0, int(lengths[k])),)
-        shape, ranks = _place(random, cost, variant, tokens[k])
+        shape, ranks = _place(random, cost, policy, tokens[k])
         each = -(-tokens[k] // shape.degree)
         last = rounds[-1] if rounds else None
         if last is None or (last[1][list(ranks)] + each > cost.capacity(last[0])).any():
-            rounds.append((variant, np.zeros(cost.ranks, np.int64), []))
+            rounds.append((policy, np.zeros(cost.ranks, np.int64), []))
         rounds[-1][1][list(ranks)] += each
         rounds[-1][2].append(cost.group(shape, ranks, span))
     remapped = cost.shard_group_size > 1 and not isinstance(cost.profile, AdditiveProfile) and draw(st.booleans())
     remap = draw(st.sampled_from(Remap))
-    works = [_work(cost, variant, groups, remap if remapped else None) for variant, _, groups in rounds]
+    works = [_work(cost, policy, groups, remap if remapped else None) for policy, _, groups in rounds]
     pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, [Round((work,)) for work in works], reduce)
     return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(map(int, lengths)), (pipeline,), "drawn")
 
 
 def _place(
-    random: np.random.Generator, cost: CostModel, variant: Variant, tokens: int
+    random: np.random.Generator, cost: CostModel, policy: MemoryPolicy, tokens: int
 ) -> tuple[GroupShape, tuple[int, ...]]:
     """Any shape and ranks that hold so many tokens."""
-    least = -(-tokens // cost.capacity(variant))
+    least = -(-tokens // cost.capacity(policy))
     if isinstance(cost.profile, AdditiveProfile) or random.random() < 0.3:
         fits = [shape for shape in cost.shapes if shape.degree >= least]
         if fits:
@@ -66,14 +66,14 @@ def _place(
     return GroupShape(1, degree, method, awake and bool(random.integers(2))), tuple(ranks.tolist())
 
 
-def _work(cost: CostModel, variant: Variant, groups: list[Group], remap: Remap | None) -> StageMicroBatch:
+def _work(cost: CostModel, policy: MemoryPolicy, groups: list[Group], remap: Remap | None) -> StageMicroBatch:
     """The groups, slow links first; with a remap, the time of ranks is level in every shard group."""
     ordered = in_order(groups, cost.node_size)
-    plain = StageMicroBatch(ordered, variant.checkpoint)
+    plain = StageMicroBatch(ordered, policy.checkpoint)
     if remap is None:
         return plain
     attention = plain.attention_layout()
-    times = cost.round_times(plain, variant)
+    times = cost.round_times(plain, policy)
     linear = times.part("linear") + times.part("head")
     held = np.bincount(attention.rank, attention.sizes, cost.ranks).astype(np.int64)
     token_ns = max(1, int(linear.sum() // held.sum()))
@@ -81,8 +81,8 @@ def _work(cost: CostModel, variant: Variant, groups: list[Group], remap: Remap |
         range(first, first + cost.shard_group_size) for first in range(0, cost.ranks, cost.shard_group_size)
     ]
     targets = level_targets(np.where(held > 0, times.rank_ns - linear, 0), token_ns, held, shard_groups)
-    if targets.max() > cost.capacity(variant):
+    if targets.max() > cost.capacity(policy):
         return plain
     return StageMicroBatch(
-        ordered, variant.checkpoint, linear=rebalanced(attention, targets, cost.node_size, shard_groups), remap=remap
+        ordered, policy.checkpoint, linear=rebalanced(attention, targets, cost.node_size, shard_groups), remap=remap
     )

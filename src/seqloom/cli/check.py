@@ -132,7 +132,7 @@ def _print(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str
     from rich.console import Console
 
     from seqloom.cli.shared import GIB, heading
-    from seqloom.view.numbers import duration
+    from seqloom.view.format import duration
 
     console = Console(highlight=False, soft_wrap=True)
     lines = [heading(run.cost), f"training: {_documents(run.training)}"]
@@ -191,7 +191,7 @@ def _table(made: list[Forecast]) -> Table:
     from rich.table import Table
 
     from seqloom.cli.shared import GIB
-    from seqloom.view.numbers import milliseconds, percent
+    from seqloom.view.format import milliseconds, percent
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     table.add_column("planner", no_wrap=True)

@@ -66,11 +66,11 @@ def compare(
     """
     from seqloom.api import cost_model
     from seqloom.cli.shared import Source, Workload, outcomes, planning
-    from seqloom.planners import stages_asked
+    from seqloom.planners import requested_stages
 
     names = planner_names(planners)
     asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, **asked, stages=stages_asked(names))
+    cost = cost_model(cluster, model, **asked, stages=requested_stages(names))
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = Workload.by_count(source, batch_size, skip=skip, count=batches)
     with planning(len(names) * batches) as progress:
@@ -83,13 +83,13 @@ def compare(
 
 def planner_names(text: str) -> list[str]:
     """Split a list of planners; every name must be known, and one that is given twice counts once."""
-    from seqloom.planners.registry import parse_name
+    from seqloom.planners.registry import parse_planner
 
     names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
     if not names:
         raise SeqloomError(f"no planner in {text!r}; name at least one, for example static,flex")
     for name in names:
-        parse_name(name)
+        parse_planner(name)
     return names
 
 

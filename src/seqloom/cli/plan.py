@@ -137,7 +137,7 @@ def _levels(packing: Packing) -> list[dict[str, Any]]:
                 "pack_tokens": level.tokens,
                 "ulysses": level.shape.ulysses,
                 "ring": level.shape.ring,
-                "checkpoint": level.variant.checkpoint.value,
+                "checkpoint": level.policy.checkpoint.value,
                 "packs_per_step": level.packs,
                 "steps": int(own.sum()),
                 "documents": sum(map(len, batches)),
@@ -153,7 +153,7 @@ def _print(packing: Packing, plain: Packing, workload: Workload, took: int, file
 
     from seqloom.cli.shared import heading
     from seqloom.view import balance_table
-    from seqloom.view.numbers import duration
+    from seqloom.view.format import duration
 
     [batch] = workload.batches
     console = Console(highlight=False)
@@ -177,8 +177,7 @@ def _table(packing: Packing) -> Table:
     from rich import box
     from rich.table import Table
 
-    from seqloom.view.charts import bar
-    from seqloom.view.numbers import milliseconds, percent
+    from seqloom.view.format import bar, milliseconds, percent
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     for name in ("pack of", "shape", "keeps", "packs", "steps", "sequences", "step ms", "tokens %", ""):
@@ -210,7 +209,7 @@ Planner = Annotated[
     str,
     typer.Option(
         "--planner",
-        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), strategies "
+        help="static (static:64 fixes the degree), adaptive, flexsp, flex, zones, pipeline:4 (4 stages), hydraulis "
         "(sharding free), exact, auto; published ones: te-cp, llama-cp, hybrid-dp, megatron, zeppelin; "
         "hbp: all sequences are made into steps.",
     ),
@@ -254,13 +253,13 @@ def plan(
     """
     from seqloom.api import cost_model
     from seqloom.cli.shared import Source, outcomes, planning, setting
-    from seqloom.planners import stages_asked
+    from seqloom.planners import requested_stages
 
     require_writable(out)
     require_picture(picture)
     asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
     per_step = step_tokens(planner, tokens_per_step, view or explain or picture is not None)
-    cost = cost_model(cluster, model, **asked, stages=stages_asked([planner]) if per_step is None else 1)
+    cost = cost_model(cluster, model, **asked, stages=requested_stages([planner]) if per_step is None else 1)
     source = Source(lengths, seed, max_length, column, tokenizer)
     workload = one_batch(source, batch_size, tokens_per_batch, skip)
     if per_step is not None:
@@ -348,7 +347,7 @@ def _draw_plan(console: Console, cost: CostModel, workload: Workload, outcome: O
 
 def _print_end(planner: str, outcome: Outcome, out: Path | None, profile: str) -> None:
     from seqloom.planners.published.verdicts import verdicts
-    from seqloom.view.numbers import duration
+    from seqloom.view.format import duration
 
     typer.echo(outcome.summary())
     chosen = "" if planner == outcome.plan.planner else f" (chose {outcome.plan.planner})"

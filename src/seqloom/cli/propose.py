@@ -137,8 +137,8 @@ def tried(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tok
     from itertools import islice
 
     from seqloom.describe import batches_by_tokens
-    from seqloom.planners.hydraulis.assign import rank_strategies
     from seqloom.planners.hydraulis.costs import costs_of
+    from seqloom.planners.hydraulis.dispatch import rank_strategies
 
     costs = costs_of(strategies, cost)
     rows = []
@@ -189,7 +189,7 @@ def _print(
 
     from seqloom.cli.shared import heading
     from seqloom.view import rank_chart
-    from seqloom.view.numbers import duration
+    from seqloom.view.format import duration
 
     console = Console(highlight=False)
     console.print(heading(cost), markup=False)
@@ -211,8 +211,7 @@ def _table(strategies: Sequence[Strategy], trial: Trial) -> Table:
     from rich import box
     from rich.table import Table
 
-    from seqloom.view.charts import bar
-    from seqloom.view.numbers import milliseconds, percent
+    from seqloom.view.format import bar, milliseconds, percent
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     for name in ("", "pipelines", "longest", "step ms", "chosen %", " "):
@@ -220,5 +219,7 @@ def _table(strategies: Sequence[Strategy], trial: Trial) -> Table:
     for k, strategy in enumerate(strategies):
         ns, share = trial.mean_ns(k), trial.share(k)
         shown = "-" if ns is None else milliseconds(ns)
-        table.add_row(str(k), str(strategy), f"{strategy.longest:,}", shown, percent(share), f"[cyan]{bar(share, 12)}")
+        table.add_row(
+            str(k), str(strategy), f"{strategy.max_tokens:,}", shown, percent(share), f"[cyan]{bar(share, 12)}"
+        )
     return table

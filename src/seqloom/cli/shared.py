@@ -299,7 +299,7 @@ class Outcome:
 
     def summary(self) -> str:
         """The step and its gap in one line of text."""
-        from seqloom.view.numbers import duration
+        from seqloom.view.format import duration
 
         line = f"step {duration(self.simulation.step_ns)}"
         if self.bound_ns is not None and self.gap is not None:

@@ -13,7 +13,7 @@ from seqloom.cli.shared import AsJson, print_json
 from seqloom.errors import SeqloomError, unknown
 
 if TYPE_CHECKING:
-    from seqloom.planners.registry import Choice
+    from seqloom.planners.registry import PlannerChoice
     from seqloom.profiling.verify import Verified
 
 DTYPES = ("float64", "float32")
@@ -82,7 +82,7 @@ def _verified(
     setup = Setup.of(loaded, ranks or loaded.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
     given = setup.sampler.peek(batches)
-    asked: list[list[str | Choice]] = [[*names] for _ in given]
+    asked: list[list[str | PlannerChoice]] = [[*names] for _ in given]
     if own and setup.planners.cut:
         asked = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in given]
     rows = []

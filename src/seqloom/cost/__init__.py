@@ -2,13 +2,13 @@
 
 from seqloom.cost.model import CostModel
 from seqloom.cost.profile import Profile
-from seqloom.cost.shapes import CostBreakdown, CostTables, GroupShape, Variant
+from seqloom.cost.shapes import CostBreakdown, CostTables, GroupShape, MemoryPolicy
 
 __all__ = [
     "CostBreakdown",
     "CostModel",
     "CostTables",
     "GroupShape",
+    "MemoryPolicy",
     "Profile",
-    "Variant",
 ]

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from seqloom.cost.communication import Flow, GroupTraffic
 from seqloom.cost.profile import AdditiveModel, AdditiveProfile
-from seqloom.cost.shapes import GroupShape, Variant
-from seqloom.cost.traffic import Flow, GroupTraffic
+from seqloom.cost.shapes import GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from seqloom.cost.communication import Remapping
+    from seqloom.cost.communication import RemapTimes
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Layout, Route
     from seqloom.plan import GroupFamily, Remap, StageMicroBatch
@@ -75,33 +75,33 @@ class AdditiveEngine:
         )
 
     @property
-    def products(self) -> float:
+    def matmul_share(self) -> float:
         """Share of ``linear`` that is matrix products; the constants do not tell, so all of it."""
         return 1.0
 
     @property
-    def granule(self) -> int:
+    def pad_multiple(self) -> int:
         """Lengths are rounded up to a multiple of this many tokens."""
         return self.profile.granule
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def policies(self) -> tuple[MemoryPolicy, ...]:
         """One: measured with one checkpointing setting, gradients reduced every round."""
-        return (Variant(Checkpoint.PROFILE, Reduce.ROUND),)
+        return (MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND),)
 
-    def fixed_bytes(self, variant: Variant) -> int:
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes of a rank before any token."""
         return self.state_bytes
 
-    def token_bytes(self, variant: Variant) -> float:
+    def token_bytes(self, policy: MemoryPolicy) -> float:
         """Activation bytes per token on a rank."""
         return self.constants.mib_per_token * MIB
 
-    def fixed(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns of a group before any document."""
         return {"fixed": self.constants.fixed_ms * 1e6}
 
-    def rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def token_ns(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns per token, part by part, attention apart."""
         model, degree = self.constants, shape.degree
         exchange = 0.0
@@ -110,19 +110,19 @@ class AdditiveEngine:
             exchange = volume / MIB / (degree * self._bandwidth(shape, reach)) * 1e6  # ms -> ns
         return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
 
-    def prefix_rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns per token in front of a piece: nothing, since the published groups have no ring."""
         return {}
 
-    def flows(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> tuple[Flow, Flow, Flow]:
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> tuple[Flow, Flow, Flow]:
         """Occupancy of cards and links: the published model has none."""
         return Flow(), Flow(), Flow()
 
-    def layout_rates(self, variant: Variant, remap: Remap) -> dict[str, tuple[float, float]]:
+    def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
         raise self._no_layouts()
 
-    def remapping(self, work: StageMicroBatch, attention: Layout, linear: Layout) -> Remapping:
+    def remap_times(self, work: StageMicroBatch, attention: Layout, linear: Layout) -> RemapTimes:
         """Price the change between the two layouts of a round."""
         raise self._no_layouts()
 
@@ -149,24 +149,24 @@ class AdditiveEngine:
         astride = reach.ulysses.left > 0 and shape.degree <= self.profile.node_size
         return table[min(crossing)] if astride and crossing else table[shape.degree]
 
-    def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns of all heads of each document on one rank."""
         return self.constants.quadratic_ms * 1e6 * (lengths * lengths)
 
-    def document_calls(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+    def kernel_call_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns per document however short: the published model has none."""
         return np.zeros(len(lengths))
 
-    def prefix_work(self, prefix: np.ndarray, shape: GroupShape, variant: Variant) -> np.ndarray:
+    def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns of a piece because tokens are in front of it: the published model has none."""
         return np.zeros(len(prefix))
 
     @property
-    def alone(self) -> float:
+    def solo_time_ratio(self) -> float:
         """A rank's time while all others wait, of that while all are busy: published ranks share nothing."""
         return 1.0
 
-    def split_ns(self, layers: int) -> int:
+    def split_overhead_ns(self, layers: int) -> int:
         """ns of splitting a unit's backward: the published model has no halves."""
         return 0
 
@@ -174,11 +174,11 @@ class AdditiveEngine:
         """The share of ``attention`` that falls on one rank of the group."""
         return 1.0 / shape.degree
 
-    def step_overhead(self, variant: Variant) -> float:
+    def step_overhead(self, policy: MemoryPolicy) -> float:
         """ns once per step: the published model has none."""
         return 0.0
 
-    def step_communication(self, variant: Variant) -> float:
+    def step_communication(self, policy: MemoryPolicy) -> float:
         """ns of that on the links."""
         return 0.0
 

@@ -10,25 +10,27 @@ import numpy as np
 
 from seqloom.cost.communication import (
     Communication,
-    Remapping,
-    adding_ns,
-    column_model,
-    column_shape,
-    team_flow,
-    team_latency,
+    Flow,
+    RemapTimes,
+    cp_model,
+    cp_shape,
+    group_traffic,
+    nic_proxies,
+    tp_flow,
+    tp_latency,
+    tp_reduce_ns,
 )
 from seqloom.cost.compute import Compute
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES, Memory
-from seqloom.cost.shapes import GroupShape, Variant, candidate_shapes, with_methods
-from seqloom.cost.traffic import Flow, group_traffic, proxies_of
+from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Method, Reduce, Remap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from seqloom.cost.communication import GroupTraffic
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.traffic import GroupTraffic
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Layout
     from seqloom.plan import GroupFamily, StageMicroBatch
@@ -51,7 +53,7 @@ class AnalyticEngine:
     budget_bytes: int
     shapes: tuple[GroupShape, ...]
     tensor: int = 1
-    granule: int = 1
+    pad_multiple: int = 1
 
     @classmethod
     def build(
@@ -88,7 +90,7 @@ class AnalyticEngine:
             profile,
             model,
             Compute.build(profile, cluster, model),
-            Communication(profile, cluster, column_model(model, tensor)),
+            Communication(profile, cluster, cp_model(model, tensor)),
             Memory(profile, model, parameters, shards, tensor, owners),
             shards,
             budget_bytes=math.floor(budget * GIB),
@@ -101,26 +103,26 @@ class AnalyticEngine:
         )
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
+    def policies(self) -> tuple[MemoryPolicy, ...]:
         """Every checkpointing choice; gradients per round or per step where there is a shard group."""
         reduces = (Reduce.ROUND, Reduce.STEP) if self.shard_ranks > 1 else (Reduce.STEP,)
         kept = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
-        return tuple(Variant(checkpoint, reduce) for reduce in reduces for checkpoint in kept)
+        return tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in kept)
 
-    def fixed_bytes(self, variant: Variant) -> int:
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes of a rank before any token."""
-        return self.memory.fixed_bytes(variant)
+        return self.memory.fixed_bytes(policy)
 
-    def token_bytes(self, variant: Variant) -> float:
+    def token_bytes(self, policy: MemoryPolicy) -> float:
         """Bytes per token on a rank."""
-        return self.memory.token_bytes(variant)
+        return self.memory.token_bytes(policy)
 
-    def rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def token_ns(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns per token of the group, part by part, attention apart."""
-        checkpoint = variant.checkpoint
-        ulysses, sharing, team = self.flows(shape, variant, reach)
-        ring = sharing.time if shape.hides else 0.0
-        adding = adding_ns(self.model, self.tensor, checkpoint, self.compute.memory_gb_s)
+        checkpoint = policy.checkpoint
+        ulysses, sharing, team = self.flows(shape, policy, reach)
+        ring = sharing.time if shape.overlaps_kv else 0.0
+        adding = tp_reduce_ns(self.model, self.tensor, checkpoint, self.compute.memory_gb_s)
         return {
             "linear": (self.compute.linear(checkpoint) + adding) / shape.degree,
             "head": self.compute.head() / shape.degree,
@@ -128,50 +130,50 @@ class AnalyticEngine:
             "ulysses": ulysses.time,
             "ring": ring,
             "network": ulysses.network + sharing.network + team.network,
-            "kv_gather": 0.0 if shape.hides else sharing.time + self.links.gathered(column_shape(shape, self.tensor)),
+            "kv_gather": 0.0 if shape.overlaps_kv else sharing.time + self.links.gathered(cp_shape(shape, self.tensor)),
             "link": ulysses.link + sharing.link + team.link,
             "tensor": team.time,
         }
 
-    def prefix_rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns per token in front of a piece: its keys and values are shared again, and its gradients sent back."""
-        _, sharing, _ = self.flows(shape, variant, reach)
-        ring = sharing.time if shape.hides else 0.0
+        _, sharing, _ = self.flows(shape, policy, reach)
+        ring = sharing.time if shape.overlaps_kv else 0.0
         return {
             "steps": self._exposed * ring,
             "ring": ring,
             "network": sharing.network,
-            "kv_gather": 0.0 if shape.hides else sharing.time,
+            "kv_gather": 0.0 if shape.overlaps_kv else sharing.time,
             "link": sharing.link,
         }
 
-    def flows(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> tuple[Flow, Flow, Flow]:
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> tuple[Flow, Flow, Flow]:
         """Traffic per token of the group: the head exchange, keys and values by the shape's method, the teams'.
 
         A column's rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
         tokens of all heads.
         """
-        kept, column = variant.checkpoint, column_shape(shape, self.tensor)
+        kept, column = policy.checkpoint, cp_shape(shape, self.tensor)
         share = self.links.kv_gather if shape.method == Method.GATHER else self.links.ring
         heads, keys = self.links.ulysses(column, reach, kept), share(column, reach, kept)
-        return heads, keys, team_flow(self.links, shape, reach, kept)
+        return heads, keys, tp_flow(self.links, shape, reach, kept)
 
-    def layout_rates(self, variant: Variant, remap: Remap) -> dict[str, tuple[float, float]]:
+    def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
         """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
-        linear, head = self.compute.linear(variant.checkpoint), self.compute.head()
+        linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
         if remap == Remap.ATTENTION:
             return {"linear": (linear, 0.0), "head": (head, 0.0)}
-        moved = self.compute.feed_forward(variant.checkpoint)
+        moved = self.compute.feed_forward(policy.checkpoint)
         return {"linear": (moved, linear - moved), "head": (0.0, head)}
 
     @property
-    def products(self) -> float:
+    def matmul_share(self) -> float:
         """Share of ``linear`` that is matrix products."""
-        return self.compute.products
+        return self.compute.matmul_share
 
-    def remapping(self, work: StageMicroBatch, attention: Layout, linear: Layout) -> Remapping:
+    def remap_times(self, work: StageMicroBatch, attention: Layout, linear: Layout) -> RemapTimes:
         """Price the change between the two layouts of a round."""
-        return Remapping.of(work, attention, linear, self.links)
+        return RemapTimes.of(work, attention, linear, self.links)
 
     def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
         """How the keys and values of a routed shape cross nodes; None where there is nothing to spread.
@@ -182,26 +184,26 @@ class AnalyticEngine:
             tokens: on each rank, for which the number of slices shall be best.
         """
         card_of = self.links.cluster.nic_of_gpu
-        proxies = proxies_of(ranks, card_of)
+        proxies = nic_proxies(ranks, card_of)
         reach = group_traffic(tuple(ranks), shape, card_of, Route(proxies))
         if not shape.routed or reach.proxies < 2:
             return None
         return Route(proxies, self.links.slices(shape, reach, tokens * shape.degree))
 
-    def fixed(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns of a group before any document, part by part.
 
         A round gathers the parameters for forward and for backward, and reduces the gradients unless that
         waits for the end of the step. What does not hide behind computing counts there as well.
         """
-        profile, checkpoint, layers = self.profile, variant.checkpoint, self.model.layers
+        profile, checkpoint, layers = self.profile, policy.checkpoint, self.model.layers
         passes = 3 if checkpoint == Checkpoint.FULL else 2
-        column = column_shape(shape, self.tensor)
-        steps = passes * (shape.ring - 1) * profile.ring_step_us if shape.hides else 0.0
-        ring = self.links.ring_latency(column, reach, checkpoint) if shape.hides else 0.0
-        gathered = 0.0 if shape.hides else self.links.kv_gather_latency(column, reach, checkpoint)
-        gather = 0.0 if variant.resident else 2 * self._collective(PARAMETER_BYTES)
-        waits = variant.resident or variant.reduce == Reduce.STEP
+        column = cp_shape(shape, self.tensor)
+        steps = passes * (shape.ring - 1) * profile.ring_step_us if shape.overlaps_kv else 0.0
+        ring = self.links.ring_latency(column, reach, checkpoint) if shape.overlaps_kv else 0.0
+        gathered = 0.0 if shape.overlaps_kv else self.links.kv_gather_latency(column, reach, checkpoint)
+        gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
+        waits = policy.resident or policy.reduce == Reduce.STEP
         reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
         return {
             "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
@@ -211,37 +213,37 @@ class AnalyticEngine:
             "gather": gather,
             "reduce": reduce,
             "kv_gather": gathered,
-            "tensor": team_latency(self.links, self.tensor, reach, checkpoint),
+            "tensor": tp_latency(self.links, self.tensor, reach, checkpoint),
         }
 
-    def attention(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
-        return self.compute.attention(lengths, ring, variant.checkpoint)
+        return self.compute.attention(lengths, ring, policy.checkpoint)
 
-    def document_calls(self, lengths: np.ndarray, ring: int, variant: Variant) -> np.ndarray:
+    def kernel_call_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns of calling the kernels for each document on one of ``ring`` ranks, however many heads."""
-        passes = 4 / 3 if variant.checkpoint == Checkpoint.FULL else 1.0
+        passes = 4 / 3 if policy.checkpoint == Checkpoint.FULL else 1.0
         each = self.model.layers * ring * passes * self.profile.document_us * 1e3
         return np.where(lengths > 0, each, 0.0)
 
-    def prefix_work(self, prefix: np.ndarray, shape: GroupShape, variant: Variant) -> np.ndarray:
+    def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
         """float64[n] ns of what a piece costs because tokens are in front of it, beyond the pairs that it reads.
 
         The kernels are called once more and their results merged; gradients of the prefix are added to what later
         pieces left for it. A rank meets all tokens of the prefix that a layer's window shows, of its own heads.
         """
-        calls = self.document_calls(prefix, shape.kernels, variant)
-        passes = 3 / 2 if variant.checkpoint == Checkpoint.FULL else 1.0
+        calls = self.kernel_call_ns(prefix, shape.kernel_calls, policy)
+        passes = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
         merging = self.model.layers * passes * self.profile.piece_us * 1e3
         met = sum(layers * np.minimum(prefix, window or np.inf) for window, layers in self.compute.windows)
-        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(column_shape(shape, self.tensor)) * met
+        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
 
     @property
-    def alone(self) -> float:
+    def solo_time_ratio(self) -> float:
         """A rank's time while all others wait, of that while all are busy."""
         return self.profile.alone
 
-    def split_ns(self, layers: int) -> int:
+    def split_overhead_ns(self, layers: int) -> int:
         """ns that a unit's backward through so many layers takes more in two halves than whole."""
         return round(layers * self.profile.split_us * 1e3)
 
@@ -249,23 +251,23 @@ class AnalyticEngine:
         """Share of the heads on the fullest Ulysses rank."""
         return -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
 
-    def step_communication(self, variant: Variant) -> float:
+    def step_communication(self, policy: MemoryPolicy) -> float:
         """ns once per step on the links: reduction that waited, sum over replicas.
 
         Under free sharding what moves depends on the plan, see `relaying`.
         """
         if self.memory.owners:
             return 0.0
-        waited = self._collective(GRADIENT_BYTES) if variant.reduce == Reduce.STEP else 0.0
+        waited = self._collective(GRADIENT_BYTES) if policy.reduce == Reduce.STEP else 0.0
         gradients, teams = GRADIENT_BYTES * self.memory.held, self.links.cluster.ranks // self.tensor
         return waited + self.links.replica_sum(gradients, self.shard_ranks, self.model.layers, teams)
 
-    def step_overhead(self, variant: Variant) -> float:
+    def step_overhead(self, policy: MemoryPolicy) -> float:
         """ns once per step: its communication, the optimiser on this rank's shard, the host."""
         memory = self.memory
         owned = memory.parameters / memory.owners if memory.owners else memory.held / self.shard_ranks
         optimiser = self.compute.optimiser(owned)
-        return self.step_communication(variant) + optimiser + self.profile.step_us * 1e3
+        return self.step_communication(policy) + optimiser + self.profile.step_us * 1e3
 
     @property
     def _exposed(self) -> float:

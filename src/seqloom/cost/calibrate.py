@@ -214,8 +214,8 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
     if not isinstance(start, AnalyticProfile):
         raise SeqloomError(f"profile {start.name} holds published constants; start from an analytic one, such as cpu")
     times = np.array([trial.ns for trial in trials])
-    floor = _prices(cost, scaled(start, dict.fromkeys(CONSTANTS, 0.0)), trials)
-    prices = {name: _prices(cost, scaled(start, _only(name)), trials) - floor for name in CONSTANTS}
+    floor = _prices(cost, scale_constants(start, dict.fromkeys(CONSTANTS, 0.0)), trials)
+    prices = {name: _prices(cost, scale_constants(start, _only(name)), trials) - floor for name in CONSTANTS}
     fitted = [name for name, column in prices.items() if column.any()]
     design = [np.array([prices[name] for name in fitted]).T / times[:, None]]
     target = [1.0 - floor / times]
@@ -226,17 +226,17 @@ def calibrate(cost: CostModel, trials: Sequence[Trial], known: Mapping[str, floa
     factors = dict.fromkeys(CONSTANTS, 1.0) | dict(zip(fitted, found.tolist(), strict=True))
     if "tile" not in fitted:
         factors["tile"] = factors["attention"]
-    profile = scaled(start, factors)
+    profile = scale_constants(start, factors)
     return Calibration(profile, factors, tuple(trials), tuple(_prices(cost, profile, trials).tolist()))
 
 
-def under(cost: CostModel, profile: AnalyticProfile, sharding: Sharding | None = None) -> CostModel:
+def with_profile(cost: CostModel, profile: AnalyticProfile, sharding: Sharding | None = None) -> CostModel:
     """The same cost model with another profile, and with another sharding if one is given."""
     budget = cost.budget_bytes / GIB
     return CostModel(cost.cluster, cost.model, profile, sharding or cost.sharding, budget, cost.max_length)
 
 
-def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticProfile:
+def scale_constants(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticProfile:
     """The profile with constants that many times as dear; those not named stay.
 
     Args:
@@ -268,7 +268,7 @@ def scaled(profile: AnalyticProfile, factors: Mapping[str, float]) -> AnalyticPr
 
 def _prices(cost: CostModel, profile: AnalyticProfile, trials: Sequence[Trial]) -> np.ndarray:
     """float64[trials] ns under another profile, nothing hidden behind anything."""
-    priced = under(cost, replace(profile, overlap=0.0))
+    priced = with_profile(cost, replace(profile, overlap=0.0))
     return np.array([priced.plan_ns(trial.plan) for trial in trials], dtype=np.float64)
 
 

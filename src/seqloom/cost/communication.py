@@ -1,30 +1,256 @@
-"""Time on the links, alpha-beta per class: Ulysses exchange, ring, key/value gather, remapping, collectives.
-
-Volumes are bytes sent per GPU and per token of the group, all layers, forward and backward. With ``u`` for
-Ulysses and ``r`` for ring, a Ulysses rank holds the kv heads that its query heads read: ``ceil(kv / u)`` where heads
-divide, one more at most where they do not.
-"""
+"""How far a group reaches: how many of its messages stay in a node, leave it, and through which network cards."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from seqloom.cost.compute import kv_width, query_width
-from seqloom.cost.traffic import Flow, best_slices, direct_flow, routed_flow
-from seqloom.layout import move_between
+from seqloom.cost.shapes import GroupShape
+from seqloom.layout import Route, move_between
 from seqloom.plan import Checkpoint, Method, Remap
 from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.shapes import GroupShape
-    from seqloom.cost.traffic import GroupTraffic, MessageCounts
     from seqloom.describe import Cluster, ModelSpec
     from seqloom.layout import Layout
     from seqloom.plan import StageMicroBatch
+
+
+class MessageCounts(NamedTuple):
+    """Messages of one kind, all of the same size, counted at the busiest place."""
+
+    near: int = 0  # most that a rank sends inside its node
+    sent: int = 0  # most that a rank sends out of its node
+    left: int = 0  # most that leave one node
+    card: int = 0  # most that leave through one network card, every rank using the one near it
+
+
+class GroupTraffic(NamedTuple):
+    """What decides which of a group's messages use NVLink and which the network.
+
+    The units differ: with Ulysses and in a gather a rank sends one message to each of its peers, in a ring one to its
+    successor. `once` counts a gather in which what several ranks of a node want crosses only once.
+    """
+
+    ulysses: MessageCounts = MessageCounts()
+    ring: MessageCounts = MessageCounts()
+    gather: MessageCounts = MessageCounts()
+    once: MessageCounts = MessageCounts()
+    proxies: int = 0  # per node, of the route that the ring or gather takes; 0: every rank uses its own card
+    slices: int = 1  # of that route
+    team: MessageCounts = MessageCounts()  # to the other tensor ranks of a team, one message each
+
+
+class NicLoad(NamedTuple):
+    """How a group's traffic spreads over network cards, as shares of the busiest one's. Columns of equal length."""
+
+    node: np.ndarray  # int64[n]
+    card: np.ndarray  # int64[n] in its node
+    ulysses: np.ndarray  # float64[n] 0 to 1
+    sharing: np.ndarray  # float64[n] the same of keys and values
+    team: np.ndarray  # float64[n] the same of tensor ranks
+
+
+@lru_cache(maxsize=8192)
+def group_traffic(
+    ranks: Sequence[int], shape: GroupShape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
+) -> GroupTraffic:
+    """Reach of the group on these ranks, wherever they lie.
+
+    Args:
+        ranks: of the group, in order. Ulysses is the inner axis: rank ``i`` of the group has Ulysses index
+            ``i % ulysses`` and ring index ``i // ulysses``.
+        shape: of the group.
+        card_of: the network card near each rank of a node.
+        route: how the ring's or gather's messages cross; None: each through its own card.
+        tensor: ranks of a team, the innermost axis: heads are exchanged among the teams' ranks of one index.
+    """
+    if len(ranks) == 1:
+        return GroupTraffic()
+    where = np.asarray(ranks, dtype=np.int64)
+    node = where // len(card_of)
+    card = node * len(card_of) + np.asarray(card_of)[where % len(card_of)]
+
+    def traffic(near: np.ndarray, far: np.ndarray) -> MessageCounts:
+        left, through = (int(np.bincount(place, weights=far).max()) for place in (node, card))
+        return MessageCounts(int(near.max()), int(far.max()), left, through)
+
+    counts = _messages(node.reshape(shape.ring, -1, tensor))
+    ulysses, ring, gather, once, team = (traffic(*pair) for pair in counts)
+    if route is None or not gather.left:
+        return GroupTraffic(ulysses, ring, gather, once, team=team)
+    return GroupTraffic(ulysses, ring, gather, once, len(route.proxies) // len(np.unique(node)), route.slices, team)
+
+
+def aligned_group_traffic(shape: GroupShape, card_of: tuple[int, ...], tensor: int = 1) -> GroupTraffic:
+    """Reach of a group on an aligned block of the group family, not routed: the same for every block of one size."""
+    return group_traffic(range(shape.degree), shape, card_of, None, tensor)
+
+
+def nic_proxies(ranks: Sequence[int], card_of: tuple[int, ...]) -> tuple[int, ...]:
+    """One rank near each network card in every node of a group, at the same places in all nodes, ascending.
+
+    Members of the group come before other ranks of the node, then the lowest.
+    """
+    size = len(card_of)
+    nodes = sorted({rank // size for rank in ranks})
+    members = Counter(rank % size for rank in ranks)
+    near: dict[int, list[int]] = {}
+    for place, card in enumerate(card_of):
+        near.setdefault(card, []).append(place)
+    places = sorted(max(some, key=lambda place: (members[place], -place)) for some in near.values())
+    return tuple(node * size + place for node in nodes for place in places)
+
+
+def _messages(node: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(near, far) int64[ranks] messages that every rank sends: of Ulysses, ring, gather, gather crossing once, team.
+
+    Args:
+        node: int64[ring, ulysses beyond tensor, tensor] of every rank.
+    """
+    ring, inner, tensor = node.shape
+    far_heads = (node[:, :, None] != node[:, None, :]).sum(axis=2)
+    far_next = (node != np.roll(node, -1, axis=0)).astype(np.int64)
+    far_keys = (node[:, None] != node[None, :]).sum(axis=1)
+    nodes = np.array([len(np.unique(column)) for column in node.reshape(ring, -1).T]).reshape(inner, tensor)
+    far_team = (node[:, :, :, None] != node[:, :, None, :]).sum(axis=3)
+    near_keys = ring - 1 - far_keys
+    pairs = [
+        (inner - 1 - far_heads, far_heads),
+        ((ring > 1) - far_next, far_next),
+        (near_keys, far_keys),
+        (near_keys, np.broadcast_to(nodes - 1, node.shape)),
+        (tensor - 1 - far_team, far_team),
+    ]
+    return [(near.ravel(), far.ravel()) for near, far in pairs]
+
+
+@lru_cache(maxsize=8192)
+def nic_load(
+    ranks: Sequence[int], shape: GroupShape, card_of: tuple[int, ...], route: Route | None = None, tensor: int = 1
+) -> NicLoad:
+    """Which network cards a group uses, and how much of what its busiest one carries. Arguments as `reach_of`."""
+    size, cards = len(card_of), max(card_of) + 1
+    where = np.asarray(ranks, dtype=np.int64)
+    node = where // size
+    card = node * cards + np.asarray(card_of)[where % size]
+    heads, ring, gather, _, mates = _messages(node.reshape(shape.ring, -1, tensor))
+    last = int(node.max()) + 1
+    ulysses, team = (np.bincount(card, weights=far, minlength=last * cards) for _, far in (heads, mates))
+    keys = (gather if shape.method == Method.GATHER else ring)[1]
+    if route is None:
+        sharing = np.bincount(card, weights=keys, minlength=last * cards)
+    else:  # every proxy of a node carries the same
+        proxy = np.asarray(route.proxies, dtype=np.int64)
+        through = proxy // size * cards + np.asarray(card_of)[proxy % size]
+        sharing = np.zeros(max(last, int(proxy.max()) // size + 1) * cards)
+        ulysses, team = (np.concatenate([own, np.zeros(len(sharing) - len(own))]) for own in (ulysses, team))
+        left = np.bincount(node, weights=keys, minlength=len(sharing) // cards)
+        np.add.at(sharing, through, left[proxy // size])
+    used = np.flatnonzero(ulysses + sharing + team)
+    parts = [values[used] / max(values.max(), 1.0) for values in (ulysses, sharing, team)]
+    return NicLoad(used // cards, used % cards, *parts)
+
+
+# ---- merged: cost.routing
+# What a routed exchange takes: sender -> proxies of its node -> proxies of the other node -> receiver, in slices.
+#
+# Stages run one after the other; in stage t slice t is dispatched, slice t-1 crosses and slice t-2 is combined. So
+# all
+# stages but the outer two use NVLink and the network at once, and m slices need m + 2 stages. What stays in a node
+# goes
+# in slices too, beside those that cross:
+#
+#     slice 0    dispatch  cross     combine
+#     slice 1              dispatch  cross     combine
+#     slice 2                        dispatch  cross     combine
+
+
+WORTHWHILE = 0.999
+"""One slice more must lower the time to this share of it."""
+
+
+class Flow(NamedTuple):
+    """ns of some traffic: how long it takes, and how long the busiest card and NVLink port are taken."""
+
+    time: float = 0.0
+    network: float = 0.0
+    link: float = 0.0
+
+    def __add__(self, other: tuple[float, ...]) -> Flow:  # type: ignore[override]
+        """One after the other."""
+        return Flow(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def direct_flow(traffic: MessageCounts, link: float, card: float) -> Flow:
+    """Every rank uses the card near it; messages inside and out of a node move side by side.
+
+    Args:
+        traffic: messages at the busiest places.
+        link: ns of one message on NVLink.
+        card: ns of one message on a network card.
+    """
+    inside, outside = traffic.near * link, traffic.card * card
+    return Flow(max(inside, outside), outside, inside)
+
+
+def routed_flow(
+    crossing: MessageCounts, wanted: MessageCounts, proxies: int, slices: int, link: float, card: float
+) -> Flow:
+    """All cards of a node share what leaves it.
+
+    A sender keeps 1/proxies of what it dispatches, a receiver has 1/proxies of what is combined already. A proxy
+    handles its share of the node's messages both ways. Messages inside a node go beside those that cross.
+
+    Args:
+        crossing: messages that cross, each once per node that wants it.
+        wanted: messages that ranks want from other nodes; the same unless several ranks of a node want one.
+        proxies: per node.
+        slices: pieces of a message under way one behind the other.
+        link: ns of one message on NVLink.
+        card: ns of one message on a network card.
+    """
+    kept_apart = (proxies - 1) / proxies
+    dispatch = max(crossing.sent * kept_apart, crossing.left / proxies) * link
+    combine = max(wanted.sent * kept_apart, wanted.left / proxies) * link
+    cross = crossing.left / proxies * card
+    out = crossing.sent * kept_apart + wanted.left / proxies
+    back = crossing.left / proxies + wanted.sent * kept_apart
+    both = max(out, back) * link
+    near = crossing.near * link
+    if slices == 1:
+        time = dispatch + max(cross, near) + combine
+    else:
+        full = (slices - 2) * max(both + near, cross)
+        ends = max(dispatch + near, cross) + max(cross, combine + near)
+        time = (dispatch + ends + full + combine) / slices
+    return Flow(time, cross, near + both)
+
+
+def best_slices(time: Callable[[int], float]) -> int:
+    """The number of slices that takes least time; falling fill and rising latencies have one minimum from 2 on."""
+    slices = 2
+    while time(slices + 1) < WORTHWHILE * time(slices):
+        slices += 1
+    return slices if time(slices) < time(1) else 1
+
+
+# ---- merged: cost.communication
+# Time on the links, alpha-beta per class: Ulysses exchange, ring, key/value gather, remapping, collectives.
+#
+# Volumes are bytes sent per GPU and per token of the group, all layers, forward and backward. With ``u`` for
+# Ulysses and ``r`` for ring, a Ulysses rank holds the kv heads that its query heads read: ``ceil(kv / u)`` where
+# heads
+# divide, one more at most where they do not.
 
 
 ACTIVATION_BYTES = 2  # bf16 on the wire
@@ -252,12 +478,12 @@ HIDDEN_BYTES = 2  # bf16 on the wire
 REPEATING = (Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
 
 
-def column_model(model: ModelSpec, tensor: int) -> ModelSpec:
+def cp_model(model: ModelSpec, tensor: int) -> ModelSpec:
     """The model as the ranks of a column see its attention."""
     return replace(model, heads=model.heads // tensor, kv_heads=model.kv_heads // tensor) if tensor > 1 else model
 
 
-def column_shape(shape: GroupShape, tensor: int) -> GroupShape:
+def cp_shape(shape: GroupShape, tensor: int) -> GroupShape:
     """The shape of a column of a group: Ulysses beyond tensor."""
     return shape._replace(ulysses=shape.ulysses // tensor) if tensor > 1 else shape
 
@@ -267,7 +493,7 @@ def tensor_parallel_exchanges(checkpoint: Checkpoint) -> int:
     return 6 if checkpoint in REPEATING else 4
 
 
-def team_flow(links: Communication, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> Flow:
+def tp_flow(links: Communication, shape: GroupShape, reach: GroupTraffic, checkpoint: Checkpoint) -> Flow:
     """ns per token of the group, all layers, forward and backward."""
     if not (reach.team.near or reach.team.sent):
         return Flow()
@@ -278,7 +504,7 @@ def team_flow(links: Communication, shape: GroupShape, reach: GroupTraffic, chec
     return gathers + direct_flow(reach.team, *links.message_ns(message, "all_to_all"))
 
 
-def team_latency(links: Communication, tensor: int, reach: GroupTraffic, checkpoint: Checkpoint) -> float:
+def tp_latency(links: Communication, tensor: int, reach: GroupTraffic, checkpoint: Checkpoint) -> float:
     """ns per round, all layers, forward and backward."""
     if tensor == 1:
         return 0.0
@@ -288,7 +514,7 @@ def team_latency(links: Communication, tensor: int, reach: GroupTraffic, checkpo
     return tensor_parallel_exchanges(checkpoint) * links.model.layers * total
 
 
-def adding_ns(model: ModelSpec, tensor: int, checkpoint: Checkpoint, memory_gb_s: float) -> float:
+def tp_reduce_ns(model: ModelSpec, tensor: int, checkpoint: Checkpoint, memory_gb_s: float) -> float:
     """ns per token of a rank, all layers: a sum reads a row of every team member and writes one."""
     if tensor == 1:
         return 0.0
@@ -301,7 +527,7 @@ def adding_ns(model: ModelSpec, tensor: int, checkpoint: Checkpoint, memory_gb_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remapping:
+class RemapTimes:
     """ns of one round's remapping, all layers, forward and backward."""
 
     time: int  # of its exchanges, at the pace of the busiest rank or card
@@ -309,7 +535,7 @@ class Remapping:
     link: np.ndarray  # int64[ranks] how long each NVLink port is taken
 
     @classmethod
-    def of(cls, work: StageMicroBatch, attention: Layout, linear: Layout, links: Communication) -> Remapping:
+    def of(cls, work: StageMicroBatch, attention: Layout, linear: Layout, links: Communication) -> RemapTimes:
         """Price the move from the attention layout of a round to its linear layout, and back, in every layer.
 
         Half of the bytes go each way, so that a card is taken for the mean of what it sends and receives, and an

@@ -152,7 +152,7 @@ class Compute:
         return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
 
     @property
-    def products(self) -> float:
+    def matmul_share(self) -> float:
         """Share of ``linear`` that is matrix products; the rest is elementwise work."""
         met = self.model.matmul_parameters - self.model.head_parameters
         touched = sum(layer.touched for layer in layer_values(self.model))

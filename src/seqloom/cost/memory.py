@@ -27,7 +27,7 @@ from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile
-    from seqloom.cost.shapes import Variant
+    from seqloom.cost.shapes import MemoryPolicy
     from seqloom.describe import ModelSpec
 
 
@@ -82,11 +82,11 @@ class Memory:
                 gathered += GRADIENT_BYTES * layers
         return logits + gathered + int(self.profile.workspace_gib * GIB)
 
-    def fixed_bytes(self, variant: Variant) -> int:
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes of a rank before any token."""
-        return self.state_bytes(variant.reduce) + self.working_bytes(variant.reduce)
+        return self.state_bytes(policy.reduce) + self.working_bytes(policy.reduce)
 
-    def token_bytes(self, variant: Variant) -> float:
+    def token_bytes(self, policy: MemoryPolicy) -> float:
         """Bytes that each token on a rank adds.
 
         Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of
@@ -98,10 +98,10 @@ class Memory:
         whole = [2 * layer.kept + statistics for layer in layers]
         head = 2 * 3 * hidden
         exchange = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + partial_bytes(self.model, self.tensor)
-        if variant.checkpoint == Checkpoint.NONE:
+        if policy.checkpoint == Checkpoint.NONE:
             return float(sum(whole) + head + exchange)
         kept = 2 * hidden
-        if variant.checkpoint == Checkpoint.SELECTIVE:
+        if policy.checkpoint == Checkpoint.SELECTIVE:
             kept += 2 * 2 * query + statistics
         return float(len(layers) * kept + max(whole) + head + exchange)
 

@@ -13,9 +13,18 @@ from seqloom.cost import plan_cost as closed_form
 from seqloom.cost import plan_cost as rounds
 from seqloom.cost.additive import AdditiveEngine
 from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.communication import GroupTraffic, group_traffic
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
-from seqloom.cost.shapes import LANES, PROBED, CostBreakdown, CostTables, GroupShape, Variant, ordered, useful_shapes
-from seqloom.cost.traffic import GroupTraffic, group_traffic
+from seqloom.cost.shapes import (
+    PROBED,
+    STREAMS,
+    CostBreakdown,
+    CostTables,
+    GroupShape,
+    MemoryPolicy,
+    ordered,
+    useful_shapes,
+)
 from seqloom.errors import SeqloomError, unknown
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
@@ -46,7 +55,7 @@ def require_tensor(cost: CostModel) -> None:
         what = f"tensor degree {cost.tensor}" if cost.tensor > 1 else "sharding free"
         raise SeqloomError(f"profile {cost.profile.name} has no constants for {what}; leave the profile out")
     cost.model.check_tensor(cost.tensor)
-    sizes = [size for size in cost.family.sizes if size in cost.whole.family.sizes]
+    sizes = [size for size in cost.family.sizes if size in cost.cluster_cost.family.sizes]
     if cost.tensor not in sizes:
         raise _no_team(cost, cost.ranks, cost.tensor, sizes, "teams are blocks of the group family")
 
@@ -68,7 +77,7 @@ def _no_team(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[int], rul
 
 def too_small(cost: CostModel) -> SeqloomError:
     """The error that says how much memory the model's state needs on plans of one stage."""
-    least = min(cost.engine.fixed_bytes(v) for v in cost.engine.variants) / GIB
+    least = min(cost.engine.fixed_bytes(v) for v in cost.engine.policies) / GIB
     if cost.sharding == Sharding.FREE:
         return SeqloomError(
             f"{cost.model.name} does not fit in one stage: its parameters and gradients, split over teams of "
@@ -90,31 +99,31 @@ def too_small(cost: CostModel) -> SeqloomError:
 
 
 def cost_tables(
-    cost: CostModel, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: tuple[GroupShape, ...]
+    cost: CostModel, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: tuple[GroupShape, ...]
 ) -> CostTables:
     """Everything planners compare, of these shapes on aligned blocks."""
-    tokens = cost.tokens(np.asarray(lengths))
-    places = [(shape, cost.aligned(shape)) for shape in shapes]
-    lanes = np.zeros((len(LANES), len(places), len(tokens)), dtype=np.int64)
-    for name, values in cost.document_parts(tokens, places, variant).items():
-        for lane, members in enumerate(LANES):
+    tokens = cost.padded_lengths(np.asarray(lengths))
+    places = [(shape, cost.aligned_traffic(shape)) for shape in shapes]
+    lanes = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
+    for name, values in cost.document_ns(tokens, places, policy).items():
+        for lane, members in enumerate(STREAMS):
             if name in members:
                 lanes[lane] += values
-    whole = [not shape.hides for shape in shapes]
+    whole = [not shape.overlaps_kv for shape in shapes]
     lanes[1, whole] = 0  # without a ring that lane is never the longest
-    fixed = [CostBreakdown(**cost.fixed_parts(shape, variant, reach)).lanes for shape, reach in places]
+    fixed = [CostBreakdown(**cost.fixed_cost(shape, policy, reach)).stream_ns for shape, reach in places]
     return CostTables(
         shapes=shapes,
         degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
         cost=lanes,
         fixed=np.array(fixed, dtype=np.int64).T.copy(),
         tokens=tokens,
-        capacity=0 if variant.resident else cost.capacity(variant),  # a stage of a pipeline has a limit of its own
+        capacity=0 if policy.resident else cost.capacity(policy),  # a stage of a pipeline has a limit of its own
     )
 
 
-def document_parts(
-    cost: CostModel, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], variant: Variant
+def document_ns(
+    cost: CostModel, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], policy: MemoryPolicy
 ) -> dict[str, np.ndarray]:
     """int64[S, n] per part: ns that each document adds to a group of each shape.
 
@@ -122,13 +131,13 @@ def document_parts(
     same on every machine and whether documents are priced together or one by one.
     """
     engine, lengths = cost.engine, tokens.astype(np.float64)
-    rates = [cost.token_rates(shape, variant, reach) for shape, reach in places]
+    rates = [cost.token_rates(shape, policy, reach) for shape, reach in places]
     parts = {}
     for name in rates[0]:
         column = np.array([rate[name] for rate in rates])[:, None]
         parts[name] = np.rint(column * lengths).astype(np.int64)
-    whole = {ring: engine.attention(lengths, ring, variant) for ring in {shape.ring for shape, _ in places}}
-    calls = {shape: engine.document_calls(lengths, shape.kernels, variant) for shape, _ in places}
+    whole = {ring: engine.attention_ns(lengths, ring, policy) for ring in {shape.ring for shape, _ in places}}
+    calls = {shape: engine.kernel_call_ns(lengths, shape.kernel_calls, policy) for shape, _ in places}
     shares = [whole[shape.ring] * engine.attention_share(shape) + calls[shape] for shape, _ in places]
     parts["attention"] = np.rint(np.stack(shares)).astype(np.int64)
     return parts
@@ -139,7 +148,7 @@ def document_parts(
 
 
 def span_sums(
-    cost: CostModel, groups: Sequence[Group], place: tuple[GroupShape, GroupTraffic], variant: Variant
+    cost: CostModel, groups: Sequence[Group], place: tuple[GroupShape, GroupTraffic], policy: MemoryPolicy
 ) -> dict[str, np.ndarray]:
     """int64[G] per part: ns that the spans of each of these alike groups add up to.
 
@@ -149,20 +158,20 @@ def span_sums(
     """
     shape, reach = place
     edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
-    edges = cost.tokens(edges)
+    edges = cost.padded_lengths(edges)
     tokens, inverse = np.unique(edges, return_inverse=True)
     start, stop = inverse.reshape(-1, 2).T
     owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
     sums = {}
-    for name, values in cost.document_parts(tokens, [place], variant).items():
+    for name, values in cost.document_ns(tokens, [place], policy).items():
         sums[name] = np.zeros(len(groups), dtype=np.int64)
         np.add.at(sums[name], owner, values[0, stop] - values[0, start])
     prefix = edges[:, 0].astype(np.float64)
     if prefix.any():
-        work = cost.engine.prefix_work(prefix, shape, variant)
+        work = cost.engine.prefix_ns(prefix, shape, policy)
         np.add.at(sums["attention"], owner, np.rint(work).astype(np.int64))
     if prefix.any() and shape.ring > 1:
-        for name, rate in cost.engine.prefix_rates(shape, variant, reach).items():
+        for name, rate in cost.engine.prefix_token_ns(shape, policy, reach).items():
             np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))
     return sums
 
@@ -184,7 +193,7 @@ class CostModel:
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
         stages: with more than one (or free sharding), a model that only pipelines can hold is not refused here.
         tensor: ranks of a team that splits the weights of every stage; shapes have multiples of it as Ulysses.
-        whole: the model of the whole cluster, if ``cluster`` is a part of it; see `on_ranks`.
+        cluster_cost: the model of the whole cluster, if ``cluster`` is a part of it; see `for_submesh`.
     """
 
     def __init__(
@@ -198,9 +207,9 @@ class CostModel:
         capacity: int | None = None,
         stages: int = 1,
         tensor: int = 1,
-        whole: CostModel | None = None,
+        cluster_cost: CostModel | None = None,
     ) -> None:
-        """Choose the engine of the profile's kind and drop the variants that cannot hold a single token."""
+        """Choose the engine of the profile's kind and drop the policies that cannot hold a single token."""
         require_sizes(budget_gib, max_length)
         self.cluster, self.model, self.max_length = cluster, model, max_length
         if sharding not in list(Sharding):
@@ -209,7 +218,7 @@ class CostModel:
         self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
         self.family = GroupFamily(self.ranks, self.node_size)
-        self.whole = self if whole is None else whole
+        self.cluster_cost = self if cluster_cost is None else cluster_cost
         require_tensor(self)
         self._asked = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
         self._kin: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
@@ -220,26 +229,28 @@ class CostModel:
         if isinstance(self.profile, AdditiveProfile):
             self.engine = AdditiveEngine.build(self.profile, *sizes)
         else:
-            owners = self.whole.ranks if self.sharding == Sharding.FREE else 0
-            within = None if self.ranks == self.whole.ranks else self.whole.family
+            owners = self.cluster_cost.ranks if self.sharding == Sharding.FREE else 0
+            within = None if self.ranks == self.cluster_cost.ranks else self.cluster_cost.family
             self.engine = AnalyticEngine.build(self.profile, *sizes, tensor, owners, within)
-        self.granule: int = self.engine.granule
-        if capacity is not None and capacity < self.granule:
-            raise SeqloomError(f"a capacity of {capacity} tokens; give {self.granule} or more, or leave it out")
-        self.most = None if capacity is None else capacity - capacity % self.granule
-        fits = {v: self._tokens_that_fit(v) for v in self.engine.variants}
-        self._capacity = {v: tokens if self.most is None else min(tokens, self.most) for v, tokens in fits.items()}
+        self.pad_multiple: int = self.engine.pad_multiple
+        if capacity is not None and capacity < self.pad_multiple:
+            raise SeqloomError(f"a capacity of {capacity} tokens; give {self.pad_multiple} or more, or leave it out")
+        self.token_limit = None if capacity is None else capacity - capacity % self.pad_multiple
+        fits = {v: self._tokens_that_fit(v) for v in self.engine.policies}
+        self._capacity = {
+            v: tokens if self.token_limit is None else min(tokens, self.token_limit) for v, tokens in fits.items()
+        }
         self._fitting = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
         if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
             raise too_small(self)
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
-        self._rates: dict[tuple[GroupShape, Variant, GroupTraffic], dict[str, float]] = {}
-        self._fixed: dict[tuple[GroupShape, Variant, GroupTraffic], dict[str, int]] = {}
+        self._rates: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], dict[str, float]] = {}
+        self._fixed: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], dict[str, int]] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
         if isinstance(self.engine, AnalyticEngine):
-            staged = (variant._replace(resident=True) for variant in self.engine.variants)
-            first = {variant.checkpoint: variant for variant in reversed(self._fitting or tuple(staged))}
-            prices = [partial(self.tables, variant=variant) for variant in first.values()]
+            staged = (policy._replace(resident=True) for policy in self.engine.policies)
+            first = {policy.checkpoint: policy for policy in reversed(self._fitting or tuple(staged))}
+            prices = [partial(self.tables, policy=policy) for policy in first.values()]
             self.shapes = ordered(shape for price in prices for shape in useful_shapes(price))
 
     def __repr__(self) -> str:
@@ -250,42 +261,44 @@ class CostModel:
         """The same ranks with weights split over teams of so many: prices of such a stage. Made once."""
         return self._relative(self.ranks, tensor)
 
-    def on_ranks(self, ranks: int, tensor: int = 1) -> CostModel:
+    def for_submesh(self, ranks: int, tensor: int = 1) -> CostModel:
         """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
 
         Made once. A plan for them may be moved to any multiple of their number.
         """
-        require_teams(self.whole, ranks, tensor)
+        require_teams(self.cluster_cost, ranks, tensor)
         return self._relative(ranks, tensor)
 
     def _relative(self, ranks: int, tensor: int) -> CostModel:
-        known = self.whole._kin
+        known = self.cluster_cost._kin
         if (ranks, tensor) not in known:
-            part = self.whole.cluster.part(ranks)
-            known[ranks, tensor] = CostModel(part, self.model, *self._asked, tensor=tensor, whole=self.whole)
+            part = self.cluster_cost.cluster.part(ranks)
+            known[ranks, tensor] = CostModel(
+                part, self.model, *self._asked, tensor=tensor, cluster_cost=self.cluster_cost
+            )
         return known[ranks, tensor]
 
     # -- memory -----------------------------------------------------------------
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
-        """The variants that hold at least a token, of plans with one stage; SeqloomError if there is none."""
+    def policies(self) -> tuple[MemoryPolicy, ...]:
+        """The policies that hold at least a token, of plans with one stage; SeqloomError if there is none."""
         if self._fitting:
             return self._fitting
         raise too_small(self)
 
-    def capacity(self, variant: Variant) -> int:
+    def capacity(self, policy: MemoryPolicy) -> int:
         """Tokens a rank can hold in one round."""
-        self._check(variant)
-        return self._capacity[variant]
+        self._check(policy)
+        return self._capacity[policy]
 
-    def fixed_bytes(self, variant: Variant) -> int:
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
         """Bytes of a rank before any token: parameters, gradients, optimiser, working buffers."""
-        return self.engine.fixed_bytes(variant)
+        return self.engine.fixed_bytes(policy)
 
-    def token_bytes(self, variant: Variant) -> float:
+    def token_bytes(self, policy: MemoryPolicy) -> float:
         """Bytes that each token on a rank adds in a round."""
-        return self.engine.token_bytes(variant)
+        return self.engine.token_bytes(policy)
 
     @property
     def budget_bytes(self) -> int:
@@ -293,63 +306,63 @@ class CostModel:
         return self.engine.budget_bytes
 
     def limits(self, reduce: Reduce | None = None) -> Limits:
-        """What a plan must respect, for one way of reducing gradients (the first variant's by default)."""
-        chosen = self.variants[0].reduce if reduce is None else reduce
-        capacity = tuple((v.checkpoint, self._capacity[v]) for v in self.variants if v.reduce == chosen)
-        return Limits(self.ranks, self.node_size, self.model.heads, capacity, self.granule)
+        """What a plan must respect, for one way of reducing gradients (the first policy's by default)."""
+        chosen = self.policies[0].reduce if reduce is None else reduce
+        capacity = tuple((v.checkpoint, self._capacity[v]) for v in self.policies if v.reduce == chosen)
+        return Limits(self.ranks, self.node_size, self.model.heads, capacity, self.pad_multiple)
 
     def plan_memory(self, plan: Plan) -> np.ndarray:
         """int64[ranks]: peak bytes of every rank over the rounds of a plan."""
         return closed_form.plan_memory(self, plan)
 
-    def _tokens_that_fit(self, variant: Variant) -> int:
-        room = self.engine.budget_bytes - self.engine.fixed_bytes(variant)
-        return max(0, int(room // self.engine.token_bytes(variant)))
+    def _tokens_that_fit(self, policy: MemoryPolicy) -> int:
+        room = self.engine.budget_bytes - self.engine.fixed_bytes(policy)
+        return max(0, int(room // self.engine.token_bytes(policy)))
 
     # -- time -------------------------------------------------------------------
 
-    def tokens(self, lengths: np.ndarray) -> np.ndarray:
+    def padded_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """int64[n] tokens the documents occupy: lengths rounded up to the granule."""
         exact = np.asarray(lengths, dtype=np.int64)
-        return -(-exact // self.granule) * self.granule
+        return -(-exact // self.pad_multiple) * self.pad_multiple
 
     def tables(
-        self, lengths: Sequence[int] | np.ndarray, variant: Variant, shapes: Sequence[GroupShape] | None = None
+        self, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: Sequence[GroupShape] | None = None
     ) -> CostTables:
         """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
-        return cost_tables(self, lengths, self._priced(variant), self.shapes if shapes is None else tuple(shapes))
+        return cost_tables(self, lengths, self._priced(policy), self.shapes if shapes is None else tuple(shapes))
 
-    def fixed_parts(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, int]:
+    def fixed_cost(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, int]:
         """ns of a group before any document, part by part."""
-        key = (shape, variant, reach)
+        key = (shape, policy, reach)
         if key not in self._fixed:
-            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed(shape, variant, reach).items()}
+            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed_ns(shape, policy, reach).items()}
         return self._fixed[key]
 
-    def group_parts(self, group: Group, variant: Variant) -> CostBreakdown:
+    def group_cost(self, group: Group, policy: MemoryPolicy) -> CostBreakdown:
         """Named parts of one group's forward and backward, by where its ranks really lie."""
-        return self.groups_parts([group], variant)[0]
+        return self.group_costs([group], policy)[0]
 
-    def groups_parts(self, groups: Sequence[Group], variant: Variant) -> list[CostBreakdown]:
-        """``group_parts`` of many groups, priced together.
+    def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> list[CostBreakdown]:
+        """``group_cost`` of many groups, priced together.
 
         A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``, and in a ring what it takes
         to share the keys and values of ``[0, a)`` again.
         """
-        variant = self._priced(variant)
+        policy = self._priced(policy)
         alike: dict[tuple[GroupShape, GroupTraffic], list[int]] = {}
         for i, group in enumerate(groups):
-            alike.setdefault(self.place(group), []).append(i)
+            alike.setdefault(self.shape_and_traffic(group), []).append(i)
         priced: list[CostBreakdown] = [CostBreakdown()] * len(groups)
         for place, members in alike.items():
-            fixed = self.fixed_parts(place[0], variant, place[1])
-            sums = span_sums(self, [groups[i] for i in members], place, variant)
+            fixed = self.fixed_cost(place[0], policy, place[1])
+            sums = span_sums(self, [groups[i] for i in members], place, policy)
             for row, i in enumerate(members):
                 added = {name: int(values[row]) for name, values in sums.items()}
                 priced[i] = CostBreakdown(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
         return priced
 
-    def place(self, group: Group) -> tuple[GroupShape, GroupTraffic]:
+    def shape_and_traffic(self, group: Group) -> tuple[GroupShape, GroupTraffic]:
         """The row of the tables that a group is priced by, and where its messages go."""
         shape = GroupShape(group.ulysses, group.ring, group.method)
         reach = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
@@ -377,7 +390,7 @@ class CostModel:
     def round_times(
         self,
         work: StageMicroBatch,
-        variant: Variant,
+        policy: MemoryPolicy,
         stage: LayerRange | None = None,
         priced: Sequence[CostBreakdown] | None = None,
     ) -> RoundTimes:
@@ -385,57 +398,57 @@ class CostModel:
 
         Args:
             work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
-            variant: whose checkpoint the work has.
+            policy: whose checkpoint the work has.
             stage: which part of the model the work is; None: all of it.
             priced: parts of its groups, if they are known.
         """
-        return rounds.round_times(self, work, self._priced(variant), stage, priced)
+        return rounds.round_times(self, work, self._priced(policy), stage, priced)
 
-    def step_overhead_ns(self, variant: Variant) -> int:
+    def step_overhead_ns(self, policy: MemoryPolicy) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
-        self._check(variant)
-        return _ns(self.engine.step_overhead(variant))
+        self._check(policy)
+        return _ns(self.engine.step_overhead(policy))
 
-    def step_communication_ns(self, variant: Variant) -> int:
+    def step_communication_ns(self, policy: MemoryPolicy) -> int:
         """ns of the step's overhead that are communication: reduction once per step, sum over replicas."""
-        self._check(variant)
-        return _ns(self.engine.step_communication(variant))
+        self._check(policy)
+        return _ns(self.engine.step_communication(policy))
 
     def plan_ns(self, plan: Plan) -> int:
         """Step time of a plan in closed form (one-stage pipelines)."""
         return closed_form.plan_ns(self, plan)
 
-    def document_parts(
-        self, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], variant: Variant
+    def document_ns(
+        self, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], policy: MemoryPolicy
     ) -> dict[str, np.ndarray]:
         """int64[S, n] per part: ns that each document adds to a group of each shape."""
-        return document_parts(self, tokens, places, variant)
+        return document_ns(self, tokens, places, policy)
 
-    def aligned(self, shape: GroupShape) -> GroupTraffic:
+    def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
         """Reach of the shape on any aligned block."""
         ranks = tuple(range(shape.degree))
         return group_traffic(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
 
-    def token_rates(self, shape: GroupShape, variant: Variant, reach: GroupTraffic) -> dict[str, float]:
+    def token_rates(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
         """ns that each token adds to a group, part by part, attention apart."""
-        key = (shape, variant, reach)
+        key = (shape, policy, reach)
         if key not in self._rates:
-            self._rates[key] = self.engine.rates(shape, variant, reach)
+            self._rates[key] = self.engine.token_ns(shape, policy, reach)
         return self._rates[key]
 
-    def _priced(self, variant: Variant) -> Variant:
-        """The variant by whose constants this one takes as long: running a stage again is running its layers again."""
-        if variant.checkpoint == Checkpoint.STAGE:
-            variant = variant._replace(checkpoint=Checkpoint.FULL)
-        self._check(variant)
-        return variant
+    def _priced(self, policy: MemoryPolicy) -> MemoryPolicy:
+        """The policy by whose constants this one takes as long: running a stage again is running its layers again."""
+        if policy.checkpoint == Checkpoint.STAGE:
+            policy = policy._replace(checkpoint=Checkpoint.FULL)
+        self._check(policy)
+        return policy
 
-    def _check(self, variant: Variant) -> None:
-        if variant.resident and any(variant.checkpoint == known.checkpoint for known in self.engine.variants):
+    def _check(self, policy: MemoryPolicy) -> None:
+        if policy.resident and any(policy.checkpoint == known.checkpoint for known in self.engine.policies):
             return  # the memory of a stage has other limits
-        if self._capacity.get(variant, 0) < 1:
-            legal = ", ".join(str(v) for v in self.variants)
-            raise SeqloomError(f"variant {variant} is not possible here; choose one of {legal}")
+        if self._capacity.get(policy, 0) < 1:
+            legal = ", ".join(str(v) for v in self.policies)
+            raise SeqloomError(f"policy {policy} is not possible here; choose one of {legal}")
 
 
 def _ns(value: float) -> int:

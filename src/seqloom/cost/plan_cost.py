@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seqloom.cost.analytic import AnalyticEngine
+from seqloom.cost.communication import nic_load
 from seqloom.cost.memory import free_bytes
-from seqloom.cost.resharding import column_of, exposed_reshard_ns, one_stage_bytes, passes_ns, priced_passes
-from seqloom.cost.shapes import LANES, CostBreakdown, Variant
-from seqloom.cost.traffic import nic_load
+from seqloom.cost.resharding import dp_cp_size, exposed_reshard_ns, one_stage_bytes, unshard_ns, unshard_times_by_stage
+from seqloom.cost.shapes import STREAMS, CostBreakdown, MemoryPolicy
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, LayerRange, Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from seqloom.cost.communication import Remapping
+    from seqloom.cost.communication import RemapTimes
     from seqloom.cost.model import CostModel
     from seqloom.plan import Pipeline, Plan, StageMicroBatch
 
 
-NAMES = tuple(field.name for field in fields(CostBreakdown))
+COST_COLUMNS = tuple(field.name for field in fields(CostBreakdown))
 """The parts, in the order of the columns of every table of parts."""
 ONCE = ("fixed", "gather", "reduce")
 """Parts that a rank has once in a round."""
@@ -42,14 +42,14 @@ BY_RANK = ("linear", "head", "remap")
 """Parts that follow the linear layout where a round has one, not the groups."""
 
 
-def of_part(part: LayerRange, table: np.ndarray) -> np.ndarray:
+def scale_to_layers(part: LayerRange, table: np.ndarray) -> np.ndarray:
     """Times of a stage's part of the model, in a table of columns `NAMES`: by its layers; the head all or nothing.
 
     Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
     round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
     """
     own = table * (part.stop - part.first) // part.of
-    head = NAMES.index("head")
+    head = COST_COLUMNS.index("head")
     own[:, head] = table[:, head] if part.ends else 0
     return own
 
@@ -71,7 +71,7 @@ class RoundTimes:
 
     def part(self, name: str) -> np.ndarray:
         """int64[ranks] ns of one part, as named in `Parts`."""
-        return self.parts[:, NAMES.index(name)]
+        return self.parts[:, COST_COLUMNS.index(name)]
 
     @property
     def busy_ns(self) -> np.ndarray:
@@ -93,49 +93,49 @@ class RoundTimes:
 def round_times(
     cost: CostModel,
     work: StageMicroBatch,
-    variant: Variant,
+    policy: MemoryPolicy,
     stage: LayerRange | None = None,
     priced: Sequence[CostBreakdown] | None = None,
 ) -> RoundTimes:
     """Price a round; see `CostModel.round_times`."""
-    parts_of = cost.groups_parts(work.groups, variant) if priced is None else priced
-    groups = [[getattr(parts, name) for name in NAMES] for parts in parts_of]
-    table = np.array(groups, dtype=np.int64).reshape(-1, len(NAMES))
+    parts_of = cost.group_costs(work.groups, policy) if priced is None else priced
+    groups = [[getattr(parts, name) for name in COST_COLUMNS] for parts in parts_of]
+    table = np.array(groups, dtype=np.int64).reshape(-1, len(COST_COLUMNS))
     degrees = np.array([len(group.ranks) for group in work.groups], dtype=np.int64)
     group = np.repeat(np.arange(len(degrees)), degrees)
     rank = np.array([rank for each in work.groups for rank in each.ranks], dtype=np.int64)
-    cards = _card_ns(cost, work, variant, table[:, NAMES.index("network")])
+    cards = _card_ns(cost, work, policy, table[:, COST_COLUMNS.index("network")])
     links = np.zeros(cost.ranks, dtype=np.int64)
     by_rank = None
     if work.linear is not None:
-        by_rank, remap = _by_rank(cost, work, variant)
+        by_rank, remap = _by_rank(cost, work, policy)
         cards, links = cards + remap.card, links + remap.link
         idle = np.setdiff1d(np.flatnonzero(by_rank.any(axis=1)), rank)
-        alone = cost.group_parts(Group(tuple(range(cost.tensor)), cost.tensor, 1, ()), variant)
-        lone = np.array([getattr(alone, name) for name in NAMES], dtype=np.int64)
+        alone = cost.group_cost(Group(tuple(range(cost.tensor)), cost.tensor, 1, ()), policy)
+        lone = np.array([getattr(alone, name) for name in COST_COLUMNS], dtype=np.int64)
         table = np.concatenate([table, lone[None, :]])  # the last row: a group of nothing
         table[:, _columns(BY_RANK)] = 0
         group = np.concatenate([group, np.full(len(idle), len(table) - 1)])
         rank = np.concatenate([rank, idle])
         degrees = np.append(degrees, 0)
     if stage is not None:
-        table = of_part(stage, table)
+        table = scale_to_layers(stage, table)
         cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
-        by_rank = None if by_rank is None else of_part(stage, by_rank)
-    parts = parts_of_ranks(table, rank, group, cost.ranks)
+        by_rank = None if by_rank is None else scale_to_layers(stage, by_rank)
+    parts = rank_costs(table, rank, group, cost.ranks)
     if by_rank is not None:
         parts += by_rank
-    rank_ns, member_ns = compose(parts, table, rank, group, degrees == 1)
-    links = links + parts[:, NAMES.index("link")]
+    rank_ns, member_ns = rank_times(parts, table, rank, group, degrees == 1)
+    links = links + parts[:, COST_COLUMNS.index("link")]
     group = np.where(degrees[group] > 0, group, -1)
     return RoundTimes(parts, rank_ns, cards, links, rank, group, member_ns)
 
 
 def _columns(names: Iterable[str]) -> list[int]:
-    return [NAMES.index(name) for name in names]
+    return [COST_COLUMNS.index(name) for name in names]
 
 
-def parts_of_ranks(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks: int) -> np.ndarray:
+def rank_costs(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks: int) -> np.ndarray:
     """int64[ranks, len(NAMES)]: parts of every rank, over all groups that it is in.
 
     Args:
@@ -144,7 +144,7 @@ def parts_of_ranks(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks
         group: int64[members]
         ranks: how many there are.
     """
-    parts = np.zeros((ranks, len(NAMES)), dtype=np.int64)
+    parts = np.zeros((ranks, len(COST_COLUMNS)), dtype=np.int64)
     np.add.at(parts, rank, table[group])
     once = _columns(ONCE)
     parts[:, once] = 0
@@ -152,7 +152,7 @@ def parts_of_ranks(table: np.ndarray, rank: np.ndarray, group: np.ndarray, ranks
     return parts
 
 
-def compose(
+def rank_times(
     parts: np.ndarray, table: np.ndarray, rank: np.ndarray, group: np.ndarray, local: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(int64[ranks], int64[members]) ns by the formula above.
@@ -160,8 +160,8 @@ def compose(
     What a rank has once is its first member's, what no filler hides that of the ring it belongs to (fillers hide the
     first rings first), and waiting for the network that of the last member.
     """
-    column = {name: table[:, NAMES.index(name)] for name in NAMES}
-    serial = table[:, _columns(name for name in LANES[0] if name not in ONCE)].sum(axis=1)
+    column = {name: table[:, COST_COLUMNS.index(name)] for name in COST_COLUMNS}
+    serial = table[:, _columns(name for name in STREAMS[0] if name not in ONCE)].sum(axis=1)
     exposed = np.maximum(column["ring"] - column["attention"] - column["steps"], 0)
     filler = np.zeros(len(parts), dtype=np.int64)
     np.add.at(filler, rank, np.where(local, column["attention"], 0)[group])
@@ -176,7 +176,7 @@ def compose(
     member[first] += (own - of_groups)[rank[order][first]]
     total = np.zeros(len(parts), dtype=np.int64)
     np.add.at(total, rank[order], member)
-    floor = parts[:, _columns(LANES[2])].sum(axis=1)
+    floor = parts[:, _columns(STREAMS[2])].sum(axis=1)
     last = np.append(first[1:], True) if len(first) else first
     member[last] += np.maximum(floor - total, 0)[rank[order][last]]
     member_ns = np.empty_like(member)
@@ -192,26 +192,26 @@ def _running(values: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndar
     return upto - values - base, upto - base
 
 
-def _by_rank(cost: CostModel, work: StageMicroBatch, variant: Variant) -> tuple[np.ndarray, Remapping]:
+def _by_rank(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy) -> tuple[np.ndarray, RemapTimes]:
     """(int64[ranks, len(NAMES)] linear, head and remap of a round with a linear layout, its remapping)."""
     linear, attention = work.linear_layout(), work.attention_layout()
     held = np.stack([np.bincount(layout.rank, layout.sizes, cost.ranks) for layout in (linear, attention)])
-    parts = np.zeros((cost.ranks, len(NAMES)), dtype=np.int64)
-    for name, rates in cost.engine.layout_rates(variant, work.remap).items():
-        parts[:, NAMES.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
-    remap = cost.engine.remapping(work, attention, linear)
-    parts[:, NAMES.index("remap")] = np.where(held.any(axis=0), remap.time, 0)
+    parts = np.zeros((cost.ranks, len(COST_COLUMNS)), dtype=np.int64)
+    for name, rates in cost.engine.layout_token_ns(policy, work.remap).items():
+        parts[:, COST_COLUMNS.index(name)] = np.rint(np.array(rates) @ held).astype(np.int64)
+    remap = cost.engine.remap_times(work, attention, linear)
+    parts[:, COST_COLUMNS.index("remap")] = np.where(held.any(axis=0), remap.time, 0)
     return parts, remap
 
 
-def _card_ns(cost: CostModel, work: StageMicroBatch, variant: Variant, network: np.ndarray) -> np.ndarray:
+def _card_ns(cost: CostModel, work: StageMicroBatch, policy: MemoryPolicy, network: np.ndarray) -> np.ndarray:
     """int64[nodes, nics]: how long the groups of a round take each card. Direct traffic is the sender's own card's."""
     cluster = cost.cluster
     taken = np.zeros((cluster.nodes, cluster.nics_per_node), dtype=np.int64)
     for k in np.flatnonzero(network):
         group = work.groups[k]
-        shape, reach = cost.place(group)
-        heads, keys, team = (flow.network for flow in cost.engine.flows(shape, variant, reach))
+        shape, reach = cost.shape_and_traffic(group)
+        heads, keys, team = (flow.network for flow in cost.engine.flows(shape, policy, reach))
         route = group.route if shape.routed else None
         load = nic_load(group.ranks, shape, cluster.nic_of_gpu, route, cost.tensor)
         share = (heads * load.ulysses + keys * load.sharing + team * load.team) / (heads + keys + team)
@@ -224,7 +224,7 @@ def tokens_on_ranks(cost: CostModel, work: StageMicroBatch) -> np.ndarray:
 
     Several groups add up; where linear layers have a layout of their own, the larger of both counts.
     """
-    tokens, granule = np.zeros(cost.ranks, dtype=np.int64), cost.granule
+    tokens, granule = np.zeros(cost.ranks, dtype=np.int64), cost.pad_multiple
     for group in work.groups:
         held = sum(-(-stop // granule) - -(-start // granule) for _, start, stop in group.spans) * granule
         tokens[list(group.ranks)] += -(-held // group.degree)
@@ -326,17 +326,17 @@ def plan_ns(cost: CostModel, plan: Plan) -> int:
         own, shortest = cost.with_tensor(pipeline.stages[0].tensor), []
         together = _together(cost, pipeline)
         for work in _works(pipeline):  # pipelines are on disjoint shard groups, so their order is free
-            variant = Variant(work.checkpoint, plan.reduce, bool(together))
-            overhead = max(overhead, own.step_overhead_ns(variant))
+            policy = MemoryPolicy(work.checkpoint, plan.reduce, bool(together))
+            overhead = max(overhead, own.step_overhead_ns(policy))
             component, joined = round_components(work, shard_group_of, together)
-            times = own.round_times(work, variant).component_ns(component)
+            times = own.round_times(work, policy).component_ns(component)
             shortest.append(int(times.min()))
             slowest = np.zeros_like(ready)
             slowest[list(chain.from_iterable(joined))] = np.repeat(times, list(map(len, joined)))
             ready = finish_round(ready, slowest, joined)
         shades.append((shortest[0], shortest[-1]) if shortest else (0, 0))
         if together:
-            ready[list({shard_group_of[rank] for rank in together})] += passes_ns(cost, pipeline)
+            ready[list({shard_group_of[rank] for rank in together})] += unshard_ns(cost, pipeline)
     return int(ready.max(initial=0)) + overhead + exposed_reshard_ns(cost, plan.pipelines, shades)
 
 
@@ -366,12 +366,12 @@ def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarr
     own, peak = cost.with_tensor(pipeline.stages[0].tensor), np.zeros(cost.ranks, dtype=np.int64)
     together = _together(cost, pipeline)
     for work in _works(pipeline):
-        variant = Variant(work.checkpoint, plan.reduce)
+        policy = MemoryPolicy(work.checkpoint, plan.reduce)
         tokens = tokens_on_ranks(own, work)
         if together:
-            used = one_stage_bytes(own, column_of(pipeline.stages[0]), work.checkpoint, tokens)
+            used = one_stage_bytes(own, dp_cp_size(pipeline.stages[0]), work.checkpoint, tokens)
         else:
-            used = own.fixed_bytes(variant) + np.ceil(tokens * own.token_bytes(variant)).astype(np.int64)
+            used = own.fixed_bytes(policy) + np.ceil(tokens * own.token_bytes(policy)).astype(np.int64)
         peak = np.maximum(peak, used)
     if len(plan.pipelines) > 1 or plan.sharding == Sharding.FREE:
         peak[np.setdiff1d(np.arange(cost.ranks), pipeline.ranks)] = 0
@@ -380,7 +380,7 @@ def pipeline_memory(cost: CostModel, plan: Plan, pipeline: Pipeline) -> np.ndarr
 
 def _together(cost: CostModel, pipeline: Pipeline) -> tuple[int, ...]:
     """Ranks of the only stage where they meet in every pass, because parameters are gathered for it; else ()."""
-    return pipeline.stages[0].ranks if priced_passes(cost, pipeline) else ()
+    return pipeline.stages[0].ranks if unshard_times_by_stage(cost, pipeline) else ()
 
 
 def _require_one_stage(plan: Plan) -> None:

@@ -147,7 +147,7 @@ def _counted(held: np.ndarray, whole: np.ndarray, cut: np.ndarray, node_size: in
 # A stage whose parameters stay for the step has 6 P all the time.
 
 
-class PassTimes(NamedTuple):
+class UnshardTimes(NamedTuple):
     """ns of the moves of one pass of a stage."""
 
     gather: int  # parameters, before every pass
@@ -158,27 +158,27 @@ class PassTimes(NamedTuple):
         return 0 if move is None else self.gather if move is PassMove.GATHER else self.sum
 
 
-def priced_passes(cost: CostModel, pipeline: Pipeline) -> dict[int, PassTimes]:
+def unshard_times_by_stage(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardTimes]:
     """Times of every stage that the pipeline gathers for every pass. Only free sharding does."""
     if cost.sharding != Sharding.FREE:
         return {}
     parts = pipeline.parts
-    return {s: pass_times(cost, pipeline.stages[s], parts[s]) for s in sorted(stages_per_pass(pipeline))}
+    return {s: unshard_times(cost, pipeline.stages[s], parts[s]) for s in sorted(stages_per_pass(pipeline))}
 
 
-def passes_ns(cost: CostModel, pipeline: Pipeline) -> int:
+def unshard_ns(cost: CostModel, pipeline: Pipeline) -> int:
     """ns of all moves of a pipeline of one stage in a step."""
-    times = priced_passes(cost, pipeline)
+    times = unshard_times_by_stage(cost, pipeline)
     return sum(times[0].of(move) for move in pass_moves(pipeline.actions[0], frozenset(times))) if times else 0
 
 
 @lru_cache(maxsize=256)
-def pass_times(cost: CostModel, stage: Stage, part: LayerRange) -> PassTimes:
+def unshard_times(cost: CostModel, stage: Stage, part: LayerRange) -> UnshardTimes:
     """What gathering a stage, and bringing its gradients back to shares, takes."""
     engine, cluster = cost.engine, cost.cluster
-    column = column_of(stage)
+    column = dp_cp_size(stage)
     if column == 1 or not isinstance(engine, AnalyticEngine):
-        return PassTimes(0, 0)
+        return UnshardTimes(0, 0)
     ranks, width = np.array(stage.ranks), cluster.gpus_per_node
     node, member = ranks // width, np.arange(len(ranks)) % stage.tensor
     near = ((node[:, None] == node) & (member[:, None] == member)).sum(axis=1) - 1
@@ -192,15 +192,15 @@ def pass_times(cost: CostModel, stage: Stage, part: LayerRange) -> PassTimes:
         link, through = engine.links.message_ns(size * share, "all_to_all")
         busiest = max(int(near.max()) * link, float(np.bincount(card, far).max()) * through)
         times.append(int(np.rint(busiest + calls * latency)))
-    return PassTimes(*times)
+    return UnshardTimes(*times)
 
 
-def column_of(stage: Stage) -> int:
+def dp_cp_size(stage: Stage) -> int:
     """Ranks of a stage that have the same slice of its weights."""
     return len(stage.ranks) // stage.tensor
 
 
-class PassMemory(NamedTuple):
+class UnshardMemory(NamedTuple):
     """Bytes of parameters and gradients on a rank of a stage that is gathered for every pass, see above."""
 
     always: int
@@ -210,7 +210,7 @@ class PassMemory(NamedTuple):
     halves: int
 
     @classmethod
-    def of(cls, cost: CostModel, part: LayerRange, column: int) -> PassMemory:
+    def of(cls, cost: CostModel, part: LayerRange, column: int) -> UnshardMemory:
         """Of a part of the model, by the cost model's tensor degree, over so many ranks."""
         parameters = stage_parameters(cost, part)
         if column == 1:  # nobody to share with: they stay for the step
@@ -238,24 +238,24 @@ def one_stage_bytes(cost: CostModel, column: int, checkpoint: Checkpoint, tokens
         tokens: int64[n].
     """
     part = LayerRange(0, cost.model.layers, cost.model.layers)
-    stage, moved = StageMemory(cost, part), PassMemory.of(cost, part, column)
-    held, forward, backward, *_ = stage.holding(checkpoint, offload=False)
+    stage, moved = StageMemory(cost, part), UnshardMemory.of(cost, part, column)
+    held, forward, backward, *_ = stage.activation_bytes(checkpoint, offload=False)
     begins = np.maximum(tokens * (held + forward), tokens * (held + backward) + moved.layer)
     most = np.maximum(begins, tokens * backward + moved.layer + moved.rest)
     return stage.working_bytes() + moved.always + moved.copies + np.ceil(most).astype(np.int64)
 
 
-def tokens_in_passes(cost: CostModel, part: LayerRange, column: int, checkpoint: Checkpoint, units: int) -> int:
+def microbatch_tokens(cost: CostModel, part: LayerRange, column: int, checkpoint: Checkpoint, units: int) -> int:
     """Tokens of a unit that a rank of a stage gathered for every pass can hold, with so many units in flight."""
-    stage, moved = StageMemory(cost, part), PassMemory.of(cost, part, column)
+    stage, moved = StageMemory(cost, part), UnshardMemory.of(cost, part, column)
     room = cost.budget_bytes - stage.working_bytes() - moved.always - moved.copies
-    held, forward, backward, *_ = stage.holding(checkpoint, offload=False)
+    held, forward, backward, *_ = stage.activation_bytes(checkpoint, offload=False)
     in_forward = room // (units * held + forward)
     in_backward = (room - moved.layer) // (units * held + backward)
     at_its_end = (room - moved.layer - moved.rest) // ((units - 1) * held + backward)
     fits = max(0, int(min(in_forward, in_backward, at_its_end)))
-    fits = fits if cost.most is None else min(fits, cost.most)
-    return fits - fits % cost.granule
+    fits = fits if cost.token_limit is None else min(fits, cost.token_limit)
+    return fits - fits % cost.pad_multiple
 
 
 # ---- merged: cost.relaying
@@ -316,7 +316,7 @@ class ReshardTimes(NamedTuple):
 def reshard_times(cost: CostModel, pipelines: Sequence[Pipeline]) -> ReshardTimes:
     """What moving parameters and gradients takes under these pipelines; nothing unless sharding is free."""
     shared = tuple(stages_per_pass(pipeline) for pipeline in pipelines)
-    return _relay(cost.whole, tuple(pipeline.stages for pipeline in pipelines), shared)
+    return _relay(cost.cluster_cost, tuple(pipeline.stages for pipeline in pipelines), shared)
 
 
 def exposed_reshard_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: Sequence[tuple[int, int]]) -> int:

@@ -1,4 +1,4 @@
-"""The values of the cost room: shapes, variants, named parts of a time and the tables planners search on."""
+"""The values of the cost room: shapes, policies, named parts of a time and the tables planners search on."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class GroupShape(NamedTuple):
         return self.ulysses * self.ring
 
     @property
-    def hides(self) -> bool:
+    def overlaps_kv(self) -> bool:
         """Whether keys and values travel behind attention: in a ring. A gather comes first."""
         return self.ring > 1 and self.method == Method.RING
 
     @property
-    def kernels(self) -> int:
+    def kernel_calls(self) -> int:
         """Kernel calls that a document takes on the rank that has most of them.
 
         A ring takes one per step. Of gathered keys, each of a rank's two chunks takes its own causal square and all
         keys before it; only the first chunk of a document, which a ring of two has on one of its ranks, has none.
         """
-        return self.ring if self.ring == 1 or self.hides else min(self.ring + 1, 4)
+        return self.ring if self.ring == 1 or self.overlaps_kv else min(self.ring + 1, 4)
 
     def __str__(self) -> str:
         kind = ("g" if self.method == Method.GATHER else "") + ("r" if self.routed else "")
         return f"{self.ulysses}x{self.ring}{kind}"
 
 
-class Variant(NamedTuple):
+class MemoryPolicy(NamedTuple):
     """What a whole step decides once: which activations are kept, and when gradients are reduced.
 
     ``resident``: parameters stay gathered and gradients whole from the first round to the last, as in pipelines of
@@ -66,7 +66,7 @@ class Variant(NamedTuple):
 
 # Which part counts in which lane. A group takes as long as its longest lane, so parts that run side by side
 # (a ring's messages behind its attention, parameter gathers behind everything) stand in different lanes.
-LANES: tuple[tuple[str, ...], ...] = (
+STREAMS: tuple[tuple[str, ...], ...] = (
     ("linear", "head", "attention", "steps", "ulysses", "kv_gather", "remap", "fixed", "tensor"),
     ("linear", "head", "ring", "ulysses", "remap", "fixed", "tensor"),
     ("gather", "reduce", "network"),
@@ -97,15 +97,15 @@ class CostBreakdown:
     tensor: int = 0  # hidden states gathered from the team and partial sums sent back to it, exposed
 
     @property
-    def lanes(self) -> tuple[int, int, int]:
+    def stream_ns(self) -> tuple[int, int, int]:
         """Nanoseconds per lane: computing, ring in place of attention (zero without a ring), network."""
-        serial, ring, network = (sum(getattr(self, name) for name in lane) for lane in LANES)
+        serial, ring, network = (sum(getattr(self, name) for name in lane) for lane in STREAMS)
         return (serial, ring if self.ring else 0, network)
 
     @property
     def total_ns(self) -> int:
         """Time of the group: its longest lane."""
-        return max(self.lanes)
+        return max(self.stream_ns)
 
     def as_dict(self) -> dict[str, int]:
         """Name to nanoseconds, in the order of the fields."""
@@ -136,7 +136,7 @@ class CostTables:
 
 
 PROBES = tuple(2**power for power in range(7, 23))  # document lengths at which shapes are compared
-PROBED = 8192  # tokens of a rank where no variant says how many it holds
+PROBED = 8192  # tokens of a rank where no policy says how many it holds
 NEAR_PERCENT = 103
 
 

@@ -62,7 +62,7 @@ def _layers(model: ModelSpec, first: int, stop: int, tensor: int) -> int:
     return sum(model.layer_parameters(layer, tensor) for layer in range(first, stop))
 
 
-def stage_end_ns(cost: CostModel, shares: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[int, int]:
+def stage_overhead_ns(cost: CostModel, shares: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[int, int]:
     """(ns, of that communication) once per step on a host of `ranks` ranks that runs these stages.
 
     Parameters are gathered over shard groups of `shard_group` ranks, gradients scattered over them and summed over
@@ -116,7 +116,7 @@ KEY_BYTES = 2  # keys and values in bf16
 KEY_GRADIENT_BYTES = 4  # their gradients are sums of many pieces: float32
 
 
-class Holding(NamedTuple):
+class ActivationBytes(NamedTuple):
     """Bytes that each token of a unit takes on a rank of one stage."""
 
     held: float  # from the start of its F to the end of its B or I
@@ -163,12 +163,16 @@ class StageMemory:
             own += GRADIENT_BYTES * packed if engine.memory.owners > 1 else 0
         return own + logits + int(engine.profile.workspace_gib * GIB)
 
-    def holding(self, checkpoint: Checkpoint, offload: bool) -> Holding:
+    def activation_bytes(self, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
         """What a unit of this choice takes per token."""
         engine, model = self.cost.engine, self.cost.model
         if isinstance(engine, AdditiveEngine):
             each = engine.constants.mib_per_token * 1024**2 * (self.share.stop - self.share.first) / self.share.of
-            return Holding(0.0, 2 * each, 2 * each, each, 0.0) if offload else Holding(each, 0.0, 0.0, each, 0.0)
+            return (
+                ActivationBytes(0.0, 2 * each, 2 * each, each, 0.0)
+                if offload
+                else ActivationBytes(each, 0.0, 0.0, each, 0.0)
+            )
         query, kv, hidden = query_width(model), kv_width(model), model.hidden
         tensor = self.cost.tensor
         layers = layer_values(model, tensor)[self.share.first : self.share.stop]
@@ -188,9 +192,9 @@ class StageMemory:
         forward = max(whole) if checkpoint in RECOMPUTING else 0  # the layer that is being run keeps its values
         split = deferred if checkpoint in RECOMPUTING else 0.0
         held, twice = (0.0, 2.0 * kept) if offload else (float(kept), 0.0)
-        return Holding(held, busy + forward + twice, busy + again + twice, deferred, split)
+        return ActivationBytes(held, busy + forward + twice, busy + again + twice, deferred, split)
 
-    def carried_bytes(self, group: Group, tokens: int) -> tuple[int, int]:
+    def kv_cache_bytes(self, group: Group, tokens: int) -> tuple[int, int]:
         """(keys and values, their gradients) of a document of so many tokens in pieces, on each rank of its group.
 
         A rank has the tokens of its ring index, and the key/value heads that its query heads read.
@@ -209,13 +213,13 @@ class StageMemory:
 
 def pipeline_checkpoints(cost: CostModel) -> tuple[Checkpoint, ...]:
     """What may be kept of a unit, from the fastest choice to the one that keeps least."""
-    known = {variant.checkpoint for variant in cost.engine.variants}
+    known = {policy.checkpoint for policy in cost.engine.policies}
     if Checkpoint.PROFILE in known:
         return (Checkpoint.PROFILE,)
     return (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
 
 
-def host_bytes(cost: CostModel, shares: Sequence[LayerRange], shard_group: int) -> int:
+def pp_rank_bytes(cost: CostModel, shares: Sequence[LayerRange], shard_group: int) -> int:
     """Bytes of a rank before any token, on a host with these stages and shard groups of `shard_group` ranks."""
     stages = [StageMemory(cost, share) for share in shares]
     return sum(stage.state_bytes(shard_group) for stage in stages) + max(stage.working_bytes() for stage in stages)
@@ -232,7 +236,7 @@ def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[LayerRange]], shar
         hosts: the stages of every host.
         shard group: ranks that share parameter shards.
     """
-    free = [cost.budget_bytes - host_bytes(cost, shares, shard_group) for shares in hosts]
+    free = [cost.budget_bytes - pp_rank_bytes(cost, shares, shard_group) for shares in hosts]
     if min(free) <= 0:
         worst = free.index(min(free))
         need = (cost.budget_bytes - free[worst]) / GIB
@@ -246,10 +250,10 @@ def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[LayerRange]], shar
         fits = []
         for shares, room in zip(hosts, free, strict=True):
             for share in shares:
-                own = StageMemory(cost, share).holding(checkpoint, offload=False)
+                own = StageMemory(cost, share).activation_bytes(checkpoint, offload=False)
                 fits.append(int(room // (own.held + max(own.forward, own.backward))))
-        least = min(fits) if cost.most is None else min(*fits, cost.most)
-        least -= least % cost.granule
+        least = min(fits) if cost.token_limit is None else min(*fits, cost.token_limit)
+        least -= least % cost.pad_multiple
         if least > 0:
             capacity.append((checkpoint, least))
     if not capacity:
@@ -257,4 +261,4 @@ def pipeline_limits(cost: CostModel, hosts: Sequence[Sequence[LayerRange]], shar
             f"a budget of {cost.budget_bytes / GIB:.1f} GiB holds the state of {cost.model.name} but no token; "
             "use more stages or raise the budget"
         )
-    return Limits(cost.ranks, cost.node_size, cost.model.heads, tuple(capacity), cost.granule)
+    return Limits(cost.ranks, cost.node_size, cost.model.heads, tuple(capacity), cost.pad_multiple)

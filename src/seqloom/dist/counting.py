@@ -49,9 +49,9 @@ class CountingTransport:
         return self._transport.waits_in_stream
 
     @property
-    def aside(self) -> CountingTransport:
-        """See `Transport.aside`; what travels there is counted here too."""
-        other = CountingTransport(self._transport.aside)
+    def background(self) -> CountingTransport:
+        """See `Transport.background`; what travels there is counted here too."""
+        other = CountingTransport(self._transport.background)
         other._traffic, other._sent_to = self._traffic, self._sent_to
         return other
 

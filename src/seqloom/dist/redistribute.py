@@ -111,7 +111,7 @@ def remapped(
     Returns:
         [tokens, width, ...], rows as those of `x`.
     """
-    crossing = None if isinstance(context, torch.Tensor) else context.around_mlp
+    crossing = None if isinstance(context, torch.Tensor) else context.mlp_redistribute
     if crossing is None:
         return compute(x)
     (inside,) = redistribute_tokens(crossing, x)

@@ -23,7 +23,7 @@ from seqloom.dist.reshard_index import index_bundles
 from seqloom.dist.transport import Handle
 from seqloom.dist.transport import P2PTensor
 from seqloom.dist.transport import Transport
-from seqloom.dist.transport import exchange_filled
+from seqloom.dist.transport import exchange_nonempty
 from seqloom.errors import SeqloomError
 from seqloom.layout.layout import Layout
 from seqloom.layout.move import hops_of_rank
@@ -72,7 +72,7 @@ class ReshardHop:
             _pack(message, held, form.strips)
             outgoing += [P2PTensor(peer, message) for peer in form.peers if peer != index.rank]
         received = self._new(index.incoming, dtype)
-        handle = exchange_filled(self._transport, outgoing, _messages(index, received))
+        handle = exchange_nonempty(self._transport, outgoing, _messages(index, received))
         return InFlight(handle, sent, received, {})
 
     def put(self, bundle: int, flight: InFlight, held: Tensors, result: Tensors) -> None:
@@ -94,7 +94,7 @@ class ReshardHop:
         received = self._new(index.outgoing, dtype)
         messages = received.split([size for _, size in ends])
         incoming = [P2PTensor(peer, part) for (peer, _), part in zip(ends, messages, strict=True)]
-        handle = exchange_filled(self._transport, _messages(index, sent), incoming)
+        handle = exchange_nonempty(self._transport, _messages(index, sent), incoming)
         return InFlight(handle, sent, received, dict(incoming) | {index.rank: own})
 
     def add(self, bundle: int, flight: InFlight, wide: torch.dtype, result: Tensors) -> None:

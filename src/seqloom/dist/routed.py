@@ -66,7 +66,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class RoutedTransfer:
     """One rank's part of a routed move: index work, done once and run by every layer.
 
     Attributes:
@@ -78,7 +78,7 @@ class Passage:
     relayed: int
 
     @classmethod
-    def of(cls, move: Move, route: Route, node_size: int, rank: int) -> Passage:
+    def of(cls, move: Move, route: Route, node_size: int, rank: int) -> RoutedTransfer:
         """Work out what `rank` does in a move; all ranks give the same move, route and node size.
 
         Args:
@@ -96,7 +96,7 @@ class Passage:
         return cls(tuple(stages), holdings.relayed)
 
     @property
-    def arriving(self) -> int:
+    def received_elements(self) -> int:
         """Elements that this rank receives, for itself or for others."""
         return sum(load.size for stage in self.stages for load in stage.receives)
 
@@ -205,7 +205,7 @@ def _as_units(messages: Mapping[int, torch.Tensor], unit: int) -> Units:
 
 
 def start_routed(
-    passage: Passage,
+    passage: RoutedTransfer,
     transport: Transport,
     sent: Mapping[int, torch.Tensor],
     wanted: Mapping[int, torch.Tensor],

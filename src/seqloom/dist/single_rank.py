@@ -21,7 +21,7 @@ class SingleRankTransport:
     waits_in_stream = False
 
     @property
-    def aside(self) -> SingleRankTransport:
+    def background(self) -> SingleRankTransport:
         """Itself: nothing waits."""
         return self
 

@@ -45,18 +45,18 @@ class TPGroup:
         counts: tokens of every member.
         order: int64[team tokens] that sorts the rows of all members, one member after the other, into those of the
             column; None: they are sorted already.
-        places: the inverse of `order`.
+        inverse_order: the inverse of `order`.
         collective: the team has a communicator.
-        column: the round as attention of this slice sees it, with heads / t: its rows are those of the whole team.
+        cp_context: the round as attention of this slice sees it, with heads / t: its rows are those of the whole team.
     """
 
     ranks: tuple[int, ...]
     index: int
     counts: tuple[int, ...]
     order: torch.Tensor | None
-    places: torch.Tensor | None
+    inverse_order: torch.Tensor | None
     collective: bool
-    column: Context
+    cp_context: Context
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all members, [team tokens, ...], from those of this one, [tokens, ...]."""
@@ -71,8 +71,8 @@ class TPGroup:
 
         It is added up in the order of members, in float32 or wider, and rounded once.
         """
-        if self.places is not None:
-            parts = parts.index_select(0, self.places)
+        if self.inverse_order is not None:
+            parts = parts.index_select(0, self.inverse_order)
         width, own, members = prod(parts.shape[1:]), self.counts[self.index], len(self.ranks)
         received = parts.new_empty((members, own, *parts.shape[1:]))
         sent = parts.contiguous().view(-1)
@@ -84,7 +84,7 @@ class TPGroup:
         self, output: torch.Tensor, sent: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> None:
         if sum(self.counts):  # a team without tokens has nothing to say, and all its members know
-            flat, transport = output.view(-1), self.column.transport
+            flat, transport = output.view(-1), self.cp_context.transport
             all_to_all(transport, flat, sent, output_sizes, input_sizes, self.ranks, collective=self.collective)
 
 
@@ -131,11 +131,11 @@ def attention_context(context: torch.Tensor) -> torch.Tensor: ...
 def attention_context(context: Context | torch.Tensor) -> Context | torch.Tensor:
     """Return the context for attention over this rank's heads: its team's column, or the one given without a team."""
     team = _team(context)
-    return context if team is None else team.column
+    return context if team is None else team.cp_context
 
 
 def _team(context: Context | torch.Tensor) -> TPGroup | None:
-    return None if isinstance(context, torch.Tensor) else context.team
+    return None if isinstance(context, torch.Tensor) else context.tp_group
 
 
 class _Gathered(torch.autograd.Function):

@@ -182,8 +182,8 @@ class ThreadTransport:
         return False
 
     @property
-    def aside(self) -> Transport:
-        """See `Transport.aside`."""
+    def background(self) -> Transport:
+        """See `Transport.background`."""
         return ThreadTransport(self._rank, self._matching, self._family, aside=True)
 
     def all_to_all(

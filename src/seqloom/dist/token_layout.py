@@ -191,7 +191,7 @@ class BoundGroup:
         rows: the group's rows in the local buffer; an index int64[rows] when they are not one run.
         order: int64[rows of the block] that sorts the rows of all ranks of the block, one rank after the other, into
             the buffer of the ring index; None when they are sorted already.
-        places: the inverse of `order`.
+        inverse_order: the inverse of `order`.
     """
 
     group: Group
@@ -203,7 +203,7 @@ class BoundGroup:
     counts: tuple[int, ...]
     rows: slice | torch.Tensor
     order: torch.Tensor | None
-    places: torch.Tensor | None
+    inverse_order: torch.Tensor | None
 
     @property
     def tokens(self) -> int:
@@ -224,18 +224,18 @@ class Context:
         positions: int64[tokens], the place of every token in its document.
         documents: int64[tokens], the document of every token.
         groups: those this rank is in, in the order of the work; their rows are of the attention layout.
-        around_attention: from the model's tokens to those of attention; None where these are the same.
-        around_mlp: from the model's tokens to those of the MLP; None where these are the same.
+        attention_redistribute: from the model's tokens to those of attention; None where these are the same.
+        mlp_redistribute: from the model's tokens to those of the MLP; None where these are the same.
         node_size: ranks per node; None: not known.
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
-        team: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
+        tp_group: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
     """
 
     __slots__ = (
         "_kept",
-        "around_attention",
-        "around_mlp",
+        "attention_redistribute",
+        "mlp_redistribute",
         "kv_cache",
         "documents",
         "groups",
@@ -243,7 +243,7 @@ class Context:
         "pieces",
         "positions",
         "spans",
-        "team",
+        "tp_group",
         "transport",
         "work",
     )
@@ -261,21 +261,21 @@ class Context:
         kept: dict[Hashable, object] | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
         kv_cache: object | None = None,
-        team: TPGroup | None = None,
+        tp_group: TPGroup | None = None,
     ) -> None:
         """Keep what `bind` has found.
 
         Args:
-            work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, team: see the attributes.
+            work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, tp_group: see the attributes.
             crossing: from the linear to the attention layout; None where these are the same.
             kept: what was built from all this already, shared with another view of it.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
-        self.node_size, self.pieces, self.kv_cache, self.team = node_size, pieces or {}, kv_cache, team
+        self.node_size, self.pieces, self.kv_cache, self.tp_group = node_size, pieces or {}, kv_cache, tp_group
         around = work.remap if crossing is not None else None
-        self.around_attention = crossing if around == Remap.ATTENTION else None
-        self.around_mlp = crossing.reversed() if crossing is not None and around == Remap.MLP else None
+        self.attention_redistribute = crossing if around == Remap.ATTENTION else None
+        self.mlp_redistribute = crossing.reversed() if crossing is not None and around == Remap.MLP else None
         self._kept: dict[Hashable, object] = {} if kept is None else kept
 
     @property
@@ -328,12 +328,12 @@ def bind(
     check_work(work, transport, node_size, tensor)
     in_pieces, device = pieces_of_round(work, pieces or {}), torch.device(device)
     view = partial(_view, transport=transport, device=device, node_size=node_size, pieces=in_pieces, kv_cache=kv_cache)
-    blocks, team = _block_layouts(work, transport.rank), None
+    blocks, tp_group = _block_layouts(work, transport.rank), None
     if tensor > 1:
         ranks, index = place_in(work, transport.rank, tensor)
         column = column_of(work, index, tensor)
-        team = tp_group_of(ranks, index, blocks, view(column, _block_layouts(column, transport.rank)), family)
-    return view(work, blocks, crossing=bind_redistribute(work, transport, device, shard_groups, family), team=team)
+        tp_group = tp_group_of(ranks, index, blocks, view(column, _block_layouts(column, transport.rank)), family)
+    return view(work, blocks, crossing=bind_redistribute(work, transport, device, shard_groups, family), tp_group=tp_group)
 
 
 def _view(
@@ -346,7 +346,7 @@ def _view(
     pieces: Mapping[int, tuple[Span, ...]],
     kv_cache: object | None,
     crossing: TokenRedistribute | None = None,
-    team: TPGroup | None = None,
+    tp_group: TPGroup | None = None,
 ) -> Context:
     """Do the index work of a rank's groups, whose blocks hold their tokens as `blocks` say."""
     rank = transport.rank
@@ -375,7 +375,7 @@ def _view(
         crossing=crossing,
         pieces=pieces,
         kv_cache=kv_cache,
-        team=team,
+        tp_group=tp_group,
     )
 
 
@@ -409,5 +409,5 @@ def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarra
         counts=tuple(sum(span.tokens for span in share) for share in held),
         rows=rows if isinstance(rows, slice) else on_device(rows, device),
         order=order,
-        places=places,
+        inverse_order=places,
     )

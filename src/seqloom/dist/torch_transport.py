@@ -240,8 +240,8 @@ class TorchTransport:
         return not self._stages
 
     @property
-    def aside(self) -> TorchTransport:
-        """See `Transport.aside`."""
+    def background(self) -> TorchTransport:
+        """See `Transport.background`."""
         return TorchTransport(self._communicators, aside=True)
 
     def all_to_all(

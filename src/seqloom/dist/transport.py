@@ -98,7 +98,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def aside(self) -> Transport:
+    def background(self) -> Transport:
         """The same ranks, but `exchange` runs on a second world communicator: those here and there do not wait.
 
         For what travels beside the computation, as parameters and gradients do.
@@ -159,7 +159,7 @@ class Transport(Protocol):
 # An all-to-all is one where its ranks have no communicator of their own.
 
 
-def exchange_filled(transport: Transport, sends: Iterable[P2PTensor], receives: Iterable[P2PTensor]) -> Handle:
+def exchange_nonempty(transport: Transport, sends: Iterable[P2PTensor], receives: Iterable[P2PTensor]) -> Handle:
     """Start an exchange of the parcels that hold something; without any, nothing is called."""
     outgoing = [parcel for parcel in sends if parcel.tensor.numel()]
     incoming = [parcel for parcel in receives if parcel.tensor.numel()]
@@ -194,7 +194,7 @@ def all_to_all(
         [P2PTensor(peer, part) for peer, part in zip(ranks, parts, strict=True) if peer != transport.rank]
         for parts in (sent, received)
     )
-    exchange_filled(transport, outgoing, incoming).wait()
+    exchange_nonempty(transport, outgoing, incoming).wait()
 
 
 class _Done:

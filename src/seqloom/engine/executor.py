@@ -64,7 +64,7 @@ def _between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 # Runs a step: the plan's table of actions on one rank, forward, backward, messages, reduction.
 #
 #     bound = bind_plan(plan, transport, device=device)
-#     result = run_step(bound, parameters, rows, valid)    # gradients are in parameters.masters()
+#     result = run_step(bound, parameters, rows, valid)    # gradients are in parameters.master_weights()
 #
 # The loss of a step is the sum of all token losses over the valid tokens of the whole step, so every round's sum is
 # divided by the same number, and neither the loss nor a gradient depends on the plan.
@@ -120,8 +120,8 @@ def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) ->
         valid: labels that count, in the whole step; known from the data before the first round.
     """
     _check(bound, parameters, valid)
-    parameters.clear()
-    parameters.arrange(bound.plan)
+    parameters.zero_grad()
+    parameters.prefetch(bound.plan)
     parameters.weight_gradients.clear()
     parameters.weight_gradients.enabled = any(action.kind == W for action in bound.actions)
     run = _Run(bound, parameters, rows, valid, backward=True)
@@ -132,11 +132,11 @@ def run_step(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) ->
 def evaluate(bound: RankPlan, parameters: Parameters, rows: Rows, valid: int) -> float:
     """Return the loss of a plan's documents, without gradients. All ranks call it."""
     _check(bound, parameters, valid)
-    parameters.arrange(bound.plan)
+    parameters.prefetch(bound.plan)
     run = _Run(bound, parameters, rows, valid, backward=False)
     with torch.no_grad():
         run.run()
-    parameters.settle()
+    parameters.wait_prefetch()
     return run.whole_loss()
 
 
@@ -148,7 +148,9 @@ class _Run:
         self._learns = backward
         self._actions = tuple(each for each in bound.actions if backward or each.kind in FORWARD)
         self._clock = Clock(bound.device)
-        self._mail = StageP2P(bound.transport, parameters.room, _arrivals(bound, self._actions), bound.progress)
+        self._mail = StageP2P(
+            bound.transport, parameters.empty_hidden_states, _arrivals(bound, self._actions), bound.progress
+        )
         self._open: dict[tuple[int, int | None], MicrobatchState] = {}
         self._seen = torch.zeros(2, dtype=torch.float64, device=bound.device)  # sum of losses, labels that count
         self._stream = torch.cuda.Stream(bound.device) if bound.device.type == "cuda" else None
@@ -170,7 +172,7 @@ class _Run:
     def result(self) -> StepResult:
         """End the step."""
         with self._clock.measure(REDUCE.value):
-            self._parameters.finish()
+            self._parameters.finish_gradients()
         loss, norm = self.whole_loss(), float(self._parameters.gradient_norm())
         seconds = self._clock.seconds()
         return StepResult(
@@ -220,7 +222,7 @@ class _Run:
 
     def _care(self, action: Action) -> None:
         """Gather, reduce or release the parameters of a stage."""
-        verbs = {UNSHARD: self._parameters.acquire, REDUCE: self._parameters.reduce, RESHARD: self._parameters.release}
+        verbs = {UNSHARD: self._parameters.unshard, REDUCE: self._parameters.reduce, RESHARD: self._parameters.reshard}
         for first in self._bound.stages[action.stage][:1]:
             verbs[action.kind](first.part)
 
@@ -273,8 +275,10 @@ class _Run:
         parameters, part, context = self._parameters, unit.part, unit.context
         assert context is not None
         again = unit.checkpoint == Checkpoint.STAGE
-        offload = Offload(parameters.computing(), self._stream) if unit.offload and self._learns else None
-        return MicrobatchState(lambda x: parameters.run(part, x, labels, context), given, again=again, offload=offload)
+        offload = Offload(parameters.compute_weights(), self._stream) if unit.offload and self._learns else None
+        return MicrobatchState(
+            lambda x: parameters.forward(part, x, labels, context), given, again=again, offload=offload
+        )
 
 
 def _shares(bound: RankPlan, action: Action) -> tuple[RowSlice, ...]:
@@ -311,9 +315,9 @@ def _check(bound: RankPlan, parameters: Parameters, valid: int) -> None:
             "batches out, or count fewer labels as -100"
         )
     rank = bound.transport.rank
-    if not set(parameters.sharers) <= {*bound.shard_group, rank}:
+    if not set(parameters.shard_ranks) <= {*bound.shard_group, rank}:
         raise SeqloomError(
             f"a plan with {bound.plan.sharding} sharding, in which rank {rank} runs the rounds of ranks "
-            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.sharers}: some would wait for "
-            "rounds that others skip; plan with the sharding and the node size of the parameters"
+            f"{bound.shard_group}, for parameters whose shards are on ranks {parameters.shard_ranks}: some would wait "
+            "for rounds that others skip; plan with the sharding and the node size of the parameters"
         )

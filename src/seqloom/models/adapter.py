@@ -175,7 +175,7 @@ class ModelAdapter:
             context: of the round; it keeps the result.
             dtype: that layers compute in.
         """
-        members, inside = 1 if context.team is None else len(context.team.ranks), attention_context(context)
+        members, inside = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
         for heads, kv_heads, dim, window, scale in self.attention_specs:
             prepare_attention(inside, heads // members, kv_heads // members, dim, dtype, window=window, scale=scale)
 

@@ -31,7 +31,7 @@ def check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor
         context: of the round. A rank that is in no group may not know its team, and has no tokens either; a ticket, as
             compiled layers have it, has no team.
     """
-    team = None if isinstance(context, torch.Tensor) else context.team
+    team = None if isinstance(context, torch.Tensor) else context.tp_group
     members = 1 if team is None else len(team.ranks)
     if weight.shape[0] * members != rows and (team is None or members > 1):
         raise SeqloomError(
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
 
     def body(self, x: torch.Tensor, positions: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
         """Run layers first .. stop - 1 on `x` [tokens, hidden]; the result has its shape."""
-        if context.team is not None:
+        if context.tp_group is not None:
             positions = attention_context(context).positions
         table = self.rope.table(positions, self.dim, x.dtype)  # once, for all layers
         for layer in islice(self.layers, first, stop):

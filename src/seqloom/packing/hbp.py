@@ -19,96 +19,7 @@ from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.packing.levels import Level, level_sets
 from seqloom.packing.packing import Packing
-from seqloom.planners.compiled import kernel
-
-
-@kernel
-def longest_left(left: np.ndarray, place: int) -> int:
-    """The last of the places ``0 .. place`` whose document is left; 0 is before the first document.
-
-    Args:
-        left: int64[n + 1]: of every place itself, or a lower one to go on from. Paths are halved on the way.
-        place: 1 + the index of a document.
-    """
-    while left[place] != place:
-        left[place] = left[left[place]]
-        place = left[place]
-    return place
-
-
-@kernel
-def fill_packs(
-    sizes: np.ndarray,
-    upto: np.ndarray,
-    left: np.ndarray,
-    room: int,
-    low: int,
-    per_step: int,
-    first: int,
-    out: np.ndarray,
-) -> int:
-    """Make packs of one level until none of its own documents is left; shorter ones fill the gaps.
-
-    The last step of the level is made whole with packs of shorter documents, as far as there are any.
-
-    Args:
-        sizes: int64[n] granules of every document, ascending.
-        upto: int64[longest + 1]: how many documents have at most so many granules.
-        left: int64[n + 1], see `longest_left`; what is taken is marked.
-        room: granules of a pack.
-        low: index of the first document of the level; those below it are of lower levels.
-        per_step: packs of a step.
-        first: number of the first pack.
-        out: int64[n], receives the pack of every document that is taken.
-
-    Returns:
-        number of packs made.
-    """
-    made = 0
-    while True:
-        longest = longest_left(left, sizes.shape[0])
-        if longest == 0 or (longest <= low and made % per_step == 0):
-            return made
-        gap = room
-        while True:
-            place = longest_left(left, upto[min(gap, upto.shape[0] - 1)])
-            if place == 0:
-                break
-            out[place - 1] = first + made
-            left[place] = place - 1
-            gap -= sizes[place - 1]
-        made += 1
-
-
-@kernel
-def first_fit(sizes: np.ndarray, room: int, out: np.ndarray) -> int:
-    """Put every document, in the order given, into the first pack with room for it: what plain packing does.
-
-    Args:
-        sizes: int64[n] granules of every document.
-        room: granules of a pack.
-        out: int64[n], receives the pack of every document.
-
-    Returns:
-        number of packs.
-    """
-    leaves = 1
-    while leaves < sizes.shape[0]:
-        leaves *= 2
-    most = np.full(2 * leaves, room, np.int64)  # a tree: most room of any pack below each node
-    packs = 0
-    for document in range(sizes.shape[0]):
-        node = 1
-        while node < leaves:
-            node = 2 * node if most[2 * node] >= sizes[document] else 2 * node + 1
-        out[document] = node - leaves
-        packs = max(packs, node - leaves + 1)
-        most[node] -= sizes[document]
-        while node > 1:
-            node //= 2
-            most[node] = max(most[2 * node], most[2 * node + 1])
-    return packs
-
+from seqloom.planners.compiled import kernels
 
 # ---- merged: planners.hbp.steps
 # Packs become steps: those of a level by attention work, as many as a step has; and the order of the steps.
@@ -266,7 +177,7 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
     array = _checked_lengths(lengths, tokens_per_step)
     (top,) = next(level_sets(array, cost, tokens_per_step))
     pack = np.empty(len(array), dtype=np.int64)
-    count = first_fit(cost.tokens(array) // cost.granule, top.tokens // cost.granule, pack)
+    count = kernels().first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple, pack)
     starts = np.append(np.arange(0, count, top.packs), count)
     steps = Steps(np.arange(count), starts, np.zeros(len(starts) - 1, dtype=np.int64))
     return _packing("first-fit", array, cost, (top,), pack, steps)
@@ -274,7 +185,7 @@ def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_p
 
 def _packed(lengths: np.ndarray, cost: CostModel, levels: tuple[Level, ...], short_first: int, seed: int) -> Packing:
     """Pack under given levels."""
-    pack, pack_levels = _packs(cost.tokens(lengths) // cost.granule, cost.granule, levels)
+    pack, pack_levels = _packs(cost.padded_lengths(lengths) // cost.pad_multiple, cost.pad_multiple, levels)
     order = np.argsort(pack, kind="stable")
     work = np.add.reduceat(np.square(lengths[order]), np.searchsorted(pack[order], np.arange(len(pack_levels))))
     steps = cut(work, pack_levels, levels)
@@ -299,7 +210,7 @@ def _packs(sizes: np.ndarray, granule: int, levels: Sequence[Level]) -> tuple[np
     for index in reversed(range(len(levels))):
         room = levels[index].tokens // granule
         low = int(upto[min(levels[index - 1].tokens // granule, len(upto) - 1)]) if index else 0
-        made = fill_packs(ascending, upto, left, room, low, levels[index].packs, len(pack_levels), found)
+        made = kernels().fill_packs(ascending, upto, left, room, low, levels[index].packs, len(pack_levels), found)
         pack_levels += [index] * made
     pack = np.empty_like(found)
     pack[order] = found
@@ -349,7 +260,7 @@ def _checked_levels(
     levels: Sequence[Level], lengths: np.ndarray, cost: CostModel, tokens_per_step: int
 ) -> tuple[Level, ...]:
     """The levels asked for, if they rise, hold the longest document, and fit in memory and in a step."""
-    longest = int(cost.tokens(lengths).max())
+    longest = int(cost.padded_lengths(lengths).max())
     rising = all(a.tokens < b.tokens for a, b in pairwise(levels))
     if not levels or not rising or levels[-1].tokens < longest:
         given = ", ".join(str(level.tokens) for level in levels) or "none"
@@ -357,7 +268,7 @@ def _checked_levels(
             f"levels of {given} tokens: give rising ones, the last of at least {longest}, as the longest document has"
         )
     for level in levels:
-        most = level.shape.degree * cost.capacity(level.variant) if level.shape in cost.shapes else 0
+        most = level.shape.degree * cost.capacity(level.policy) if level.shape in cost.shapes else 0
         if level.tokens > most:
             raise SeqloomError(
                 f"a level of {level.tokens} tokens on groups of shape {level.shape}, which hold {most} here; "

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, GroupShape, Variant
+from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 
 SAMPLE = 1024
@@ -38,14 +38,14 @@ class Level(NamedTuple):
     Attributes:
         tokens: of a full pack.
         shape: of the group that runs a pack.
-        variant: what a round of them keeps, and when gradients are reduced.
+        policy: what a round of them keeps, and when gradients are reduced.
         packs: of a step; as many rounds of full clusters as the step's tokens allow.
         token_ps: predicted picoseconds per token of a full step.
     """
 
     tokens: int
     shape: GroupShape
-    variant: Variant
+    policy: MemoryPolicy
     packs: int
     token_ps: int
 
@@ -64,7 +64,7 @@ def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tu
         SeqloomError: a document that no group holds, or that is longer than a step.
     """
     *lower, top = level_lengths(lengths, cost, budget)
-    sizes = np.sort(cost.tokens(lengths))
+    sizes = np.sort(cost.padded_lengths(lengths))
     seen = set()
     for count in range(len(lower) + 1):
         for chosen in combinations(lower, count):
@@ -77,7 +77,7 @@ def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tu
 def level_lengths(lengths: np.ndarray, cost: CostModel, budget: int) -> list[int]:
     """Tokens of packs that may make a level, ascending: 1, best, 2 and top, as far as they differ."""
     _require_room(lengths, cost, budget)
-    sizes = np.sort(cost.tokens(lengths))
+    sizes = np.sort(cost.padded_lengths(lengths))
     longest = int(sizes[-1])
     half = int(sizes[np.searchsorted(np.cumsum(sizes), (int(sizes.sum()) + 1) // 2)])
     known = candidates(cost, budget)
@@ -90,7 +90,7 @@ def level_lengths(lengths: np.ndarray, cost: CostModel, budget: int) -> list[int
         top = _cheapest(holding, sizes[sizes > best.tokens], cost, budget)
     wanted = {best.tokens // best.shape.degree, best.tokens, top.tokens}
     wanted |= {tokens for tokens in (top.tokens // top.shape.degree,) if tokens > best.tokens}
-    return sorted({tokens // cost.granule * cost.granule for tokens in wanted} - {0})
+    return sorted({tokens // cost.pad_multiple * cost.pad_multiple for tokens in wanted} - {0})
 
 
 def candidates(cost: CostModel, budget: int) -> list[int]:
@@ -102,16 +102,18 @@ def candidates(cost: CostModel, budget: int) -> list[int]:
     found = {1 << power for power in range(most.bit_length())}
     for degree in {shape.degree for shape in cost.shapes}:
         share = budget // len(cost.family.blocks(degree))
-        for variant in cost.variants:
-            rounds = max(1, -(-share // (degree * cost.capacity(variant))))
+        for policy in cost.policies:
+            rounds = max(1, -(-share // (degree * cost.capacity(policy))))
             found.add(share // rounds)
-    return sorted({tokens // cost.granule * cost.granule for tokens in found if cost.granule <= tokens <= most})
+    return sorted(
+        {tokens // cost.pad_multiple * cost.pad_multiple for tokens in found if cost.pad_multiple <= tokens <= most}
+    )
 
 
 def room(cost: CostModel) -> int:
     """Tokens that the largest group holds, in whole granules."""
     degree = max(shape.degree for shape in cost.shapes)
-    return degree * max(cost.capacity(variant) for variant in cost.variants) // cost.granule * cost.granule
+    return degree * max(cost.capacity(policy) for policy in cost.policies) // cost.pad_multiple * cost.pad_multiple
 
 
 def profiled(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -> Level:
@@ -129,7 +131,7 @@ def profiled(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -
 def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, budget: int) -> Level:
     """The length and the way to run it with the least time per token; of nearly equal ones, the fullest step's."""
     spread = np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)
-    priced = [(variant, cost.tables(documents[spread], variant)) for variant in cost.variants]
+    priced = [(policy, cost.tables(documents[spread], policy)) for policy in cost.policies]
     found = [
         level for tokens in sorted(lengths) for priced_in in priced for level in _ways(tokens, *priced_in, cost, budget)
     ]
@@ -139,22 +141,22 @@ def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, bu
     return min(near, key=lambda level: (empty[level], level.token_ps, level.tokens, level.shape.degree))
 
 
-def _ways(tokens: int, variant: Variant, tables: CostTables, cost: CostModel, budget: int) -> list[Level]:
-    """Every shape whose group holds a pack of this many tokens under a variant, priced.
+def _ways(tokens: int, policy: MemoryPolicy, tables: CostTables, cost: CostModel, budget: int) -> list[Level]:
+    """Every shape whose group holds a pack of this many tokens under a policy, priced.
 
     Packs become longer, as far as memory allows, where that brings a step nearer to its tokens.
     """
     rates = tables.cost.sum(axis=2) / float(tables.tokens.sum())
-    overhead = cost.step_overhead_ns(variant)
+    overhead = cost.step_overhead_ns(policy)
     found = []
     for index, shape in enumerate(tables.shapes):
         most = shape.degree * tables.capacity
         if tokens > most:
             continue
         packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
-        full = max(tokens, min(most, budget // packs) // cost.granule * cost.granule)
+        full = max(tokens, min(most, budget // packs) // cost.pad_multiple * cost.pad_multiple)
         pack_ns = int(np.rint(tables.fixed[:, index] + rates[:, index] * full).max())
-        found.append(Level(full, shape, variant, packs, 1000 * (rounds * pack_ns + overhead) // (packs * full)))
+        found.append(Level(full, shape, policy, packs, 1000 * (rounds * pack_ns + overhead) // (packs * full)))
     return found
 
 
@@ -180,7 +182,7 @@ def _with_documents(wanted: Sequence[int], sizes: np.ndarray, cost: CostModel, b
 
 def _require_room(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
     document = int(np.argmax(lengths))
-    size = int(cost.tokens(lengths[document : document + 1])[0])
+    size = int(cost.padded_lengths(lengths[document : document + 1])[0])
     most = room(cost)
     if size > most:
         raise SeqloomError(
@@ -188,7 +190,7 @@ def _require_room(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
             f"sequences (--max-length {most}), raise the memory budget or use more GPUs"
         )
     if size > budget:
-        fits = budget // cost.granule * cost.granule
+        fits = budget // cost.pad_multiple * cost.pad_multiple
         drop = f" or drop longer sequences (--max-length {fits})" if fits else ""
         raise SeqloomError(
             f"sequence {document} has {lengths[document]} tokens, more than the {budget} of a step; raise the tokens "

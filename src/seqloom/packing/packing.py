@@ -63,7 +63,7 @@ def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int]
     """
     times = [predicted_ns(plan, cost) for plan in plans] if step_ns is None else step_ns
     tokens = sum(plan.tokens for plan in plans)
-    occupied = sum(int(cost.tokens(np.array(plan.documents)).sum()) for plan in plans)
+    occupied = sum(int(cost.padded_lengths(np.array(plan.documents)).sum()) for plan in plans)
     held, squares = np.mean([imbalances(plan, cost) for plan in plans], axis=0).tolist()
     return Balance(
         tokens=held,
@@ -104,9 +104,9 @@ def _on_ranks(work: StageMicroBatch, cost: CostModel) -> np.ndarray:
     """
     loads = np.zeros((2, cost.ranks))
     for group in work.groups:
-        occupied = sum(-(-stop // cost.granule) - -(-start // cost.granule) for _, start, stop in group.spans)
+        occupied = sum(-(-stop // cost.pad_multiple) - -(-start // cost.pad_multiple) for _, start, stop in group.spans)
         squares = sum(stop**2 - start**2 for _, start, stop in group.spans)
-        loads[:, list(group.ranks)] += np.array([[occupied * cost.granule], [squares]]) / group.degree
+        loads[:, list(group.ranks)] += np.array([[occupied * cost.pad_multiple], [squares]]) / group.degree
     if work.linear is not None:
         loads[0] = np.bincount(work.linear.rank, work.linear.sizes, cost.ranks)
     return loads
@@ -169,15 +169,15 @@ class Packing:
                 cost.group(level.shape, block, [Span(k, 0, lengths[k]) for k in pack])
                 for block, pack in zip(blocks, packs[first:], strict=False)
             ]
-            rounds.append(Round((StageMicroBatch(in_order(groups, cost.node_size), level.variant.checkpoint),)))
-        reduce = level.variant.reduce
+            rounds.append(Round((StageMicroBatch(in_order(groups, cost.node_size), level.policy.checkpoint),)))
+        reduce = level.policy.reduce
         pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, reduce)
         return Plan(cost.limits(reduce), cost.sharding, reduce, tuple(lengths), (pipeline,), self.name)
 
     @cached_property
     def pack_tokens(self) -> np.ndarray:
         """int64[P]: tokens that every pack occupies."""
-        return np.add.reduceat(self.cost.tokens(self.lengths)[self.documents], self.pack_starts[:-1])
+        return np.add.reduceat(self.cost.padded_lengths(self.lengths)[self.documents], self.pack_starts[:-1])
 
     @cached_property
     def pack_squares(self) -> np.ndarray:
@@ -195,7 +195,7 @@ class Packing:
                 continue
             counts = np.diff(self.pack_starts)
             members = self.documents[np.repeat(owner == index, counts)]
-            tables = self.cost.tables(self.lengths[members], level.variant, [level.shape])
+            tables = self.cost.tables(self.lengths[members], level.policy, [level.shape])
             edges = np.cumsum(counts[chosen]) - counts[chosen]
             lanes = np.add.reduceat(tables.cost[:, 0], edges, axis=1) + tables.fixed
             times[chosen] = lanes.max(axis=0)
@@ -217,7 +217,7 @@ class Packing:
                 row = slowest[:, shard_groups.start]
                 np.maximum(row, grid[:, :, block].T, out=row)
             done = finish_times(slowest, [join_shard_groups(touched)] * len(slowest)).max(axis=0)
-            overhead = self.cost.step_overhead_ns(level.variant) + self._moved_ns(grid, level)
+            overhead = self.cost.step_overhead_ns(level.policy) + self._moved_ns(grid, level)
             times[self.step_levels == index] = done + overhead
         return times
 
@@ -230,7 +230,7 @@ class Packing:
         """
         if self.cost.sharding != Sharding.FREE:
             return np.zeros(len(grid), dtype=np.int64)
-        line = (Pipeline.single(range(self.cost.ranks), self.cost.model.layers, (), level.variant.reduce),)
+        line = (Pipeline.single(range(self.cost.ranks), self.cost.model.layers, (), level.policy.reduce),)
         shortest = np.where(grid > 0, grid, np.iinfo(np.int64).max).min(axis=2)
         last = (grid.max(axis=2) > 0).sum(axis=1) - 1
         shades = zip(shortest[:, 0].tolist(), shortest[np.arange(len(grid)), last].tolist(), strict=True)

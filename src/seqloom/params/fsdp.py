@@ -47,7 +47,7 @@ class FSDPParameters:
         sharding: Sharding,
         *,
         node_size: int | None = None,
-        compute: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
         keep_gathered: bool = False,
         chunk: int = CHUNK,
     ) -> None:
@@ -58,7 +58,7 @@ class FSDPParameters:
             transport: over torch.distributed; all its ranks.
             sharding: over which ranks.
             node_size: ranks of a node; hybrid needs it.
-            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+            param_dtype: dtype of parameters and activations in the model; None: that of the masters. Gradients are
                 added up and reduced in float32 or wider.
             keep_gathered: keep layers gathered from forward to backward: more memory, one gather less.
             chunk: as in `summed_loss`.
@@ -66,14 +66,14 @@ class FSDPParameters:
         parameters = list(adapter.module.parameters())
         device = device_of(adapter, parameters)
         self._mesh = _mesh(transport, Sharding(sharding), node_size, device)
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype(parameters))
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype(parameters))
         del parameters  # they would keep what is whole
         options = {"mesh": self._mesh[SHARD], "mp_policy": policy}
         names = {id(each): name for name, each in adapter.module.named_parameters()}
         for layer in adapter.layers:
             adapter.materialize([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
-        self._adapter, self._compute, self._weights = adapter, compute, WeightGradients()
+        self._adapter, self._compute, self._weights = adapter, param_dtype, WeightGradients()
         self._loss = LossOf(adapter, chunk)
         adapter.materialize()
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
@@ -83,8 +83,8 @@ class FSDPParameters:
         self._masters = trained(adapter.module)  # while nothing is gathered, these are the shards
 
     @property
-    def sharers(self) -> tuple[int, ...]:
-        """See `Parameters.sharers`."""
+    def shard_ranks(self) -> tuple[int, ...]:
+        """See `Parameters.shard_ranks`."""
         return tuple(self._mesh[SHARD].mesh.flatten().tolist())
 
     @property
@@ -92,23 +92,25 @@ class FSDPParameters:
         """See `Parameters.weight_gradients`. Nothing waits there: FSDP2 reduces a layer's gradients in its backward."""
         return self._weights
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         head = cast("torch.Tensor", self._adapter.head.weight)
         return torch.empty(tokens, head.shape[1], dtype=self._compute or head.dtype, device=head.device)
 
-    def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`; parameters stay where they are."""
+    def prefetch(self, plan: Plan) -> None:
+        """See `Parameters.prefetch`; parameters stay where they are."""
         check_fixed(plan)
 
-    def settle(self) -> None:
-        """See `Parameters.settle`; nothing is under way."""
+    def wait_prefetch(self) -> None:
+        """See `Parameters.wait_prefetch`; nothing is under way."""
 
-    def acquire(self, part: LayerRange) -> None:
-        """See `Parameters.acquire`; FSDP2 gathers layer by layer, when `run` comes to them."""
+    def unshard(self, part: LayerRange) -> None:
+        """See `Parameters.unshard`; FSDP2 gathers layer by layer, when `run` comes to them."""
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
-        """See `Parameters.run`; the part is the whole model."""
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """See `Parameters.forward`; the part is the whole model."""
         if not (part.begins and part.ends):
             raise SeqloomError(
                 f"layers {part.first} to {part.stop - 1} of {part.of} asked of parameters that FSDP2 shards over all "
@@ -128,11 +130,11 @@ class FSDPParameters:
     def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`; the last backward did it."""
 
-    def release(self, part: LayerRange) -> None:
-        """See `Parameters.release`; layers are released one by one."""
+    def reshard(self, part: LayerRange) -> None:
+        """See `Parameters.reshard`; layers are released one by one."""
 
-    def finish(self) -> None:
-        """See `Parameters.finish`."""
+    def finish_gradients(self) -> None:
+        """See `Parameters.finish_gradients`."""
         column = self._mesh[REPLICA]
         if column.size() > 1:
             group = column.get_group()
@@ -144,28 +146,28 @@ class FSDPParameters:
         dist.all_reduce(squares, group=self._mesh[SHARD].get_group())
         return squares.sqrt()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.gradients`; each is gathered when its turn comes."""
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_gradients`; each is gathered when its turn comes."""
         for name, parameter in self._masters.items():
             assert parameter.grad is not None
             yield name, parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.values`; each is gathered when its turn comes."""
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`; each is gathered when its turn comes."""
         for name, parameter in self._adapter.module.named_parameters():
             held = parameter.detach()
             yield name, held.full_tensor() if isinstance(held, DTensor) else held
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.masters`; all of them are distributed tensors."""
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`; all of them are distributed tensors."""
         return dict(self._masters)
 
-    def computing(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.computing`; the gathered ones come and go inside torch."""
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.compute_weights`; the gathered ones come and go inside torch."""
         yield from map(local, self._masters.values())
 
-    def clear(self) -> None:
-        """See `Parameters.clear`."""
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
         for parameter in self._masters.values():
             parameter.grad = None
 

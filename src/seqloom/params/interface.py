@@ -33,7 +33,7 @@ class Parameters(Protocol):
     """
 
     @property
-    def sharers(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """Ranks that have shards of the same parameters, this one among them: they run the same rounds."""
         ...
 
@@ -42,23 +42,25 @@ class Parameters(Protocol):
         """Where gradients of weights wait between the two halves of a split backward: those of the network."""
         ...
 
-    def room(self, tokens: int) -> torch.Tensor:
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
         """Return memory for hidden states, [tokens, hidden]: on the device, in the dtype that layers compute in."""
         ...
 
-    def arrange(self, plan: Plan) -> None:
+    def prefetch(self, plan: Plan) -> None:
         """Bring parameters where a plan computes with them, or refuse it; all ranks call it before the plan runs."""
         ...
 
-    def settle(self) -> None:
+    def wait_prefetch(self) -> None:
         """Wait for what `arrange` has started and no layer has asked for; `finish` does it too."""
         ...
 
-    def acquire(self, part: LayerRange) -> None:
+    def unshard(self, part: LayerRange) -> None:
         """Gather the parameters of a part, for all its rounds: UNSHARD. A plan may leave this to `run`."""
         ...
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
         """Run a part of the model forward.
 
         Args:
@@ -86,11 +88,11 @@ class Parameters(Protocol):
         """Reduce the gradients of a part to the shards, after all its backwards: REDUCE of a step."""
         ...
 
-    def release(self, part: LayerRange) -> None:
+    def reshard(self, part: LayerRange) -> None:
         """Drop what `acquire` has gathered: RESHARD."""
         ...
 
-    def finish(self) -> None:
+    def finish_gradients(self) -> None:
         """End a step's gradients: sum over replicas. From then on they are those of the whole step."""
         ...
 
@@ -98,23 +100,23 @@ class Parameters(Protocol):
         """Return the norm of the whole model's gradient, every parameter once; a scalar, the same on all ranks."""
         ...
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every trained parameter's canonical name and whole gradient, one at a time; all ranks iterate."""
         ...
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter's canonical name and whole value, one at a time; all ranks iterate. Tied ones once."""
         ...
 
-    def masters(self) -> dict[str, nn.Parameter]:
+    def master_weights(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
         ...
 
-    def computing(self) -> Iterator[torch.Tensor]:
+    def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield what layers compute with on this rank, as it is in memory now: masters, or copies of them."""
         ...
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Drop all gradients."""
         ...
 
@@ -136,7 +138,7 @@ class ReplicatedParameters:
         self._loss = LossOf(adapter, chunk, self._head)
 
     @property
-    def sharers(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """This rank alone."""
         return (self._transport.rank,)
 
@@ -145,23 +147,25 @@ class ReplicatedParameters:
         """See `Parameters.weight_gradients`."""
         return self._adapter.weight_gradients
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         head = cast("torch.Tensor", self._adapter.head.weight)
         return head.new_empty(tokens, head.shape[1])
 
-    def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`; everything is here, and whole."""
+    def prefetch(self, plan: Plan) -> None:
+        """See `Parameters.prefetch`; everything is here, and whole."""
         check_whole(plan)
 
-    def settle(self) -> None:
-        """See `Parameters.settle`; nothing is under way."""
+    def wait_prefetch(self) -> None:
+        """See `Parameters.wait_prefetch`; nothing is under way."""
 
-    def acquire(self, part: LayerRange) -> None:
-        """See `Parameters.acquire`; everything is here."""
+    def unshard(self, part: LayerRange) -> None:
+        """See `Parameters.unshard`; everything is here."""
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
-        """See `Parameters.run`."""
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """See `Parameters.forward`."""
         return self._loss(given, labels, context, part)
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
@@ -171,42 +175,42 @@ class ReplicatedParameters:
     def reduce(self, part: LayerRange) -> None:
         """See `Parameters.reduce`; a shard group of one rank has nothing to reduce."""
 
-    def release(self, part: LayerRange) -> None:
-        """See `Parameters.release`; nothing was gathered."""
+    def reshard(self, part: LayerRange) -> None:
+        """See `Parameters.reshard`; nothing was gathered."""
 
-    def finish(self) -> None:
-        """See `Parameters.finish`."""
+    def finish_gradients(self) -> None:
+        """See `Parameters.finish_gradients`."""
         everyone = tuple(range(self._transport.ranks))
         if len(everyone) == 1:  # the sum is what is there already
-            complete_gradients(self.masters().values())
+            complete_gradients(self.master_weights().values())
         else:
-            sum_gradients(self.masters().values(), lambda flat: self._transport.all_reduce(flat, everyone))
+            sum_gradients(self.master_weights().values(), lambda flat: self._transport.all_reduce(flat, everyone))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
-        return squared_norm(self.masters().values()).sqrt()
+        return squared_norm(self.master_weights().values()).sqrt()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.gradients`."""
-        for name, parameter in self.masters().items():
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_gradients`."""
+        for name, parameter in self.master_weights().items():
             assert parameter.grad is not None
             yield name, parameter.grad
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.values`."""
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`."""
         for name, parameter in self._adapter.module.named_parameters():
             yield name, parameter.detach()
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.masters`."""
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`."""
         return trained(self._adapter.module)
 
-    def computing(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.computing`."""
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.compute_weights`."""
         yield from self._adapter.module.parameters()
 
-    def clear(self) -> None:
-        """See `Parameters.clear`."""
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
         self._head.clear()
         self._adapter.module.zero_grad(set_to_none=True)
 
@@ -274,7 +278,7 @@ def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> Non
     """Multiply all gradients; clipping is a factor of min(1, limit / norm)."""
     if isinstance(factor, float) and factor == 1.0:
         return
-    for parameter in parameters.masters().values():
+    for parameter in parameters.master_weights().values():
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor)
 

@@ -52,7 +52,7 @@ class PipelineFSDP:
         transport: Transport,
         placement: Placement,
         *,
-        compute: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
         chunk: int = CHUNK,
     ) -> None:
         """Cut the network in place: what this rank's stages do not need goes to "meta".
@@ -62,7 +62,7 @@ class PipelineFSDP:
                 rank does not hold may be on "meta" for good.
             transport: over torch.distributed; all its ranks.
             placement: who holds what.
-            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+            param_dtype: dtype of parameters and activations in the model; None: that of the masters. Gradients are
                 added up and reduced in float32 or wider.
             chunk: as in `summed_loss`.
         """
@@ -77,7 +77,7 @@ class PipelineFSDP:
         for axis in (HOST, REPLICA, SHARD):
             inherit_timeout(self._mesh.get_group(axis))
         self._replicas = self._mesh[REPLICA].size()
-        self._sharers: tuple[int, ...] = tuple(self._mesh[SHARD].mesh.flatten().tolist())
+        self._shard_ranks: tuple[int, ...] = tuple(self._mesh[SHARD].mesh.flatten().tolist())
         self._holders = {
             name: [host for host, names in enumerate(hosts) if name in names]
             for name, _ in adapter.module.named_parameters()
@@ -87,7 +87,7 @@ class PipelineFSDP:
         self._kept: dict[str, ShardedParameter] = {}
         for name, each in held.items():
             adapter.materialize([(name, each)])
-            self._kept[name] = ShardedParameter.of(each, self._mesh[SHARD], compute)
+            self._kept[name] = ShardedParameter.of(each, self._mesh[SHARD], param_dtype)
             each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
         exchange(adapter.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
         self._needs = {part: [self._kept[name] for name in parameters_of(adapter, part)] for part in self._parts}
@@ -97,30 +97,30 @@ class PipelineFSDP:
         self._loss = LossOf(adapter, chunk, self._head)
 
     @property
-    def sharers(self) -> tuple[int, ...]:
-        """See `Parameters.sharers`."""
-        return self._sharers
+    def shard_ranks(self) -> tuple[int, ...]:
+        """See `Parameters.shard_ranks`."""
+        return self._shard_ranks
 
     @property
     def weight_gradients(self) -> WeightGradients:
         """See `Parameters.weight_gradients`."""
         return self._adapter.weight_gradients
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         head = cast("torch.Tensor", self._adapter.head.weight)
         dtype = next(iter(self._kept.values())).copy.dtype
         return torch.empty((tokens, head.shape[1]), dtype=dtype, device=self._device)
 
-    def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`; parameters stay where they are."""
+    def prefetch(self, plan: Plan) -> None:
+        """See `Parameters.prefetch`; parameters stay where they are."""
         check_fixed(plan)
 
-    def settle(self) -> None:
-        """See `Parameters.settle`; nothing is under way."""
+    def wait_prefetch(self) -> None:
+        """See `Parameters.wait_prefetch`; nothing is under way."""
 
-    def acquire(self, part: LayerRange) -> None:
-        """See `Parameters.acquire`."""
+    def unshard(self, part: LayerRange) -> None:
+        """See `Parameters.unshard`."""
         self._check(part)
         if part in self._ready:
             return
@@ -132,9 +132,11 @@ class PipelineFSDP:
                 kept.give_memory()
             gather(bucket, self._mesh.get_group(SHARD))
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
-        """See `Parameters.run`."""
-        self.acquire(part)
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """See `Parameters.forward`."""
+        self.unshard(part)
         if torch.is_grad_enabled():
             self._due.add(part)
         return self._loss(given, labels, context, part)
@@ -151,8 +153,8 @@ class PipelineFSDP:
         for bucket in buckets(wanted):
             scatter(bucket, self._mesh.get_group(SHARD))
 
-    def release(self, part: LayerRange) -> None:
-        """See `Parameters.release`."""
+    def reshard(self, part: LayerRange) -> None:
+        """See `Parameters.reshard`."""
         self._check(part)
         self._ready.discard(part)
         needed = self._in_use()
@@ -160,12 +162,12 @@ class PipelineFSDP:
             if id(kept) not in needed:
                 kept.free()
 
-    def finish(self) -> None:
-        """See `Parameters.finish`. A parameter on several hosts gets its gradient from all of them."""
+    def finish_gradients(self) -> None:
+        """See `Parameters.finish_gradients`. A parameter on several hosts gets its gradient from all of them."""
         for part in self._parts:
             if part in self._due:  # the plan left it to this
                 self.reduce(part)
-        masters = self.masters()
+        masters = self.master_weights()
         if self._replicas > 1:
             group = self._mesh.get_group(REPLICA)
             sum_gradients(masters.values(), lambda flat: dist.all_reduce(flat, group=group))
@@ -176,40 +178,40 @@ class PipelineFSDP:
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`. What several hosts hold is counted on the first of them."""
-        counted = [each for name, each in self.masters().items() if self._holders[name][0] == self._host]
+        counted = [each for name, each in self.master_weights().items() if self._holders[name][0] == self._host]
         squares = squared_norm(counted).to(self._device)
         for axis in (SHARD, HOST):
             dist.all_reduce(squares, group=self._mesh.get_group(axis))
         return squares.sqrt()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.gradients`; each comes from its host when its turn comes."""
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_gradients`; each comes from its host when its turn comes."""
         for name, parameter in trained(self._adapter.module).items():
             kept = self._kept.get(name)
             yield name, self._whole(name, parameter, None if kept is None else kept.master.grad)
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.values`; each comes from its host when its turn comes."""
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`; each comes from its host when its turn comes."""
         for name, parameter in self._adapter.module.named_parameters():
             kept = self._kept.get(name)
             yield name, self._whole(name, parameter, None if kept is None else kept.master.detach())
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.masters`; all of them are distributed tensors, of this rank's stages."""
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`; all of them are distributed tensors, of this rank's stages."""
         return {name: kept.master for name, kept in self._kept.items() if kept.master.requires_grad}
 
-    def computing(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.computing`."""
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.compute_weights`."""
         yield from (kept.copy for kept in self._kept.values())
 
-    def clear(self) -> None:
-        """See `Parameters.clear`. Copies are dropped too: the optimiser may have changed the masters."""
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`. Copies are dropped too: the optimiser may have changed the masters."""
         self._due.clear()
         self._head.clear()
         for kept in self._kept.values():
             kept.master.grad = kept.copy.grad = None
         for part in tuple(self._ready):
-            self.release(part)
+            self.reshard(part)
 
     def _whole(self, name: str, like: nn.Parameter, found: torch.Tensor | None) -> torch.Tensor:
         """Return a parameter's tensor on all ranks, from the first host that has it."""

@@ -139,7 +139,7 @@ class MoveMaker:
             self._weights,
             source,
             target,
-            self._transport.aside,
+            self._transport.background,
             device=self._device,
             node_size=node_size,
             bundles=self.bundles,
@@ -452,20 +452,20 @@ class ReshardingParameters:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, transport: Transport, *, compute: torch.dtype | None = None, chunk: int = CHUNK
+        self, adapter: ModelAdapter, transport: Transport, *, param_dtype: torch.dtype | None = None, chunk: int = CHUNK
     ) -> None:
         """Cut the network in place: between steps its module has shapes and values of the last plan only.
 
         Args:
             network: the model, on the device where it will run, with all its values, or with `values`, one at a time.
             transport: this rank's; where torch.distributed runs, all ranks of the job.
-            compute: dtype of parameters and activations in the model; None: that of the masters. Gradients are
+            param_dtype: dtype of parameters and activations in the model; None: that of the masters. Gradients are
                 added up and summed over ranks in float32 or wider.
             chunk: as in `summed_loss`.
         """
         parameters = list(adapter.module.parameters())
         self._device = device_of(adapter, parameters)
-        _check_dtypes(parameters, compute)
+        _check_dtypes(parameters, param_dtype)
         self._adapter, self._transport = adapter, transport
         self._hidden = cast("torch.Tensor", adapter.head.weight).shape[1]
         self._weights = weights_of(adapter)
@@ -474,7 +474,7 @@ class ReshardingParameters:
         self._bundles = self._maker.bundles
         self._wants = {home: self._bundles_at(home) for home in (EMBEDDING, *range(len(adapter.layers)), HEAD)}
         self._masters = OptimizerShards(adapter, transport, self._device)
-        self._copies = ComputeCopies(adapter.module, compute, self._masters.shapes)
+        self._copies = ComputeCopies(adapter.module, param_dtype, self._masters.shapes)
         self._moves: dict[Strategy, Moves] = {}
         self._arrivals, self._passes = ParamPrefetch(), Passes({}, {}, self._copies)
         self._departures: GradReduce | None = None
@@ -484,7 +484,7 @@ class ReshardingParameters:
         self._watch()
 
     @property
-    def sharers(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """This rank alone: copies are whole."""
         return (self._transport.rank,)
 
@@ -493,14 +493,14 @@ class ReshardingParameters:
         """See `Parameters.weight_gradients`."""
         return self._adapter.weight_gradients
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.room`."""
+    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
+        """See `Parameters.empty_hidden_states`."""
         return torch.empty((tokens, self._hidden), dtype=self._copies.dtype, device=self._device)
 
-    def arrange(self, plan: Plan) -> None:
-        """See `Parameters.arrange`. Layers wait for what they need, see `Arrivals.start`."""
+    def prefetch(self, plan: Plan) -> None:
+        """See `Parameters.prefetch`. Layers wait for what they need, see `Arrivals.start`."""
         self._check(plan)
-        self.settle()
+        self.wait_prefetch()
         rank, moves, rows = self._transport.rank, self._moves_of(plan), self._masters.rows
         dtype, held, shared = self._copies.dtype, moves.values.target, moves.shared
         same = moves.values.source.items() & held.items()
@@ -514,18 +514,20 @@ class ReshardingParameters:
         self._departures = GradReduce(moves.gradients, self._taken, sum_dtype(dtype), parts)
         self._last = False
 
-    def settle(self) -> None:
-        """See `Parameters.settle`."""
+    def wait_prefetch(self) -> None:
+        """See `Parameters.wait_prefetch`."""
         self._arrivals.wait_for_all()
 
-    def acquire(self, part: LayerRange) -> None:
-        """See `Parameters.acquire`; `arrange` has brought the parameters, or shares to be gathered."""
+    def unshard(self, part: LayerRange) -> None:
+        """See `Parameters.unshard`; `arrange` has brought the parameters, or shares to be gathered."""
         if part in self._passes:
             self._arrivals.wait(self._bundles_of(part))
             self._passes.acquire(part)
 
-    def run(self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context) -> torch.Tensor:
-        """See `Parameters.run`."""
+    def forward(
+        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """See `Parameters.forward`."""
         if part.begins:
             self._arrivals.wait(self._wants[EMBEDDING])
         if part.ends and self._adapter.norm is None:
@@ -554,13 +556,13 @@ class ReshardingParameters:
         self._passes.flush(part, late=self.weight_gradients.enabled)
         self._leaving().end_part(part)
 
-    def release(self, part: LayerRange) -> None:
-        """See `Parameters.release`; what is not in shares stays until the next plan, which often has the same."""
+    def reshard(self, part: LayerRange) -> None:
+        """See `Parameters.reshard`; what is not in shares stays until the next plan, which often has the same."""
         self._passes.release(part)
 
-    def finish(self) -> None:
-        """See `Parameters.finish`."""
-        self.settle()
+    def finish_gradients(self) -> None:
+        """See `Parameters.finish_gradients`."""
+        self.wait_prefetch()
         self._passes.finish(late=self.weight_gradients.enabled)
         self._masters.put_gradients(self._leaving().wait())
         self._departures = None
@@ -569,24 +571,24 @@ class ReshardingParameters:
         """See `Parameters.gradient_norm`."""
         return self._masters.squared_norm().sqrt()
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.gradients`; each is gathered when its turn comes."""
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_gradients`; each is gathered when its turn comes."""
         yield from self._masters.gradients()
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.values`; each is gathered when its turn comes."""
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Parameters.full_parameters`; each is gathered when its turn comes."""
         yield from self._masters.values()
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.masters`; distributed tensors where torch.distributed runs."""
+    def master_weights(self) -> dict[str, nn.Parameter]:
+        """See `Parameters.master_weights`; distributed tensors where torch.distributed runs."""
         return self._masters.trained()
 
-    def computing(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.computing`."""
+    def compute_weights(self) -> Iterator[torch.Tensor]:
+        """See `Parameters.compute_weights`."""
         yield from self._copies.held()
 
-    def clear(self) -> None:
-        """See `Parameters.clear`."""
+    def zero_grad(self) -> None:
+        """See `Parameters.zero_grad`."""
         self._head.clear()
         self._copies.clear()
         for master in self._masters.parameters:
@@ -594,7 +596,7 @@ class ReshardingParameters:
 
     def _leaving(self) -> GradReduce:
         if self._departures is None:
-            raise SeqloomError("gradients of parameters that no plan was arranged for; call arrange(plan) first")
+            raise SeqloomError("gradients of parameters that no plan was arranged for; call prefetch(plan) first")
         return self._departures
 
     def _watch(self) -> None:
@@ -674,5 +676,5 @@ def _check_dtypes(parameters: Sequence[nn.Parameter], compute: torch.dtype | Non
     dtypes = sorted({str(parameter.dtype) for parameter in parameters})
     if compute is None and len(dtypes) > 1:
         raise SeqloomError(
-            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as compute="
+            f"parameters in {', '.join(dtypes)}: copies of a free layout have one dtype; say which, as param_dtype="
         )

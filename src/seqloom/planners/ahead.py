@@ -20,7 +20,7 @@ from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.registry import Choice
+from seqloom.planners.registry import PlannerChoice
 from seqloom.simulate import predicted_ns, simulate
 
 
@@ -58,10 +58,10 @@ class PlanAhead:
     def __init__(
         self,
         cost: CostModel,
-        planner: str | Choice = "auto",
+        planner: str | PlannerChoice = "auto",
         *,
         seed: int = 0,
-        fallback: Choice = Choice("static"),  # noqa: B008 - frozen
+        fallback: PlannerChoice = PlannerChoice("static"),  # noqa: B008 - frozen
         patience_s: float = 1.0,
         first_patience_s: float | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class PlanAhead:
             first_patience_s: the same until the process has answered once: it starts, and may compile; None: as long.
         """
         self._cost, self._fallback, self._patience_s = cost, fallback, patience_s
-        chosen = Choice(planner, seed=seed) if isinstance(planner, str) else planner
+        chosen = PlannerChoice(planner, seed=seed) if isinstance(planner, str) else planner
         self._now_s = patience_s if first_patience_s is None else first_patience_s
         self._made: dict[int, _Made] = {}
         self._asked: set[int] = set()
@@ -164,7 +164,7 @@ class _Made(NamedTuple):
     idle_share: float | None = None
 
 
-def _serve(connection: Connection, cost: CostModel, chosen: Choice) -> None:
+def _serve(connection: Connection, cost: CostModel, chosen: PlannerChoice) -> None:
     """Answer (step, lengths) with (step, what was made) until the pipe closes."""
     while True:
         try:
@@ -174,7 +174,7 @@ def _serve(connection: Connection, cost: CostModel, chosen: Choice) -> None:
             return
 
 
-def _make(cost: CostModel, chosen: Choice, lengths: np.ndarray) -> _Made:
+def _make(cost: CostModel, chosen: PlannerChoice, lengths: np.ndarray) -> _Made:
     begin = time.monotonic_ns()
     try:
         plan = chosen.plan(lengths, cost)

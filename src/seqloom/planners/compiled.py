@@ -1,45 +1,157 @@
-"""One source, two speeds: hot loops run as plain Python, or compiled where numba is installed.
+"""The loops of `planners.loops`, compiled where numba is installed.
 
-The loops use integers and IEEE doubles only, so both give the same plan to the last bit.
+The first process of an installation finds no machine code on disk. It does not wait for it: it starts a process that
+compiles, says so once on stderr, and plans with the plain loops, which give the same plans. Every process changes over
+as soon as the machine code is there. Where numba is missing, or finds no folder to write to, the loops stay plain.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+import subprocess
+import sys
+import time
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from threading import Lock
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+import numpy as np
 
-try:
-    import numba
-except ImportError:  # the base install: slower, same results
-    numba = None
+from seqloom.planners import loops
 
-COMPILED: bool = numba is not None
+ANNOUNCEMENT = (
+    "seqloom: compiling the planner's loops once, in the background (about 30 s); "
+    "plans made meanwhile are the same, they only take longer"
+)
+STALE_S = 600
+"""Age in seconds at which a lock file is taken to belong to a compiling process that was killed."""
+_LOCK = Lock()
 
 
-def kernel(function: Function) -> Function:
-    """Compile a hot loop if numba is there (kept on disk after the first call), else return it unchanged."""
-    if numba is None:
-        return function
-    dispatcher: Any = numba.njit(nogil=True)(function)
-    if dispatcher is function:  # compilation is switched off in numba itself
-        return function
-    try:
-        dispatcher.enable_caching()
-    except RuntimeError:  # no folder to write to: compile in every process
-        return cast(Function, dispatcher)
-    # numba looks only at the file that a kernel stands in, but a kernel contains the ones it calls: what is on disk
-    # counts only while none of them has changed.
-    dispatcher._cache._cache_file._version = f"{numba.__version__} {sources()}"
-    return cast(Function, dispatcher)
+def kernels() -> Any:
+    """Return the loops by their names: compiled if their machine code is on disk, else plain."""
+    return _State.loaded or _load_or_start()
+
+
+def compile_loops() -> bool:
+    """Compile the loops in this process and wait for it; False where numba is missing or has no folder to write to."""
+    with _LOCK:
+        compiled = _dispatchers()
+        if compiled is not None:
+            _call_each(compiled)
+            _State.loaded = compiled
+    return compiled is not None
+
+
+class _State:
+    """What this process knows about the machine code."""
+
+    loaded: Any = None
+    """The loops that `kernels` returns from now on; None: not decided."""
+    waits: Path | None = None
+    """Lock file of the process that compiles; None: not looked yet."""
+    compiler: subprocess.Popen[bytes] | None = None
+    """That process, if this one has started it: Python warns of a child that is forgotten while it runs."""
+
+
+def _load_or_start() -> Any:
+    with _LOCK:
+        if _State.loaded is not None:
+            return _State.loaded
+        if _State.waits is not None and _State.waits.exists():
+            return loops
+        compiled = _dispatchers()
+        if compiled is not None and _is_cached(compiled):
+            _State.loaded = compiled
+        elif compiled is None or _State.waits is not None:  # nothing to compile with, or compiling has failed
+            _State.loaded = loops
+        else:
+            _State.waits = _start(Path(compiled.decode.stats.cache_path))
+        return _State.loaded or loops
 
 
 @cache
-def sources() -> str:
-    """Hash of every file that kernels stand in."""
-    contents = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
-    return hashlib.sha256(b"".join(content for content in contents if b"\n@kernel\n" in content)).hexdigest()
+def _dispatchers() -> Any:
+    """Wrap every loop for numba; nothing is compiled yet. None where numba is missing or finds no cache folder."""
+    try:
+        from numba import njit
+    except ImportError:
+        return None
+    namespace = dict(vars(loops))  # the wrapped loops call each other here, the plain ones in their module
+    for name, function in vars(loops).items():
+        if isinstance(function, FunctionType):
+            copy = FunctionType(function.__code__, namespace, name, function.__defaults__)
+            try:
+                namespace[name] = njit(cache=True, nogil=True)(copy)
+            except RuntimeError:
+                return None
+    compiling = namespace["decode"] is not loops.decode and hasattr(namespace["decode"], "stats")
+    return SimpleNamespace(**namespace) if compiling else None
+
+
+class _NotCached(Exception):  # noqa: N818 - no error: it stops numba before it compiles
+    """Numba would have to compile a loop."""
+
+
+def _is_cached(compiled: Any) -> bool:
+    """Load the machine code of all loops; False if one of them would have to be compiled."""
+    from numba.core.event import Listener, install_listener
+
+    own = set(map(id, vars(compiled).values()))
+
+    class Refuse(Listener):
+        def on_start(self, event: Any) -> None:
+            if id(event.data["dispatcher"]) in own:
+                raise _NotCached
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    try:
+        with install_listener("numba:compile", Refuse()):
+            _call_each(compiled)
+    except _NotCached:
+        return False
+    return True
+
+
+def _start(folder: Path) -> Path:
+    """Start the process that compiles into this folder, unless one is at work; returns the lock file it removes."""
+    lock = folder / "seqloom-loops.compiling"
+    if lock.exists() and time.time() - lock.stat().st_mtime > STALE_S:
+        lock.unlink(missing_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.touch(exist_ok=False)
+    except OSError:
+        return lock
+    print(ANNOUNCEMENT, file=sys.stderr, flush=True)
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command = [sys.executable, "-m", __name__, str(lock)]
+    _State.compiler = subprocess.Popen(command, start_new_session=True, **quiet)
+    return lock
+
+
+def _call_each(compiled: Any) -> None:
+    """Call every loop that planners call, with the types that they give it, on next to nothing."""
+    one, pair = np.ones(1, np.int64), np.ones((1, 1), np.int64)
+    tables = loops.BatchTables(one, np.ones((1, 1, 1), np.int64), pair, one, one, pair, pair * 0, one, 1, 1, 1, 1)
+    rounds, ranks = loops.DecodedRounds.empty(1, 1), loops.RankAssignment.empty(1, 1)
+    compiled.decode(tables, 9, loops.DecodeParams(one * 0, True, one * 0, -one, 9), rounds)
+    compiled.assign_ranks(tables, rounds, 1, ranks)
+    problem, loads = loops.DispatchProblem(one, pair, one, one, one, one), loops.PipelineLoads.empty(1)
+    compiled.dispatch_longest_first(problem, one.copy(), loads)
+    compiled.sum_pipeline(problem, one * 0, loads, 0)
+    compiled.swap_rebalance(problem, one * 0, loads, 1)
+    compiled.pack_micro_batches(one, one, 1, 1, 1, False, one.copy())
+    compiled.first_fit(one, 1, one.copy())
+    compiled.least_loaded(one, one, 1, 1, one.copy())
+    compiled.fill_packs(one, np.arange(2), np.arange(2), 1, 0, 1, 0, one.copy())
+
+
+if __name__ == "__main__":
+    try:
+        compile_loops()
+    finally:
+        Path(sys.argv[1]).unlink(missing_ok=True)

@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     """A group that may be opened: what its round keeps, shape index, first rank, and the round it would run in."""
 
     kept: int
-    """Index of the problem whose variant prices the round."""
+    """Index of the problem whose policy prices the round."""
 
     shape: int
     start: int
@@ -86,7 +86,7 @@ class Model:
 
 
 def slots_of(problem: Problem, kept: int, rounds: int) -> Iterator[Slot]:
-    """Every group that a plan of at most ``rounds`` rounds per place may open under this variant."""
+    """Every group that a plan of at most ``rounds`` rounds per place may open under this policy."""
     cost, degrees = problem.cost, problem.tables.degree.tolist()
     shard_group = cost.shard_group_size
     for shape, degree in enumerate(degrees):
@@ -113,15 +113,15 @@ def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) ->
         )
     fitting = fitting_problems(lengths, cost)
     plans = []
-    for reduce in dict.fromkeys(problem.variant.reduce for problem in fitting):
+    for reduce in dict.fromkeys(problem.policy.reduce for problem in fitting):
         array = fitting[0].lengths
-        alike = [Problem(array, cost, v, cost.tables(array, v)) for v in cost.variants if v.reduce == reduce]
+        alike = [Problem(array, cost, v, cost.tables(array, v)) for v in cost.policies if v.reduce == reduce]
         plans.append(exact_for(alike, nodes))
     return min(plans, key=cost.plan_ns)
 
 
 def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
-    """The best plan whose rounds use any of these variants: data, variables, constraints, objective."""
+    """The best plan whose rounds use any of these policies: data, variables, constraints, objective."""
     # data
     cost, n = problems[0].cost, len(problems[0].lengths)
     longest = min(searched_ns(problem) for problem in problems if problem.fits)
@@ -165,7 +165,7 @@ def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
 
 
 def searched_ns(problem: Problem) -> int:
-    """ns of a step that ``flex`` finds under one variant, without the step's overhead: the optimum is no longer."""
+    """ns of a step that ``flex`` finds under one policy, without the step's overhead: the optimum is no longer."""
     bound = work_bound(problem.search)
     return finish_searches(start_searches(problem.search, bound), bound, None, 0).best_ns
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.resharding import priced_passes
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.resharding import unshard_times_by_stage
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Plan, StageMicroBatch
 from seqloom.planners.zones.search import ZoneBounds, zone_bounds
@@ -116,7 +116,7 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
         raise SeqloomError("a plan with pipelines of several stages cannot be explained; explain one of one stage")
     if any(pipeline.stages[0].tensor > 1 for pipeline in plan.pipelines):
         raise SeqloomError("a plan that splits weights over ranks cannot be explained; explain one of tensor degree 1")
-    if any(priced_passes(cost, pipeline) for pipeline in plan.pipelines):
+    if any(unshard_times_by_stage(cost, pipeline) for pipeline in plan.pipelines):
         raise SeqloomError(
             "a plan that gathers parameters for every pass cannot be explained; explain one in which they stay"
         )
@@ -125,7 +125,7 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
     spent = 0
     for pipeline, index, round_ns in times:
         work = plan.pipelines[pipeline].rounds[index].work[0]
-        for placement, figures in _placed(work, Variant(work.checkpoint, plan.reduce), round_ns, cost):
+        for placement, figures in _placed(work, MemoryPolicy(work.checkpoint, plan.reduce), round_ns, cost):
             seen[placement].append(figures)
             spent += figures.cost_ns
     classes = [_class(placement, rows) for placement, rows in seen.items()]
@@ -133,7 +133,9 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
     longest_round = max(time for _, _, time in times)
     first = plan.pipelines[times[0][0]].rounds[times[0][1]].work[0]
     total = cost.ranks * cost.plan_ns(plan)
-    bounds = zone_bounds(cost, Variant(first.checkpoint, plan.reduce), longest_round, max(0, total - spent) / spent)
+    bounds = zone_bounds(
+        cost, MemoryPolicy(first.checkpoint, plan.reduce), longest_round, max(0, total - spent) / spent
+    )
     return Explanation(bounds, tuple(classes))
 
 
@@ -154,14 +156,14 @@ def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
 
 
 def _placed(
-    work: StageMicroBatch, variant: Variant, round_ns: int, cost: CostModel
+    work: StageMicroBatch, policy: MemoryPolicy, round_ns: int, cost: CostModel
 ) -> Iterator[tuple[Placement, Figures]]:
     """Every span of a round: its placement, and what it costs there and elsewhere."""
     spans = [(span.tokens, shape_of(group), group) for group in work.groups for span in group.spans]
     used = {shape for _, shape, _ in spans}
     shapes = tuple(dict.fromkeys([WHOLE, *cost.shapes, *sorted(used - set(cost.shapes))]))
     lengths = np.array([tokens for tokens, _, _ in spans])
-    tables = cost.tables(lengths, variant, shapes)
+    tables = cost.tables(lengths, policy, shapes)
     time = tables.cost[:2].max(axis=0)
     rank_ns = time * tables.degree[:, None]
     fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity

@@ -1,6 +1,6 @@
 """What a planner is asked, and how its answer becomes a plan.
 
-A ``Problem`` is one batch under one variant of one cost model, as integer arrays. Every planner answers with rounds of
+A ``Problem`` is one batch under one policy of one cost model, as integer arrays. Every planner answers with rounds of
 ``Seat``s: which documents, in which shape, from which rank on. ``to_plan`` turns them into the value everybody reads.
 """
 
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, GroupShape, Variant
+from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Pipeline, Plan, Round, StageMicroBatch, in_order
-from seqloom.planners.fill import NEVER, Tables
+from seqloom.planners.loops import NEVER, BatchTables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
 """From the fastest, which keeps the most, to the slowest."""
@@ -36,19 +36,19 @@ class GroupPlacement(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One batch under one variant of a cost model. Times in ns."""
+    """One batch under one policy of a cost model. Times in ns."""
 
     lengths: np.ndarray
     """int64[n]: true lengths; a document's id is its index."""
     cost: CostModel
-    variant: Variant
+    policy: MemoryPolicy
     tables: CostTables
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | np.ndarray, cost: CostModel, variant: Variant) -> Problem:
+    def of(cls, lengths: Sequence[int] | np.ndarray, cost: CostModel, policy: MemoryPolicy) -> Problem:
         """Price the documents; SeqloomError if one of them fits on no group."""
         array = Batch.of(lengths).lengths
-        problem = cls(array, cost, variant, cost.tables(array, variant))
+        problem = cls(array, cost, policy, cost.tables(array, policy))
         if not problem.fits:
             raise problem.too_long()
         return problem
@@ -62,7 +62,7 @@ class Problem:
         """The error that says which document is beyond the largest group's memory, and the way out."""
         longest = int(self.tables.tokens.argmax())
         most = int(self.tables.degree.max())
-        room = most * self.tables.capacity // self.cost.granule * self.cost.granule
+        room = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
         return SeqloomError(
             f"sequence {longest} has {self.lengths[longest]} tokens, but the largest group ({most} GPUs x "
             f"{self.tables.capacity} tokens) holds {room}; drop longer sequences (--max-length {room}), "
@@ -72,7 +72,7 @@ class Problem:
     @cached_property
     def capacities(self) -> dict[Checkpoint, int]:
         """Tokens a rank holds in a round, under each checkpointing choice that goes with this way to reduce."""
-        return {v.checkpoint: self.cost.capacity(v) for v in self.cost.variants if v.reduce == self.variant.reduce}
+        return {v.checkpoint: self.cost.capacity(v) for v in self.cost.policies if v.reduce == self.policy.reduce}
 
     def checkpoint(self, seats: Sequence[GroupPlacement]) -> Checkpoint:
         """What a round of these seats keeps: the fastest choice whose memory holds it."""
@@ -81,7 +81,7 @@ class Problem:
         return next(c for c in CHECKPOINTS if self.capacities.get(c, -1) >= fullest)
 
     @cached_property
-    def search(self) -> Tables:
+    def search(self) -> BatchTables:
         """The same problem as plain arrays for the hot loops; lanes that are never used are left out."""
         tables = self.tables
         lanes = [0] + [lane for lane in (1, 2) if tables.cost[lane].any() or tables.fixed[lane].any()]
@@ -90,21 +90,21 @@ class Problem:
         degrees = np.unique(tables.degree)
         fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
         time = np.where(fits, (cost + fixed[:, :, None]).max(axis=0), NEVER)
-        alone = np.empty((len(degrees), len(self.lengths)), np.int64)
-        alone_shape = np.empty_like(alone)
+        solo_ns = np.empty((len(degrees), len(self.lengths)), np.int64)
+        solo_shape = np.empty_like(solo_ns)
         for index, degree in enumerate(degrees):
             shapes = np.flatnonzero(tables.degree == degree)
             best = time[shapes].argmin(axis=0)
-            alone_shape[index] = shapes[best]
-            alone[index] = time[shapes[best], np.arange(len(best))]
-        return Tables(
+            solo_shape[index] = shapes[best]
+            solo_ns[index] = time[shapes[best], np.arange(len(best))]
+        return BatchTables(
             tokens=tables.tokens,
             cost=cost,
             fixed=fixed,
             shape_degree=tables.degree,
             degrees=degrees,
-            alone=alone,
-            alone_shape=alone_shape,
+            solo_ns=solo_ns,
+            solo_shape=solo_shape,
             value=self._value(cost, fixed, fits),
             capacity=tables.capacity,
             ranks=self.cost.ranks,
@@ -120,9 +120,9 @@ class Problem:
 
 
 def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> list[Problem]:
-    """The batch under every variant whose memory holds it; SeqloomError if there is none."""
+    """The batch under every policy whose memory holds it; SeqloomError if there is none."""
     array = Batch.of(lengths).lengths
-    problems = [Problem(array, cost, variant, cost.tables(array, variant)) for variant in cost.variants]
+    problems = [Problem(array, cost, policy, cost.tables(array, policy)) for policy in cost.policies]
     fitting = [problem for problem in problems if problem.fits]
     if not fitting:
         raise max(problems, key=lambda problem: problem.tables.capacity).too_long()
@@ -143,11 +143,11 @@ def to_plan(problem: Problem, rounds: Sequence[Sequence[GroupPlacement]], planne
             for seat in sorted(seats, key=lambda seat: seat.start)
         )
         built.append(Round((StageMicroBatch(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.variant.reduce, cost.tensor)
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.policy.reduce, cost.tensor)
     return Plan(
-        limits=cost.limits(problem.variant.reduce),
+        limits=cost.limits(problem.policy.reduce),
         sharding=cost.sharding,
-        reduce=problem.variant.reduce,
+        reduce=problem.policy.reduce,
         documents=tuple(lengths),
         pipelines=(pipeline,),
         planner=planner,
@@ -185,13 +185,13 @@ class Pricer:
         """The tables of other checkpoints are made when one is first used."""
         self.problem = problem
         self._shape = {shape: index for index, shape in enumerate(problem.tables.shapes)}
-        self._tables = {problem.variant.checkpoint: problem.tables}
+        self._tables = {problem.policy.checkpoint: problem.tables}
 
     def step_ns(self, rounds: Rounds) -> int:
         """Step time in ns, with what a step costs once."""
         if not rounds:
             return 0
-        cost, reduce = self.problem.cost, self.problem.variant.reduce
+        cost, reduce = self.problem.cost, self.problem.policy.reduce
         checkpoints = [self.problem.checkpoint(seats) for seats in rounds]
         size, times = cost.shard_group_size, iter(self._group_times(rounds, checkpoints))
         slowest, joined = np.zeros((len(rounds), cost.ranks // size), dtype=np.int64), []
@@ -200,7 +200,7 @@ class Pricer:
             for shard_groups, time in zip(touched, times, strict=False):
                 row[shard_groups.start] = max(row[shard_groups.start], time)  # the others of a group wait for this one
             joined.append(join_shard_groups(shard_groups for shard_groups in touched if len(shard_groups) > 1))
-        overhead = max(cost.step_overhead_ns(Variant(checkpoint, reduce)) for checkpoint in set(checkpoints))
+        overhead = max(cost.step_overhead_ns(MemoryPolicy(checkpoint, reduce)) for checkpoint in set(checkpoints))
         return int(finish_times(slowest, joined).max()) + overhead
 
     def _group_times(self, rounds: Rounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
@@ -226,6 +226,6 @@ class Pricer:
 
     def _tables_of(self, checkpoint: Checkpoint) -> CostTables:
         if checkpoint not in self._tables:
-            variant = Variant(checkpoint, self.problem.variant.reduce)
-            self._tables[checkpoint] = self.problem.cost.tables(self.problem.lengths, variant)
+            policy = MemoryPolicy(checkpoint, self.problem.policy.reduce)
+            self._tables[checkpoint] = self.problem.cost.tables(self.problem.lengths, policy)
         return self._tables[checkpoint]

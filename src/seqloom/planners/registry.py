@@ -1,10 +1,14 @@
-"""Planners by name, and the comparison of several planners over several batches."""
+"""Planners by name: one table, and the calls that make plans from it.
+
+To add a planner, write its function ``(lengths, cost, **options) -> Plan`` and add a row to `PLANNERS`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,113 +16,97 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError, unknown
-from seqloom.plan import Plan, Sharding
-
-PLANNERS: tuple[str, ...] = ("static", "adaptive", "flexsp", "flex", "zones", "pipeline", "strategies", "exact", "auto")
-
-RIVALS: tuple[str, ...] = ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
-"""Published planners to compare with; ``auto`` does not ask them."""
-
-OFFLINE: tuple[str, ...] = ("hbp",)
-"""Planners of whole data sets: they decide which documents make a batch, and plan no batch that is given."""
+from seqloom.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan and what it took to make it."""
+class PlannerSpec:
+    """One row of the table.
 
-    plan: Plan
-    plan_ns: int
-    """Wall time from lengths to the validated and hashed plan."""
+    Attributes:
+        name: as users write it.
+        target: ``module:function``, loaded on first use.
+        option: argument that the number after the name sets: ``static:64`` is ``degree=64``; "": the name takes none.
+        seeded: whether it takes a seed.
+        rival: whether it is a published planner to compare with, which ``auto`` does not ask.
+        makes_stages: whether its plans cut the model into pipeline stages.
+        reads_strategies: whether it chooses from a list of strategies under free sharding.
+        quick: whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any.
+        packs_dataset: whether it decides which documents make a batch, and so plans no batch that is given.
+    """
 
+    name: str
+    target: str
+    option: str = ""
+    seeded: bool = False
+    rival: bool = False
+    makes_stages: bool = False
+    reads_strategies: bool = False
+    quick: bool = False
+    packs_dataset: bool = False
 
-def planner(name: str) -> Callable[..., Plan]:
-    """The planner of that name: ``(lengths, cost, **options) -> Plan``. Modules are loaded on first use."""
-    if name == "static":
-        from seqloom.planners.uniform import plan_static
-
-        return plan_static
-    if name == "adaptive":
-        from seqloom.planners.uniform import plan_adaptive
-
-        return plan_adaptive
-    if name == "flexsp":
-        from seqloom.planners.published.flexsp import plan_flexsp
-
-        return plan_flexsp
-    if name == "flex":
-        from seqloom.planners.flex import plan_flex
-
-        return plan_flex
-    if name == "zones":
-        from seqloom.planners.zones import plan_zones
-
-        return plan_zones
-    if name == "pipeline":
-        from seqloom.planners.pipeline import plan_pipeline
-
-        return plan_pipeline
-    if name == "strategies":
-        from seqloom.planners.hydraulis import plan_strategies
-
-        return plan_strategies
-    if name == "exact":
-        from seqloom.planners.exact import plan_exact
-
-        return plan_exact
-    if name == "auto":
-        from seqloom.planners.auto import plan_auto
-
-        return plan_auto
-    if name in RIVALS:
-        from seqloom.planners.published import RIVAL_PLANNERS
-
-        return RIVAL_PLANNERS[name]
-    raise unknown("planner", name, (*PLANNERS, *RIVALS))
+    def load(self) -> Callable[..., Plan]:
+        """Import the planner's function: ``(lengths, cost, **options) -> Plan``."""
+        module, function = self.target.split(":")
+        return getattr(import_module(f"seqloom.{module}"), function)
 
 
-WARMED: tuple[str, ...] = ("static", "adaptive", "flex", "zones", "pipeline", "strategies", "auto")
-"""Planners that answer at once: they are asked for a tiny plan before any is timed."""
+_TABLE = (
+    PlannerSpec("static", "planners.uniform:plan_static", option="degree", quick=True),
+    PlannerSpec("adaptive", "planners.uniform:plan_adaptive", quick=True),
+    PlannerSpec("flexsp", "planners.published.flexsp:plan_flexsp", seeded=True),
+    PlannerSpec("flex", "planners.flex:plan_flex", seeded=True, quick=True),
+    PlannerSpec("zones", "planners.zones:plan_zones", quick=True),
+    PlannerSpec("pipeline", "planners.pipeline:plan_pipeline", option="stages", makes_stages=True, quick=True),
+    PlannerSpec(
+        "hydraulis",
+        "planners.hydraulis:plan_strategies",
+        seeded=True,
+        makes_stages=True,
+        reads_strategies=True,
+        quick=True,
+    ),
+    PlannerSpec("exact", "planners.exact:plan_exact"),
+    PlannerSpec("auto", "planners.auto:plan_auto", seeded=True, reads_strategies=True, quick=True),
+    PlannerSpec("te-cp", "planners.published.ring_cp:plan_te_cp", rival=True),
+    PlannerSpec("llama-cp", "planners.published.allgather_cp:plan_llama_cp", rival=True),
+    PlannerSpec("hybrid-dp", "planners.published.hybrid_dp:plan_hybrid_dp", rival=True),
+    PlannerSpec("megatron", "planners.published.megatron:plan_megatron", rival=True),
+    PlannerSpec("zeppelin", "planners.published.zeppelin:plan_zeppelin", rival=True),
+    PlannerSpec("hbp", "packing:hbp", packs_dataset=True),
+)
+PLANNERS: Mapping[str, PlannerSpec] = {spec.name: spec for spec in _TABLE}
+RIVALS: tuple[str, ...] = tuple(spec.name for spec in _TABLE if spec.rival)
+_RENAMED = {"strategies": "hydraulis"}
 
-_OPTIONS = {"static": "degree", "pipeline": "stages"}
-"""Planners that take a number after their name, and what it is."""
 
-
-def parse_name(name: str) -> tuple[str, dict[str, Any]]:
-    """Split a planner's name from its option: ``static:64`` has groups of 64 GPUs, ``pipeline:4`` has 4 stages."""
-    base, colon, option = name.partition(":")
-    if base in OFFLINE:
+def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:
+    """Look a name up, with the option behind it: ``static:64`` has groups of 64 GPUs, ``pipeline:4`` has 4 stages."""
+    base, colon, number = name.partition(":")
+    if base in _RENAMED:
+        raise SeqloomError(f"planner {name!r}: {base} is called {_RENAMED[base]} now")
+    spec = PLANNERS.get(base)
+    if spec is None:
+        raise unknown("planner", base, [other.name for other in _TABLE if not other.packs_dataset])
+    if spec.packs_dataset:
         raise SeqloomError(
             f"planner {name!r} packs a whole data set into steps of its own, it plans no batch that is given; ask "
             "seqloom plan --planner hbp --tokens-per-step N for its steps, or choose flex for your batches"
         )
-    if base not in (*PLANNERS, *RIVALS):
-        raise unknown("planner", base, (*PLANNERS, *RIVALS))
     if not colon:
-        return base, {}
-    if base not in _OPTIONS or not option.isdecimal() or int(option) < 1:
+        return spec, {}
+    if not spec.option or not number.isdecimal() or int(number) < 1:
         raise SeqloomError(
             f"planner {name!r}: only static and pipeline take an option, a degree or a number of stages, "
             "for example static:64 or pipeline:4"
         )
-    return base, {_OPTIONS[base]: int(option)}
+    return spec, {spec.option: int(number)}
 
 
-def stages_asked(names: Sequence[str]) -> int:
-    """Stages of the pipelines that these planners make, as far as their names say; 1: none makes any."""
-    parsed = [parse_name(name) for name in names]
-    return max((given.get("stages", 2 if base == "pipeline" else 1) for base, given in parsed), default=1)
-
-
-def makes_stages(name: str) -> bool:
-    """Say whether the planner of that name cuts the model into several stages."""
-    base = parse_name(name)[0]
-    return _OPTIONS.get(base) == "stages" or base == "strategies"
-
-
-def chooses_strategies(name: str, sharding: str) -> bool:
-    """Say whether the planner of that name chooses from a list of strategies, among other plans or alone."""
-    return parse_name(name)[0] in ("strategies", "auto") and sharding == Sharding.FREE
+def requested_stages(names: Sequence[str]) -> int:
+    """Pipeline stages of the plans that these planners make, as far as their names say; 1: none makes any."""
+    parsed = [parse_planner(name) for name in names]
+    return max((given.get("stages", 2 if spec.option == "stages" else 1) for spec, given in parsed), default=1)
 
 
 def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0, **options: Any) -> Plan:
@@ -129,63 +117,17 @@ def make_plan(name: str, lengths: np.ndarray, cost: CostModel, *, seed: int = 0,
         seed: start of the pseudo-random choices of planners that make any.
         options: of that planner, see its function.
     """
-    base, given = parse_name(name)
-    if base in ("flexsp", "flex", "strategies", "auto"):
+    spec, given = parse_planner(name)
+    if spec.seeded:
         given["seed"] = seed
-    plan = planner(base)(Batch.of(lengths).lengths, cost, **given, **options)
+    plan = spec.load()(Batch.of(lengths).lengths, cost, **given, **options)
     plan.validate()
     return plan
 
 
-def plan_batches(
-    names: Sequence[str],
-    batches: Sequence[np.ndarray],
-    cost: CostModel,
-    *,
-    seed: int = 0,
-    progress: Callable[[str, int], None] | None = None,
-) -> list[dict[str, Planned]]:
-    """Plan every batch with every planner, one after another.
-
-    ``static`` keeps one degree for all batches, as a run would; ``auto`` also sees what the others found for a batch.
-
-    Args:
-        progress: called with the planner's name and the batch's index before each planning.
-
-    Returns:
-        one dictionary per batch, from the name as given to what it planned.
-    """
-    options: dict[str, dict[str, Any]] = {name: {} for name in names}
-    if "static" in options:
-        from seqloom.planners.uniform import fastest_static_degree
-
-        options["static"] = {"degree": fastest_static_degree(batches, cost)}
-    for name in names:  # load, and compile where that is installed, before the clock runs
-        if parse_name(name)[0] in WARMED and len(batches):
-            make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
-    results: list[dict[str, Planned]] = []
-    for index, batch in enumerate(batches):
-        made: dict[str, Planned] = {}
-        for name in sorted(names, key=lambda name: name == "auto"):
-            if progress is not None:
-                progress(name, index)
-            begin = time.perf_counter_ns()
-            asked = [made[other].plan for other in made if other not in RIVALS]
-            known = {"known": asked} if name == "auto" else {}
-            plan = make_plan(name, batch, cost, seed=seed, **options[name], **known)
-            assert plan.hash
-            made[name] = Planned(plan, time.perf_counter_ns() - begin)
-        results.append({name: made[name] for name in names})
-    return results
-
-
-# ---- merged: planners.choice
-# A planner with its options, as a value: what a run was set to plan with, here or in another process.
-
-
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Who plans, and how.
+class PlannerChoice:
+    """A planner with its options, as a value that another process can receive.
 
     Attributes:
         name: of the planner, see `make_plan`.
@@ -198,16 +140,64 @@ class Choice:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Name and options, for example ``pipeline:4,1,1f1b``; of a list its length, or the only one on it."""
-        return ":".join([self.name, *filter(None, [",".join(map(_spelled, self.options.values()))])])
+        """Name and options, for example ``pipeline:4,1,1f1b``; of a list its length, or the only entry."""
+        return ":".join([self.name, *filter(None, [",".join(map(_option_text, self.options.values()))])])
 
     def plan(self, lengths: Sequence[int] | np.ndarray, cost: CostModel) -> Plan:
         """Plan one batch, int64[n] tokens; the plan is validated."""
         return make_plan(self.name, np.asarray(lengths, dtype=np.int64), cost, seed=self.seed, **self.options)
 
 
-def _spelled(value: Any) -> str:
-    """Spell the value of an option."""
+def _option_text(value: Any) -> str:
     if not isinstance(value, tuple):
         return str(value)
     return str(value[0]) if len(value) == 1 else f"{len(value)} candidates"
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPlan:
+    """A plan, and the wall time from lengths to the validated and hashed plan."""
+
+    plan: Plan
+    plan_ns: int
+
+
+def plan_batches(
+    names: Sequence[str],
+    batches: Sequence[np.ndarray],
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[dict[str, TimedPlan]]:
+    """Plan every batch with every planner, one after another.
+
+    ``static`` keeps one degree for all batches, as a run would; ``auto`` also sees what the others found for a batch.
+
+    Args:
+        progress: called with the planner's name and the batch's index before each planning.
+
+    Returns:
+        one dictionary per batch, from the name as given to its plan.
+    """
+    options: dict[str, dict[str, Any]] = {name: {} for name in names}
+    if "static" in options:
+        from seqloom.planners.uniform import fastest_static_degree
+
+        options["static"] = {"degree": fastest_static_degree(batches, cost)}
+    for name in names:  # load modules before the clock runs
+        if parse_planner(name)[0].quick and len(batches):
+            make_plan(name, batches[0][:2], cost, seed=seed, **options[name])
+    results: list[dict[str, TimedPlan]] = []
+    for index, batch in enumerate(batches):
+        row: dict[str, TimedPlan] = {}
+        for name in sorted(names, key=lambda name: name == "auto"):
+            if progress is not None:
+                progress(name, index)
+            begin = time.perf_counter_ns()
+            known = {"known": [row[other].plan for other in row if other not in RIVALS]} if name == "auto" else {}
+            plan = make_plan(name, batch, cost, seed=seed, **options[name], **known)
+            assert plan.hash
+            row[name] = TimedPlan(plan, time.perf_counter_ns() - begin)
+        results.append({name: row[name] for name in names})
+    return results

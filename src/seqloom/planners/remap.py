@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import level_targets, rebalanced
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
@@ -38,7 +38,7 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
     for pipeline in plan.pipelines:
         rounds = []
         for current in pipeline.rounds:
-            work = _faster(current.work[0], Variant(current.work[0].checkpoint, plan.reduce), plan, cost)
+            work = _faster(current.work[0], MemoryPolicy(current.work[0].checkpoint, plan.reduce), plan, cost)
             changed |= work is not current.work[0]
             rounds.append(Round((work,)))
         pipelines.append(replace(pipeline, rounds=tuple(rounds)))
@@ -48,22 +48,22 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
     return remapped if cost.plan_ns(remapped) < cost.plan_ns(plan) else plan
 
 
-def _faster(work: StageMicroBatch, variant: Variant, plan: Plan, cost: CostModel) -> StageMicroBatch:
+def _faster(work: StageMicroBatch, policy: MemoryPolicy, plan: Plan, cost: CostModel) -> StageMicroBatch:
     """The work with the best second layout, or as it is."""
-    best, times = work, cost.round_times(work, variant)
+    best, times = work, cost.round_times(work, policy)
     busy = times.rank_ns[times.rank_ns > 0]
     shortest = int(times.busy_ns.max())
     if work.linear is not None or (int(busy.max()) - int(busy.mean())) * WORTH < int(busy.max()):
         return work
-    for candidate in _layouts(work, variant, times.rank_ns, plan, cost):
-        ns = int(cost.round_times(candidate, variant).busy_ns.max())
+    for candidate in _layouts(work, policy, times.rank_ns, plan, cost):
+        ns = int(cost.round_times(candidate, policy).busy_ns.max())
         if ns < shortest:
             best, shortest = candidate, ns
     return best
 
 
 def _layouts(
-    work: StageMicroBatch, variant: Variant, rank_ns: np.ndarray, plan: Plan, cost: CostModel
+    work: StageMicroBatch, policy: MemoryPolicy, rank_ns: np.ndarray, plan: Plan, cost: CostModel
 ) -> Iterator[StageMicroBatch]:
     """The work with tokens moved around attention, or around the feed-forward, all the way or half of it."""
     layout = work.attention_layout()
@@ -72,12 +72,12 @@ def _layouts(
     asleep = rank_ns == 0
     shard_groups = [shard_group for shard_group in plan.shard_groups if not asleep[list(shard_group)].all()]
     for remap in Remap:
-        rates = cost.engine.layout_rates(variant, remap)
+        rates = cost.engine.layout_token_ns(policy, remap)
         token_ns = max(1, int(np.rint(sum(linear for linear, _ in rates.values()))))
         level = int(rank_ns.max())
         stays = np.where(asleep, 0, rank_ns - token_ns * held)
         for quarters in QUARTERS:
             work_ns = (quarters * stays + (4 - quarters) * (level - token_ns * held)) // 4
             targets = level_targets(work_ns, token_ns, held, shard_groups)
-            if int(targets.max()) <= cost.capacity(variant) and not np.array_equal(targets, held):
+            if int(targets.max()) <= cost.capacity(policy) and not np.array_equal(targets, held):
                 yield replace(work, linear=rebalanced(layout, targets, cost.node_size, shard_groups), remap=remap)

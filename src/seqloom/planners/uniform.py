@@ -20,7 +20,7 @@ from seqloom.planners.problem import GroupPlacement, Pricer, Problem, Rounds, fi
 
 
 class Answer(NamedTuple):
-    """A priced answer: one degree, one shape, one variant."""
+    """A priced answer: one degree, one shape, one policy."""
 
     ns: int
     degree: int
@@ -71,8 +71,8 @@ def fastest_static_degree(batches: Iterable[np.ndarray], cost: CostModel, longes
 
 
 def holding_degrees(problems: Sequence[Problem], cost: CostModel, longest: int) -> list[int]:
-    """Degrees whose groups hold ``longest`` tokens, and the batch's longest, under some variant."""
-    tokens = max(int(cost.tokens(np.array([longest]))[0]), int(problems[0].tables.tokens.max()))
+    """Degrees whose groups hold ``longest`` tokens, and the batch's longest, under some policy."""
+    tokens = max(int(cost.padded_lengths(np.array([longest]))[0]), int(problems[0].tables.tokens.max()))
     most = max(problem.tables.capacity for problem in problems)
     degrees = np.unique(problems[0].tables.degree)
     holding = degrees[degrees * most >= tokens].tolist()
@@ -86,7 +86,7 @@ def holding_degrees(problems: Sequence[Problem], cost: CostModel, longest: int) 
 
 
 def homogeneous_answers(problems: Sequence[Problem], degrees: Sequence[int]) -> list[Answer]:
-    """The packing of every degree under every variant that holds the batch in it, in its best shape."""
+    """The packing of every degree under every policy that holds the batch in it, in its best shape."""
     answers = []
     for problem in problems:
         tables, pricer = problem.tables, Pricer(problem)
@@ -133,8 +133,8 @@ def in_turn(problem: Problem, bins: Sequence[Sequence[int]], shape: int) -> list
 def _longest_allowed(cost: CostModel) -> int:
     """Longest sequence the cost model was made for, as far as the cluster holds it; 1 if not said."""
     allowed: int | None = cost.max_length
-    most = max(shape.degree for shape in cost.shapes) * max(cost.capacity(v) for v in cost.variants)
-    return 1 if allowed is None else min(allowed, most // cost.granule * cost.granule)
+    most = max(shape.degree for shape in cost.shapes) * max(cost.capacity(v) for v in cost.policies)
+    return 1 if allowed is None else min(allowed, most // cost.pad_multiple * cost.pad_multiple)
 
 
 def _checked(degree: int, problems: Sequence[Problem], cost: CostModel) -> int:

@@ -24,7 +24,7 @@ from seqloom.attention.kernels.dispatch import default
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import Point, Times
 from seqloom.cost import CostModel
-from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, under
+from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
 from seqloom.describe import ModelSpec
 from seqloom.dist import P2PTensor, Transport
@@ -65,7 +65,7 @@ def with_stage_costs(
     profile = cost.profile
     assert isinstance(profile, AnalyticProfile)
     if cost.sharding == Sharding.FREE:
-        cost = under(cost, profile, Sharding.FULL)
+        cost = with_profile(cost, profile, Sharding.FULL)
     documents = np.full(UNITS * stages, STAGE_TOKENS)
     whole, split = (
         plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")
@@ -99,7 +99,7 @@ def solved(plan: Plan, cost: CostModel, step_ns: float, busy_ns: float) -> float
     assert isinstance(profile, AnalyticProfile)
 
     def predicted(us: float) -> int:
-        return predicted_ns(plan, under(cost, replace(profile, handover_us=us)))
+        return predicted_ns(plan, with_profile(cost, replace(profile, handover_us=us)))
 
     expected = simulate(plan, cost)
     wanted = step_ns * float((expected.busy_ns + expected.comm_ns).mean()) / busy_ns
@@ -184,13 +184,13 @@ class Machine:
         apart = ["matmul", "attention", "tile", "document"]
         if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
             apart.append(f"{self._links}.collective.bytes")
-        found = calibrate(under(cost, start), trials, dict.fromkeys(apart, 1.0))
+        found = calibrate(with_profile(cost, start), trials, dict.fromkeys(apart, 1.0))
         if stages == 1:
             return found
         report("ranks by themselves")
         found = replace(found, profile=self._alone(found.profile, longest))
         report(f"handovers between {stages} stages, backwards in halves")
-        own = under(cost, found.profile)
+        own = with_profile(cost, found.profile)
         return replace(found, profile=with_stage_costs(own, self.transport, self.device, self.dtype, stages))
 
     def _alone(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:

@@ -16,7 +16,7 @@ from seqloom.errors import SeqloomError
 from seqloom.packing import Balance, Packing, hbp, plain_packing, plans_balance
 from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
-from seqloom.planners.registry import Choice, parse_name
+from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_memory
@@ -44,7 +44,7 @@ class Repacked:
 def repacked(batches: Sequence[np.ndarray], cost: CostModel) -> Repacked:
     """Pack the documents of these batches, int64[n] tokens each, into steps as large as the batches are on average."""
     lengths = np.concatenate(list(batches))
-    occupied = cost.tokens(lengths)
+    occupied = cost.padded_lengths(lengths)
     most = max(-(-int(occupied.sum()) // len(batches)), int(occupied.max()))
     try:
         found = {name: packing(lengths, cost, most).balance for name, packing in PACKINGS.items()}
@@ -116,7 +116,7 @@ class Outlook:
     def baseline(self) -> bool:
         """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
         planner, plain = self.planners.planner, self.planners.fallback
-        return (parse_name(planner.name)[0], planner.options) != (plain.name, plain.options)
+        return (parse_planner(planner.name)[0].name, planner.options) != (plain.name, plain.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,8 +194,8 @@ def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
     planner, plain = run.planners.planner, run.planners.fallback
     made = [_forecast(planner, plain, lengths, run.cost, progress)]
     if run.baseline:
-        if plain == Choice("static"):
-            plain = Choice(f"static:{fastest_static_degree(lengths, run.cost)}")
+        if plain == PlannerChoice("static"):
+            plain = PlannerChoice(f"static:{fastest_static_degree(lengths, run.cost)}")
         made.append(_forecast(plain, plain, lengths, run.cost, progress))
     return made
 
@@ -281,9 +281,9 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Plann
             raise SeqloomError(f"{name}: document {document}: {error}") from None
         return
     degree = max(shape.degree for shape in cost.shapes)
-    capacity = max(cost.capacity(variant) for variant in cost.variants)
-    room = degree * capacity // cost.granule * cost.granule
-    if int(cost.tokens(length)[0]) > room:
+    capacity = max(cost.capacity(policy) for policy in cost.policies)
+    room = degree * capacity // cost.pad_multiple * cost.pad_multiple
+    if int(cost.padded_lengths(length)[0]) > room:
         raise SeqloomError(
             f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
             f"ranks x {capacity:,} tokens) holds {room:,}; set data.max_length to {room} with data.too_long 'truncate' "
@@ -292,7 +292,11 @@ def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Plann
 
 
 def _forecast(
-    chosen: Choice, plain: Choice, lengths: Sequence[np.ndarray], cost: CostModel, progress: Progress | None
+    chosen: PlannerChoice,
+    plain: PlannerChoice,
+    lengths: Sequence[np.ndarray],
+    cost: CostModel,
+    progress: Progress | None,
 ) -> Forecast:
     """Plan every batch as a run does: where the planner cannot, the plain one stands in, with the reason."""
     _plan(chosen, plain, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
@@ -319,7 +323,7 @@ def _forecast(
     )
 
 
-def _plan(chosen: Choice, plain: Choice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
+def _plan(chosen: PlannerChoice, plain: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
     try:
         return chosen.plan(lengths, cost), ""
     except SeqloomError as error:

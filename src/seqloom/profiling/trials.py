@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.dist import Context, Transport
 from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
@@ -54,7 +54,7 @@ class StepTimer:
         ready = made_ready(adapter, split=len(stages) > 1 or cost.sharding == Sharding.FREE)
         self._parameters = place(ready, transport, stages, cost, compute)
         self._settings = Optimiser()
-        self._optimiser = make_optimiser(self._parameters.masters(), self._settings)
+        self._optimiser = make_optimiser(self._parameters.master_weights(), self._settings)
         self.last: StepResult | None = None
 
     def bind(self, plan: Plan) -> RankPlan:
@@ -70,7 +70,7 @@ class StepTimer:
         if factor < 1:
             scale_gradients(self._parameters, factor)
         self._optimiser.step()
-        self._parameters.clear()
+        self._parameters.zero_grad()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return self.slowest(time.perf_counter() - begin)
@@ -120,12 +120,12 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
         longest: tokens of the longest document that is tried.
         widest: ranks of the largest group that is tried; None: all.
     """
-    kept = [variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE]
+    kept = [policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE]
     if not kept:
         raise SeqloomError(
             f"{cost.model.name} holds no token without recomputing; measure a smaller model or more ranks"
         )
-    capacity = min(cost.capacity(variant) for variant in kept)
+    capacity = min(cost.capacity(policy) for policy in kept)
     shapes = candidate_shapes(cost.family, cost.model.heads, cost.model.kv_heads)
     sizes = [size for size in cost.family.sizes if size & (size - 1) == 0 and size <= (widest or cost.ranks)]
     for degree in sizes:
@@ -139,8 +139,8 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
         first, *others = (shape for shape in shapes if shape.degree == degree)
         cut = [Load(1, size, pieces=min(size, PIECES)) for size in (room // 8, room)] if degree == 1 else []
         yield from (equal_groups(cost, first, load, kept[0]) for load in (*most, *cut))
-        for variant in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
-            yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), variant)
+        for policy in kept if degree == 1 else kept[:1]:  # gradients reduced per round, and per step
+            yield equal_groups(cost, first, Load(1, TINY * degree, rounds=3), policy)
         narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
         rings = [shape for shape in narrow if shape.method == Method.RING]
         gathers = [shape._replace(method=Method.GATHER) for shape in (first, *rings) if shape.ring > 1]
@@ -150,13 +150,13 @@ def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Ite
 
 def one_and_all(cost: CostModel, tokens: int) -> tuple[Plan, Plan]:
     """A document of at most so many tokens on the first rank alone, and one on every rank."""
-    variant = next(variant for variant in cost.variants if variant.checkpoint == Checkpoint.NONE)
-    load = Load(1, min(tokens, cost.capacity(variant)))
-    one, every = (equal_groups(cost, GroupShape(1, 1), load, variant, most) for most in (1, cost.ranks))
+    policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE)
+    load = Load(1, min(tokens, cost.capacity(policy)))
+    one, every = (equal_groups(cost, GroupShape(1, 1), load, policy, most) for most in (1, cost.ranks))
     return one, every
 
 
-def equal_groups(cost: CostModel, shape: GroupShape, load: Load, variant: Variant, most: int | None = None) -> Plan:
+def equal_groups(cost: CostModel, shape: GroupShape, load: Load, policy: MemoryPolicy, most: int | None = None) -> Plan:
     """The plan in which every block of the shape's degree, or the first `most` of them, has the same load."""
     blocks = cost.family.blocks(shape.degree)[:most]
     rounds, own = [], load.documents * len(blocks)  # documents of a round
@@ -166,12 +166,12 @@ def equal_groups(cost: CostModel, shape: GroupShape, load: Load, variant: Varian
             starts = range(first, first + own, load.documents)
             spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in starts)
             groups = [cost.group(shape, block, tuple(some)) for block, some in zip(blocks, spans, strict=True)]
-            rounds.append(Round((StageMicroBatch(tuple(groups), variant.checkpoint),)))
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, variant.reduce)
+            rounds.append(Round((StageMicroBatch(tuple(groups), policy.checkpoint),)))
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, rounds, policy.reduce)
     plan = Plan(
-        limits=cost.limits(variant.reduce),
+        limits=cost.limits(policy.reduce),
         sharding=cost.sharding,
-        reduce=variant.reduce,
+        reduce=policy.reduce,
         documents=(load.length,) * (load.rounds * own),
         pipelines=(pipeline,),
         planner="trial",

@@ -21,7 +21,7 @@ from seqloom.models import ModelAdapter, Transformer
 from seqloom.params import ReplicatedParameters, ReshardingParameters
 from seqloom.plan import Plan, Sharding
 from seqloom.planners import make_plan
-from seqloom.planners.registry import Choice
+from seqloom.planners.registry import PlannerChoice
 from seqloom.train.model import made_ready
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -66,7 +66,7 @@ def verify(
     source: Source,
     batch: Batch,
     cost: CostModel,
-    planners: Sequence[str | Choice],
+    planners: Sequence[str | PlannerChoice],
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -88,7 +88,7 @@ def verify(
     alone = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))
     truth = run_plan(make_plan("static:1", batch.lengths, alone), source, batch, make)
     for each in planners:
-        chosen = Choice(each, seed=seed) if isinstance(each, str) else each
+        chosen = PlannerChoice(each, seed=seed) if isinstance(each, str) else each
         plan = chosen.plan(batch.lengths, cost)
         yield _compared(str(chosen), plan, run_plan(plan, source, batch, make), truth, TOLERANCE[dtype])
 
@@ -102,7 +102,7 @@ def run_plan(plan: Plan, source: Source, batch: Batch, build: Callable[[], Model
         parameters = kind(made_ready(adapters[transport.rank]), transport)
         bound = bind_plan(plan, transport)
         result = run_step(bound, parameters, lambda context: rank_rows(source, context, batch), batch.valid_tokens)
-        gradients = {name: each for name, each in parameters.gradients() if transport.rank == 0}
+        gradients = {name: each for name, each in parameters.full_gradients() if transport.rank == 0}
         return None if transport.rank else Outcome(result.loss, result.gradient_norm, gradients)
 
     first = run_ranks(plan.limits.ranks, body, strict=True, timeout_s=600)[0]

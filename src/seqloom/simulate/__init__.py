@@ -1,16 +1,16 @@
 """Plan -> actions on ranks and links -> events -> step time, waiting, communication, memory."""
 
 from seqloom.simulate.engine import DeadlockError, Engine
-from seqloom.simulate.events import CardTable, EventKind, EventTable
-from seqloom.simulate.simulation import RoundTime, Simulation, predicted_ns, simulate
+from seqloom.simulate.events import EventKind, EventTable, NicTable
+from seqloom.simulate.simulation import RoundSummary, Simulation, predicted_ns, simulate
 
 __all__ = [
-    "CardTable",
     "DeadlockError",
     "Engine",
     "EventKind",
     "EventTable",
-    "RoundTime",
+    "NicTable",
+    "RoundSummary",
     "Simulation",
     "predicted_ns",
     "simulate",

@@ -9,8 +9,8 @@ from enum import IntEnum
 import numpy as np
 
 from seqloom.plan import ActionKind
-from seqloom.simulate.tasks import Program
-from seqloom.simulate.windows import Place, Window
+from seqloom.simulate.tasks import TaskGraph
+from seqloom.simulate.windows import MicroBatchKey, MicroBatchTimes
 
 
 class EventKind(IntEnum):
@@ -77,8 +77,12 @@ _NAMES = tuple(field.name for field in fields(EventTable))
 _Rows = dict[str, np.ndarray | int]
 
 
-def record(
-    program: Program, windows: dict[Place, Window], starts: np.ndarray, ranks: int, end: tuple[int, int]
+def event_table(
+    program: TaskGraph,
+    windows: dict[MicroBatchKey, MicroBatchTimes],
+    starts: np.ndarray,
+    ranks: int,
+    end: tuple[int, int],
 ) -> EventTable:
     """Write down the events of a program that has run.
 
@@ -159,7 +163,7 @@ def _join(blocks: list[_Rows]) -> EventTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CardTable:
+class NicTable:
     """When the cards of a node are in use. One row per node and piece of work that leaves it, int64, by node and start.
 
     Within a piece the traffic counts as spread evenly.
@@ -178,7 +182,7 @@ class CardTable:
         return len(self.node)
 
 
-def busy_ns(windows: Iterable[Window], nodes: int, cards: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def busy_ns(windows: Iterable[MicroBatchTimes], nodes: int, cards: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """(int64[nodes, cards], int64[ranks]) ns in which cards and NVLink ports are taken, all rounds together."""
     nic, link = np.zeros((nodes, cards), dtype=np.int64), np.zeros(ranks, dtype=np.int64)
     for window in windows:
@@ -187,7 +191,9 @@ def busy_ns(windows: Iterable[Window], nodes: int, cards: int, ranks: int) -> tu
     return nic, link
 
 
-def record_cards(program: Program, windows: dict[Place, Window], starts: np.ndarray, node_size: int) -> CardTable:
+def nic_table(
+    program: TaskGraph, windows: dict[MicroBatchKey, MicroBatchTimes], starts: np.ndarray, node_size: int
+) -> NicTable:
     """Write down the use of cards of a program that has run.
 
     Args:
@@ -211,4 +217,4 @@ def record_cards(program: Program, windows: dict[Place, Window], starts: np.ndar
         blocks.append(np.stack([node, begin, begin + duration, np.rint(busy).astype(np.int64)], axis=1))
     rows = np.concatenate(blocks)
     rows = rows[rows[:, 3] > 0]
-    return CardTable(*rows[np.lexsort((rows[:, 1], rows[:, 0]))].T)
+    return NicTable(*rows[np.lexsort((rows[:, 1], rows[:, 0]))].T)

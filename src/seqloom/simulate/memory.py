@@ -8,7 +8,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.cost.plan_cost import idle_memory, pipeline_memory, tokens_on_ranks
-from seqloom.cost.resharding import PassMemory, column_of, priced_passes
+from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
 from seqloom.cost.stages import StageMemory
 from seqloom.plan import ActionKind, Pipeline, Plan, StageMicroBatch
 
@@ -54,12 +54,12 @@ def _stage_memory(cost: CostModel, pipeline: Pipeline, stage: int) -> StageMemor
     return StageMemory(cost.with_tensor(pipeline.stages[stage].tensor), pipeline.parts[stage])
 
 
-def _passes(cost: CostModel, pipeline: Pipeline) -> dict[int, PassMemory]:
+def _passes(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMemory]:
     """What the stages hold that are gathered for every pass."""
     found = {}
-    for stage in priced_passes(cost, pipeline):
+    for stage in unshard_times_by_stage(cost, pipeline):
         memory = _stage_memory(cost, pipeline, stage)
-        found[stage] = PassMemory.of(memory.cost, memory.share, column_of(pipeline.stages[stage]))
+        found[stage] = UnshardMemory.of(memory.cost, memory.share, dp_cp_size(pipeline.stages[stage]))
     return found
 
 
@@ -71,7 +71,7 @@ def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndar
         for r, current in enumerate(pipeline.rounds):
             work = current.work[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
-            loads[stage, r] = _Load(*(each * tokens for each in memory.holding(work.checkpoint, work.offload)))
+            loads[stage, r] = _Load(*(each * tokens for each in memory.activation_bytes(work.checkpoint, work.offload)))
             carries[stage, r] = carried_changes(plan, memory, work)
     live, most = np.zeros(cost.ranks), np.zeros(cost.ranks)
     passes, late = _passes(cost, pipeline), set()
@@ -99,7 +99,7 @@ def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndar
     return most
 
 
-_STAYS = PassMemory(0, 0, 0, 0, 0)  # what a stage has stays for the step: it is in its state
+_STAYS = UnshardMemory(0, 0, 0, 0, 0)  # what a stage has stays for the step: it is in its state
 _CHANGES = (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
 
@@ -119,7 +119,7 @@ def carried_changes(plan: Plan, memory: StageMemory, work: StageMicroBatch) -> C
             length = plan.documents[document]
             if stop - start == length:
                 continue
-            keys, gradients = memory.carried_bytes(group, length)
+            keys, gradients = memory.kv_cache_bytes(group, length)
             ranks = list(group.ranks)
             if start == 0:
                 begun[ranks] += keys

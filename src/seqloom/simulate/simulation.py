@@ -15,17 +15,17 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.simulate.events import CardTable, EventTable, busy_ns, record, record_cards
+from seqloom.simulate.events import EventTable, NicTable, busy_ns, event_table, nic_table
 from seqloom.simulate.memory import peak_memory
-from seqloom.simulate.tasks import Program, translate
-from seqloom.simulate.windows import WHOLE, Place, Window, end_ns, price
+from seqloom.simulate.tasks import TaskGraph, build_tasks
+from seqloom.simulate.windows import FULL_SHARE, MicroBatchKey, MicroBatchTimes, end_ns, price
 
 
 class DryRun(NamedTuple):
     """Tasks are numbered as in the program's engine; ns."""
 
-    windows: dict[Place, Window]
-    program: Program
+    windows: dict[MicroBatchKey, MicroBatchTimes]
+    program: TaskGraph
     starts: np.ndarray
     stops: np.ndarray
 
@@ -34,16 +34,16 @@ def dry_run(plan: Plan, cost: CostModel) -> DryRun:
     """Price a plan and run its actions."""
     windows = price(plan, cost)
     found = _run(plan, cost, windows)
-    if cost.engine.alone == 1.0 or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+    if cost.engine.solo_time_ratio == 1.0 or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
         return found
     busy = sum(int(window.total.sum()) for window in windows.values())
     waiting = 1.0 - busy / max(busy, cost.ranks * int(found.stops.max(initial=0)), 1)
-    share = round(WHOLE * (1.0 - (1.0 - cost.engine.alone) * waiting))
+    share = round(FULL_SHARE * (1.0 - (1.0 - cost.engine.solo_time_ratio) * waiting))
     return _run(plan, cost, {place: window.scaled(share) for place, window in windows.items()})
 
 
-def _run(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> DryRun:
-    program = translate(plan, cost, windows)
+def _run(plan: Plan, cost: CostModel, windows: dict[MicroBatchKey, MicroBatchTimes]) -> DryRun:
+    program = build_tasks(plan, cost, windows)
     return DryRun(windows, program, *program.engine.run(program.name))
 
 
@@ -67,7 +67,7 @@ def predicted_ns(plan: Plan, cost: CostModel) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTime:
+class RoundSummary:
     """One round of one pipeline: its forward and backward.
 
     Attributes:
@@ -118,21 +118,21 @@ class Simulation:
         nic_busy_ns: int64[nodes, nics] time in which every network card is taken by exchanges of groups and remapping
             (parameters and gradients not counted).
         link_busy_ns: int64[ranks] the same of every rank's NVLink port.
-        cards: when the cards of every node are in use.
+        nics: when the cards of every node are in use.
     """
 
     step_ns: int
     end_ns: int
     node_size: int
     events: EventTable
-    rounds: tuple[RoundTime, ...]
+    rounds: tuple[RoundSummary, ...]
     busy_ns: np.ndarray
     comm_ns: np.ndarray
     idle_ns: np.ndarray
     peak_memory: np.ndarray
     nic_busy_ns: np.ndarray
     link_busy_ns: np.ndarray
-    cards: CardTable
+    nics: NicTable
 
     @property
     def ranks(self) -> int:
@@ -175,7 +175,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
     windows, program, starts, stops = dry_run(plan, cost)
     end, end_comm = end_ns(plan, cost, windows)
     step = int(stops.max(initial=0)) + end
-    events = record(program, windows, starts, cost.ranks, (end, end_comm))
+    events = event_table(program, windows, starts, cost.ranks, (end, end_comm))
     comm, idle = _accounts(events, cost.ranks, step)
     cluster = cost.cluster
     nic, link = busy_ns(windows.values(), cluster.nodes, cluster.nics_per_node, cost.ranks)
@@ -191,7 +191,7 @@ def simulate(plan: Plan, cost: CostModel) -> Simulation:
         peak_memory=peak_memory(plan, cost),
         nic_busy_ns=nic,
         link_busy_ns=link,
-        cards=record_cards(program, windows, starts, cost.node_size),
+        nics=nic_table(program, windows, starts, cost.node_size),
     )
 
 
@@ -230,7 +230,7 @@ def covered_ns(events: EventTable, ranks: int, step: int) -> np.ndarray:
     return covered
 
 
-def _rounds(windows: dict[Place, Window]) -> tuple[RoundTime, ...]:
+def _rounds(windows: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[RoundSummary, ...]:
     """Sum up every round over its stages."""
     sums: dict[tuple[int, int], list[int]] = {}
     for place, window in windows.items():
@@ -243,4 +243,4 @@ def _rounds(windows: dict[Place, Window]) -> tuple[RoundTime, ...]:
         )
         key = (place.pipeline, place.round)
         sums[key] = [a + b for a, b in zip(sums.get(key, [0] * 4), own, strict=True)]
-    return tuple(RoundTime(*key, *sums[key]) for key in sorted(sums))
+    return tuple(RoundSummary(*key, *sums[key]) for key in sorted(sums))

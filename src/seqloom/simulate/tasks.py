@@ -15,17 +15,17 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.profile import AnalyticProfile
-from seqloom.cost.resharding import PassTimes, priced_passes
+from seqloom.cost.resharding import UnshardTimes, unshard_times_by_stage
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, ActionKind, Pipeline, Plan, Stage, StageMicroBatch
 from seqloom.plan.pipeline import PassMove, pass_moves
 from seqloom.simulate.engine import Engine
-from seqloom.simulate.windows import Phase, Place, Window
+from seqloom.simulate.windows import ActionTimes, MicroBatchKey, MicroBatchTimes
 
 ACTIVATION_BYTES = 2  # bf16, forward (hidden states) and backward (their gradients)
 
 
-def message_ns(cost: CostModel, pipeline: Pipeline, number: int, stage: int) -> int:
+def round_message_ns(cost: CostModel, pipeline: Pipeline, number: int, stage: int) -> int:
     """Time of one message of round `number` between `stage` and the next one, either way.
 
     tokens of the fullest rank of both stages x hidden width x 2 bytes, over the network card's share of a
@@ -85,29 +85,29 @@ _TO_NEXT = {ActionKind.SEND_F: 1, ActionKind.SEND_B: -1}
 _FROM = {ActionKind.RECV_F: (-1, ActionKind.SEND_F), ActionKind.RECV_B: (1, ActionKind.SEND_B)}
 
 
-class Step(NamedTuple):
+class ComputeTasks(NamedTuple):
     """An action that works, and its tasks: one per component, numbered from `first`."""
 
-    place: Place
+    place: MicroBatchKey
     kind: ActionKind
-    phase: Phase
+    phase: ActionTimes
     first: int
 
 
-class Message(NamedTuple):
+class P2PTask(NamedTuple):
     """A message between stages and its task."""
 
-    sender: Place
-    receiver: Place
+    sender: MicroBatchKey
+    receiver: MicroBatchKey
     kind: ActionKind  # SEND_F or SEND_B
     ns: int
     task: int
 
 
-class Gathering(NamedTuple):
+class UnshardTask(NamedTuple):
     """A move of parameters or gradients for one pass, and its task."""
 
-    place: Place
+    place: MicroBatchKey
     action: Action
     move: PassMove
     ns: int
@@ -115,13 +115,13 @@ class Gathering(NamedTuple):
 
 
 @dataclass(slots=True)
-class Program:
+class TaskGraph:
     """A translated plan: the engine with its tasks, and what each task stands for."""
 
     engine: Engine = field(default_factory=Engine)
-    steps: list[Step] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    gatherings: list[Gathering] = field(default_factory=list)
+    steps: list[ComputeTasks] = field(default_factory=list)
+    messages: list[P2PTask] = field(default_factory=list)
+    gatherings: list[UnshardTask] = field(default_factory=list)
 
     def name(self, task: int) -> str:
         """Name a task for a message to the user."""
@@ -139,22 +139,22 @@ def _called(pipeline: int, stage: int, kind: ActionKind, number: int | None) -> 
     return f"{Action(stage, kind, number)} of pipeline {pipeline}"
 
 
-def translate(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> Program:
+def build_tasks(plan: Plan, cost: CostModel, windows: dict[MicroBatchKey, MicroBatchTimes]) -> TaskGraph:
     """Turn every row of actions into tasks. Pipelines have no ranks in common, so their order is free."""
-    program = Program()
+    program = TaskGraph()
     for number, pipeline in enumerate(plan.pipelines):
         messages = {}
         for message in _messages(program.engine, cost, pipeline, number):
             program.messages.append(message)
             messages[message.sender.stage, message.kind, message.sender.round] = message.task
-        passes = priced_passes(cost, pipeline)
+        passes = unshard_times_by_stage(cost, pipeline)
         for row in pipeline.actions:
             _row(program, windows, number, row, messages, passes)
         _hand_over(program, windows, number, pipeline)
     return program
 
 
-def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) -> Iterator[Message]:
+def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) -> Iterator[P2PTask]:
     """Yield a message for every SEND, provided that it has a RECV and the other way round."""
     sends: set[tuple[int, ActionKind, int]] = set()
     receives: dict[tuple[int, ActionKind, int], Action] = {}
@@ -173,36 +173,36 @@ def _messages(engine: Engine, cost: CostModel, pipeline: Pipeline, number: int) 
             missing = f"{waiting} of pipeline {number} is never sent; add {Action(stage, kind, r)}"
         raise SeqloomError(f"{missing}: every message is sent once and received once, by neighbours")
     host = [pipeline.pp_rank_of(stage) for stage in range(len(pipeline.stages))]
-    price = cache(partial(message_ns, cost, pipeline))
+    price = cache(partial(round_message_ns, cost, pipeline))
     for stage, kind, r in sorted(sends):
         other = stage + _TO_NEXT[kind]
         ns = price(r, min(stage, other))
         links = ((number, host[stage], "out"), (number, host[other], "in"))
         task = engine.add(ns, links=links)
-        yield Message(Place(number, stage, r), Place(number, other, r), kind, ns, task)
+        yield P2PTask(MicroBatchKey(number, stage, r), MicroBatchKey(number, other, r), kind, ns, task)
 
 
 def _row(
-    program: Program,
-    windows: dict[Place, Window],
+    program: TaskGraph,
+    windows: dict[MicroBatchKey, MicroBatchTimes],
     pipeline: int,
     row: tuple[Action, ...],
     messages: dict[tuple[int, ActionKind, int], int],
-    passes: dict[int, PassTimes],
+    passes: dict[int, UnshardTimes],
 ) -> None:
     """Add the tasks of one host. A receive is remembered per shard group until the shard group's next action."""
     engine = program.engine
     awaited: dict[int, set[int]] = {}
     for action, move in zip(row, pass_moves(row, frozenset(passes)), strict=True):
         if move is not None:
-            _gathering(program, windows, Place(pipeline, action.stage, action.round or 0), action, move, passes)
+            _gathering(program, windows, MicroBatchKey(pipeline, action.stage, action.round or 0), action, move, passes)
             continue
         if action.round is None:
             continue
-        place = Place(pipeline, action.stage, action.round)
+        place = MicroBatchKey(pipeline, action.stage, action.round)
         if action.kind in WORKING:
             phase = windows[place].phase(action.kind)
-            program.steps.append(Step(place, action.kind, phase, len(engine)))
+            program.steps.append(ComputeTasks(place, action.kind, phase, len(engine)))
             for shard_groups, ns in zip(windows[place].shard_groups, phase.duration.tolist(), strict=True):
                 after = set().union(*(awaited.pop(shard_group, ()) for shard_group in shard_groups))
                 engine.add(ns, streams=shard_groups, after=after)
@@ -218,20 +218,22 @@ def _row(
 
 
 def _gathering(
-    program: Program,
-    windows: dict[Place, Window],
-    place: Place,
+    program: TaskGraph,
+    windows: dict[MicroBatchKey, MicroBatchTimes],
+    place: MicroBatchKey,
     action: Action,
     move: PassMove,
-    passes: dict[int, PassTimes],
+    passes: dict[int, UnshardTimes],
 ) -> None:
     """Add the task of a move for one pass: all ranks of the stage meet."""
     ns = passes[place.stage].of(move)
     streams = [shard_group for shard_groups in windows[place].shard_groups for shard_group in shard_groups]
-    program.gatherings.append(Gathering(place, action, move, ns, program.engine.add(ns, streams=streams)))
+    program.gatherings.append(UnshardTask(place, action, move, ns, program.engine.add(ns, streams=streams)))
 
 
-def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipeline: Pipeline) -> None:
+def _hand_over(
+    program: TaskGraph, windows: dict[MicroBatchKey, MicroBatchTimes], number: int, pipeline: Pipeline
+) -> None:
     """Let every document wait for itself, from one stage to the next (or back) on the same host."""
     local = {s for s in range(1, len(pipeline.stages)) if pipeline.stages[s].ranks == pipeline.stages[s - 1].ranks}
     if not local:
@@ -240,7 +242,7 @@ def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipe
     first = {(step.place, step.kind == ActionKind.F): step.first for step in own}
     for s in local:
         for r, current in enumerate(pipeline.rounds):
-            places = (Place(number, s - 1, r), Place(number, s, r))
+            places = (MicroBatchKey(number, s - 1, r), MicroBatchKey(number, s, r))
             early, late = (_components(current.work[p.stage], windows[p]) for p in places)
             for document, component in early.items():
                 down = [first[place, True] for place in places]
@@ -249,7 +251,7 @@ def _hand_over(program: Program, windows: dict[Place, Window], number: int, pipe
                 program.engine.require(up[0] + component, [up[1] + late[document]])
 
 
-def _components(work: StageMicroBatch, window: Window) -> dict[int, int]:
+def _components(work: StageMicroBatch, window: MicroBatchTimes) -> dict[int, int]:
     """Return the component of every document of a round."""
     starts = np.unique(window.group, return_index=True)[1][-len(work.groups) :]  # -1, ranks without a group, is first
     of_group = window.component[starts].tolist()

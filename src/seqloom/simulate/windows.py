@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import copy_ns
-from seqloom.cost.plan_cost import NAMES, RoundTimes, round_components, tokens_on_ranks
-from seqloom.cost.resharding import exposed_reshard_ns, priced_passes
-from seqloom.cost.shapes import LANES
-from seqloom.cost.stages import StageMemory, stage_end_ns
+from seqloom.cost.plan_cost import COST_COLUMNS, RoundTimes, round_components, tokens_on_ranks
+from seqloom.cost.resharding import exposed_reshard_ns, unshard_times_by_stage
+from seqloom.cost.shapes import STREAMS
+from seqloom.cost.stages import StageMemory, stage_overhead_ns
 from seqloom.plan import ActionKind, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
 
 
-class Place(NamedTuple):
+class MicroBatchKey(NamedTuple):
     """Where in a plan."""
 
     pipeline: int
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     round: int
 
 
-def stage_shares(pipeline: Pipeline) -> list[LayerRange | None]:
+def stage_layers(pipeline: Pipeline) -> list[LayerRange | None]:
     """What every stage has of the model; None: all of it."""
     return [None] if len(pipeline.stages) == 1 else [*pipeline.parts]
 
@@ -64,16 +64,16 @@ class IdenticalStages:
         home = {rank: i for i, shard_group in enumerate(plan.shard_groups) for rank in shard_group}
         own = [hosts[pipeline.pp_rank_of(stage)][0] for stage in range(len(pipeline.stages))]
         return cls(
-            shares=tuple(stage_shares(pipeline)),
+            shares=tuple(stage_layers(pipeline)),
             first=tuple(own),
             shard_groups=tuple(home[rank] for rank in own),
             tensors=tuple(stage.tensor for stage in pipeline.stages),
             node_size=size,
             alike=alike,
-            together=frozenset(priced_passes(cost, pipeline)),
+            together=frozenset(unshard_times_by_stage(cost, pipeline)),
         )
 
-    def key(self, place: Place, work: StageMicroBatch) -> Hashable:
+    def key(self, place: MicroBatchKey, work: StageMicroBatch) -> Hashable:
         """What two works of a round have in common if they take as long."""
         share = self.shares[place.stage]
         plain = work.linear is None and all(group.route is None for group in work.groups)
@@ -87,7 +87,7 @@ class IdenticalStages:
         joined = place.stage in self.together
         return share.stop - share.first, share.ends, self.tensors[place.stage], work.offload, joined, groups
 
-    def moved(self, window: Window, stage: int, other: int) -> Window:
+    def moved(self, window: MicroBatchTimes, stage: int, other: int) -> MicroBatchTimes:
         """The window of a stage on the ranks of another one that is alike."""
         ranks, shard_groups = self.first[other] - self.first[stage], self.shard_groups[other] - self.shard_groups[stage]
         if not ranks:
@@ -120,7 +120,7 @@ class IdenticalStages:
 #     fixed          what a layer costs however few tokens it has: as much in forward as in backward
 
 
-COMPUTING = tuple(name for name in LANES[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
+COMPUTING = tuple(name for name in STREAMS[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
 """Parts in which the GPU computes; whatever else a rank's time holds is exposed communication."""
 
 _PARTS = 1 << 16
@@ -167,7 +167,7 @@ FORWARD = {
 
 def computing_ns(parts: np.ndarray) -> np.ndarray:
     """int64[ranks]: ns in which the GPU computes."""
-    return parts[:, [NAMES.index(name) for name in COMPUTING]].sum(axis=1)
+    return parts[:, [COST_COLUMNS.index(name) for name in COMPUTING]].sum(axis=1)
 
 
 def forward_ns(parts: np.ndarray, total: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
@@ -176,10 +176,10 @@ def forward_ns(parts: np.ndarray, total: np.ndarray, checkpoint: Checkpoint) -> 
     Its longest lane, as far as the backward keeps room for its own computing: a gather that does not fit
     behind the forward is hidden by the backward.
     """
-    share = np.array([FORWARD[checkpoint].get(name, 0) for name in NAMES])
+    share = np.array([FORWARD[checkpoint].get(name, 0) for name in COST_COLUMNS])
     early = parts * share // _WHOLE
     late = computing_ns(parts) - computing_ns(early)
-    lanes = _lanes(early, parts[:, NAMES.index("ring")] > 0)
+    lanes = _lanes(early, parts[:, COST_COLUMNS.index("ring")] > 0)
     return np.minimum(lanes.max(axis=1), total - late)
 
 
@@ -193,13 +193,13 @@ def weights_ns(parts: np.ndarray, checkpoint: Checkpoint, products: float) -> np
         checkpoint: what is kept.
         products: share of the part `linear` that is matrix products.
     """
-    forward = parts[:, NAMES.index("linear")] * FORWARD[checkpoint]["linear"] // _WHOLE
+    forward = parts[:, COST_COLUMNS.index("linear")] * FORWARD[checkpoint]["linear"] // _WHOLE
     return forward * round(products * _PARTS) // _PARTS
 
 
 def _lanes(parts: np.ndarray, ring: np.ndarray) -> np.ndarray:
     """int64[ranks, 3] ns per lane; the ring's lane counts only where there is a ring."""
-    lanes = [parts[:, [NAMES.index(name) for name in lane]].sum(axis=1) for lane in LANES]
+    lanes = [parts[:, [COST_COLUMNS.index(name) for name in lane]].sum(axis=1) for lane in STREAMS]
     lanes[1] = np.where(ring, lanes[1], 0)
     return np.stack(lanes, axis=1)
 
@@ -223,7 +223,7 @@ _BITS = 20  # shares are in units of 2**-20: products with times up to 2**43 ns 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Phase:
+class ActionTimes:
     """One action of a window. ns; members as in `Window`, times counted from the start of the action."""
 
     duration: np.ndarray  # int64[components]
@@ -233,7 +233,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class MicroBatchTimes:
     """Members are pairs of a group and one of its ranks, as in `RoundTimes`. ns."""
 
     rank: np.ndarray  # int64[members]
@@ -252,12 +252,12 @@ class Window:
     nic: np.ndarray  # int64[nodes, nics] how long each card is taken
     link: np.ndarray  # int64[ranks] how long each NVLink port is taken
 
-    def scaled(self, share: int) -> Window:
+    def scaled(self, share: int) -> MicroBatchTimes:
         """The window with all its times a share of what they are, in units of 2**-20."""
         times = ("before", "total", "comm", "length", "apart")
         return replace(self, **{name: getattr(self, name) * share >> _BITS for name in times})
 
-    def phase(self, kind: ActionKind) -> Phase:
+    def phase(self, kind: ActionKind) -> ActionTimes:
         """Return what F, B, I or W of this window takes.
 
         The cuts are rounded down on the time a rank has spent so far, so that a rank's actions add up to its
@@ -270,23 +270,25 @@ class Window:
             ActionKind.I: (self.forward, self.weights),
             ActionKind.W: (self.weights, whole),
         }[kind]
-        duration = between(self.length, low, high)
+        duration = share_between(self.length, low, high)
         low, high = low[self.component], high[self.component]
         most = duration[self.component]
-        start = np.minimum(between(self.before, low, high), most)
-        stop = np.minimum(between(self.before + self.total, low, high), most)
-        comm = np.minimum(between(self.comm, low, high), stop - start)
+        start = np.minimum(share_between(self.before, low, high), most)
+        stop = np.minimum(share_between(self.before + self.total, low, high), most)
+        comm = np.minimum(share_between(self.comm, low, high), stop - start)
         if kind is ActionKind.W and self.apart:
             duration, start, stop = duration + self.apart, start + self.apart * (self.before > 0), stop + self.apart
-        return Phase(duration, start, stop, comm)
+        return ActionTimes(duration, start, stop, comm)
 
 
-def between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def share_between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The part of a time from one share to another, in units of 2**-20; parts that follow each other add up."""
     return (time * high >> _BITS) - (time * low >> _BITS)
 
 
-def cuts(parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint, products: float) -> tuple[np.ndarray, np.ndarray]:
+def forward_and_weight_cuts(
+    parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint, products: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time.
 
     `products` as in `weights_ns`.
@@ -295,7 +297,7 @@ def cuts(parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint, products: 
     return forward, np.maximum((1 << _BITS) - _share(weights_ns(parts, checkpoint, products), load), forward)
 
 
-def stretched(
+def extend_for_offload(
     length: np.ndarray, forward: np.ndarray, weights: np.ndarray, least: int | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(length, forward, weights), with forward and the input half of the backward not shorter than `least` ns."""
@@ -308,7 +310,7 @@ def stretched(
     return longer, -(-(early << _BITS) // np.maximum(longer, 1)), -(-(late << _BITS) // np.maximum(longer, 1))
 
 
-WHOLE = 1 << _BITS
+FULL_SHARE = 1 << _BITS
 """The share that is everything."""
 
 
@@ -337,7 +339,7 @@ def window_of(
     copied: int = 0,
     apart: int = 0,
     together: tuple[int, ...] = (),
-) -> Window:
+) -> MicroBatchTimes:
     """Find out who waits for whom.
 
     Args:
@@ -355,10 +357,10 @@ def window_of(
     total, load = times.member_ns, times.rank_ns
     length = times.component_ns(component)
     slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
-    forward, weights = cuts(times.parts[slowest], load[slowest], work.checkpoint, products)
-    length, forward, weights = stretched(length, forward, weights, copied)
+    forward, weights = forward_and_weight_cuts(times.parts[slowest], load[slowest], work.checkpoint, products)
+    length, forward, weights = extend_for_offload(length, forward, weights, copied)
     degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
-    return Window(
+    return MicroBatchTimes(
         rank=rank,
         group=group,
         degree=degrees[group],
@@ -406,26 +408,26 @@ def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
 # From a plan to priced windows: every stage of every round, in integer nanoseconds.
 
 
-def price(plan: Plan, cost: CostModel) -> dict[Place, Window]:
+def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
     """Price every `Work`, and turn it into its window."""
     shard_groups = ShardGroups.of(plan)
     windows = {}
-    for (variant, p, tensor), works in _alike(plan, cost).items():
+    for (policy, p, tensor), works in _alike(plan, cost).items():
         twins, own_cost = IdenticalStages.of(plan, cost, p), cost.with_tensor(tensor)
-        shares = stage_shares(plan.pipelines[p])
-        own: dict[Hashable, list[tuple[Place, StageMicroBatch]]] = defaultdict(list)
+        shares = stage_layers(plan.pipelines[p])
+        own: dict[Hashable, list[tuple[MicroBatchKey, StageMicroBatch]]] = defaultdict(list)
         for place, work in works:
             own[twins.key(place, work)].append((place, work))
         first = [members[0] for members in own.values()]
-        parts = iter(own_cost.groups_parts([group for _, work in first for group in work.groups], variant))
+        parts = iter(own_cost.group_costs([group for _, work in first for group in work.groups], policy))
         for (place, work), members in zip(first, own.values(), strict=True):
             priced = list(islice(parts, len(work.groups)))
-            times = own_cost.round_times(work, variant, shares[place.stage], priced)
+            times = own_cost.round_times(work, policy, shares[place.stage], priced)
             copied = _copied(own_cost, work, shares[place.stage])
-            apart = own_cost.engine.split_ns(_layers(own_cost, shares[place.stage]))
+            apart = own_cost.engine.split_overhead_ns(_layers(own_cost, shares[place.stage]))
             stage = plan.pipelines[p].stages[place.stage]
             together = stage.ranks if place.stage in twins.together else ()
-            window = window_of(work, times, shard_groups, own_cost.engine.products, copied, apart, together)
+            window = window_of(work, times, shard_groups, own_cost.engine.matmul_share, copied, apart, together)
             for other, _ in members:
                 windows[other] = twins.moved(window, place.stage, other.stage)
     return windows
@@ -440,34 +442,36 @@ def _copied(cost: CostModel, work: StageMicroBatch, share: LayerRange | None) ->
     """ns of copying what is kept of a unit to host memory, on its fullest rank."""
     if not work.offload or share is None:
         return 0
-    kept = StageMemory(cost, share).holding(work.checkpoint, offload=False).held
+    kept = StageMemory(cost, share).activation_bytes(work.checkpoint, offload=False).held
     return copy_ns(kept * int(tokens_on_ranks(cost, work).max()))
 
 
-def _alike(plan: Plan, cost: CostModel) -> dict[tuple[Variant, int, int], list[tuple[Place, StageMicroBatch]]]:
-    """Return the works of every variant, pipeline and tensor degree: what is priced in one go."""
-    works: dict[tuple[Variant, int, int], list[tuple[Place, StageMicroBatch]]] = defaultdict(list)
+def _alike(
+    plan: Plan, cost: CostModel
+) -> dict[tuple[MemoryPolicy, int, int], list[tuple[MicroBatchKey, StageMicroBatch]]]:
+    """Return the works of every policy, pipeline and tensor degree: what is priced in one go."""
+    works: dict[tuple[MemoryPolicy, int, int], list[tuple[MicroBatchKey, StageMicroBatch]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.pipelines):
-        resident = len(pipeline.stages) > 1 or bool(priced_passes(cost, pipeline))
+        resident = len(pipeline.stages) > 1 or bool(unshard_times_by_stage(cost, pipeline))
         for r, current in enumerate(pipeline.rounds):
             for s, work in enumerate(current.work):
-                variant = Variant(work.checkpoint, plan.reduce, resident)
-                works[variant, p, pipeline.stages[s].tensor].append((Place(p, s, r), work))
+                policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
+                works[policy, p, pipeline.stages[s].tensor].append((MicroBatchKey(p, s, r), work))
     return works
 
 
-def end_ns(plan: Plan, cost: CostModel, windows: dict[Place, Window]) -> tuple[int, int]:
+def end_ns(plan: Plan, cost: CostModel, windows: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[int, int]:
     """What the step costs once, beside its rounds, and how much of that is communication."""
     shades = []
     for p, pipeline in enumerate(plan.pipelines):
-        ends = [windows[Place(p, 0, r)] for r in (0, len(pipeline.rounds) - 1)] if pipeline.rounds else []
+        ends = [windows[MicroBatchKey(p, 0, r)] for r in (0, len(pipeline.rounds) - 1)] if pipeline.rounds else []
         shades.append((int(ends[0].length.min()), int(ends[1].length.min())) if ends else (0, 0))
     moved = exposed_reshard_ns(cost, plan.pipelines, shades)
-    total, communication = slowest_end(plan, cost)
+    total, communication = step_overhead(plan, cost)
     return total + moved, communication + moved
 
 
-def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
+def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
     """ns of the end of the step on the slowest host, and how much of that is communication. The same for all rounds."""
     costs = [(0, 0)]
     for pipeline in plan.pipelines:
@@ -476,8 +480,8 @@ def slowest_end(plan: Plan, cost: CostModel) -> tuple[int, int]:
             continue
         own = cost.with_tensor(pipeline.stages[0].tensor)
         for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
-            variant = Variant(checkpoint, plan.reduce, bool(priced_passes(cost, pipeline)))
-            costs.append((own.step_overhead_ns(variant), own.step_communication_ns(variant)))
+            policy = MemoryPolicy(checkpoint, plan.reduce, bool(unshard_times_by_stage(cost, pipeline)))
+            costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
     return max(costs)
 
 
@@ -489,4 +493,4 @@ def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tup
     stages, ranks = pipeline.stages_of(host), pipeline.ranks_by_pp_rank[host]
     own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
     shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
-    return stage_end_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))
+    return stage_overhead_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))

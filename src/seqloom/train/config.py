@@ -18,8 +18,8 @@ from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError, unknown
 from seqloom.plan import Sharding
-from seqloom.planners.pipeline.search import ALL_NAMES
-from seqloom.planners.registry import chooses_strategies, makes_stages, parse_name
+from seqloom.planners.pipeline.planner import SCHEDULES
+from seqloom.planners.registry import parse_planner
 from seqloom.reader import build, is_file_name, read_mapping
 
 
@@ -180,7 +180,7 @@ class Planning:
     """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step brings them
     to where its plan computes, so that plans may have any stages."""
     strategies: str = "auto"
-    """What strategies, and auto under free sharding, choose from: a .json of `seqloom propose`; auto: proposed."""
+    """What hydraulis, and auto under free sharding, choose from: a .json of `seqloom propose`; auto: proposed."""
     budget_gib: Real | None = None
     """Memory of a rank that a plan may use; None: the profile's, or 0.9 of the device's."""
     capacity: Whole | None = None
@@ -190,7 +190,7 @@ class Planning:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        parse_name(self.planner)
+        parse_planner(self.planner)
         if self.strategies != "auto" and not is_file_name(self.strategies):
             raise SeqloomError(f"plan.strategies = {self.strategies!r}; give a .json of seqloom propose, or 'auto'")
         at_least("plan", self, 0, "ahead")
@@ -220,8 +220,8 @@ class Pipelining:
         elif self.stages != "auto":
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
         at_least("pipeline", self, 1, "chunks")
-        if self.schedule not in ("auto", *ALL_NAMES):
-            raise unknown("pipeline.schedule", self.schedule, ("auto", *ALL_NAMES))
+        if self.schedule not in ("auto", *SCHEDULES):
+            raise unknown("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
         changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
         if self.stages == 1 and changed:
             name = changed[0]
@@ -494,20 +494,21 @@ class Config:
 
     def _check_planner(self) -> None:
         """Refuse a planner that makes other stages than the run has, and a list that its planner does not read."""
-        stages, planner = self.pipeline.stages, self.plan.planner
-        if makes_stages(planner) and self.plan.sharding != Sharding.FREE:
+        stages, planner, free = self.pipeline.stages, self.plan.planner, self.plan.sharding == Sharding.FREE
+        spec = parse_planner(planner)[0]
+        if spec.makes_stages and not free:
             raise SeqloomError(
                 f"plan.planner = {planner!r} with plan.sharding = {self.plan.sharding!r}: the stages of a run are then "
                 "set once for all its steps; set plan.sharding to 'free', or set pipeline.stages and leave "
                 "plan.planner out"
             )
-        if self.plan.strategies != Planning().strategies and not chooses_strategies(planner, self.plan.sharding):
+        if self.plan.strategies != Planning().strategies and not (spec.reads_strategies and free):
             raise SeqloomError(
                 f"plan.strategies = {self.plan.strategies!r} beside plan.planner = {planner!r}, which chooses from no "
-                "list; leave it out, or set plan.planner to 'strategies' and plan.sharding to 'free'"
+                "list; leave it out, or set plan.planner to 'hydraulis' and plan.sharding to 'free'"
             )
         fixed = isinstance(stages, int) and stages > 1 and planner != Planning().planner
-        if fixed or (makes_stages(planner) and stages != 1):
+        if fixed or (spec.makes_stages and stages != 1):
             raise SeqloomError(
                 f"plan.planner = {planner!r} beside pipeline.stages = {stages!r}: it plans without it; leave "
                 "plan.planner out, or set stages to 1"

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Protocol, Self
 
 from seqloom.errors import SeqloomError, unknown
-from seqloom.view.numbers import duration, percent
+from seqloom.view.format import duration, percent
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -100,7 +100,7 @@ def gathered(module: nn.Module, parameters: Parameters, *, keep: bool) -> dict[s
         parameters: keeps its parameters, in shards or not.
         keep: whether this rank wants them; others get nothing.
     """
-    found = {name: whole.cpu() for name, whole in parameters.values() if keep}
+    found = {name: whole.cpu() for name, whole in parameters.full_parameters() if keep}
     if not keep:
         return found
     saved = module.state_dict(keep_vars=True)
@@ -146,12 +146,12 @@ def place(
     """
     parameters: Parameters
     if cost.sharding == Sharding.FREE:
-        parameters = ReshardingParameters(adapter, transport, compute=compute)
+        parameters = ReshardingParameters(adapter, transport, param_dtype=compute)
     elif len(stages) > 1:
         placement = Placement(tuple(stages), cost.sharding, cost.node_size)
-        parameters = PipelineFSDP(adapter, transport, placement, compute=compute)
+        parameters = PipelineFSDP(adapter, transport, placement, param_dtype=compute)
     else:
-        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, compute=compute)
+        parameters = FSDPParameters(adapter, transport, cost.sharding, node_size=cost.node_size, param_dtype=compute)
     if adapter.deferred is not None:
         adapter.deferred.close()
     return parameters

@@ -22,11 +22,11 @@ from seqloom.planners.hydraulis import (
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.hydraulis.assign import Assignment
-from seqloom.planners.hydraulis.planner import build
-from seqloom.planners.pipeline.search import FOLDED, require_order
-from seqloom.planners.pipeline.stage_layout import check_stages, line_of
-from seqloom.planners.registry import Choice, chooses_strategies, makes_stages
+from seqloom.planners.hydraulis.dispatch import Assignment
+from seqloom.planners.hydraulis.planner import plan_assignment
+from seqloom.planners.pipeline.planner import V_SHAPED, check_schedule
+from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages
+from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Pipelining
 
@@ -72,8 +72,8 @@ class Planners:
     """
 
     stages: tuple[Stage, ...]
-    planner: Choice
-    fallback: Choice
+    planner: PlannerChoice
+    fallback: PlannerChoice
     strategies: tuple[Strategy, ...] = ()
 
     @property
@@ -84,16 +84,16 @@ class Planners:
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
         """Tensor degrees of the strategies."""
-        return tuple(sorted({pipe.scheme.tensor for each in self.strategies for pipe in each.pipelines}))
+        return tuple(sorted({pipe.parallel.tensor for each in self.strategies for pipe in each.pipelines}))
 
-    def alternatives(self, lengths: np.ndarray) -> list[Choice]:
+    def alternatives(self, lengths: np.ndarray) -> list[PlannerChoice]:
         """Return one planner for every strategy that holds documents of these lengths, tokens; and that of the run.
 
         A planner that makes nothing but such plans has no plan beside them.
         """
-        able = [each for each in self.strategies if each.longest >= lengths.max()]
-        every = [replace(self.planner, name="strategies", options={"strategies": (each,)}) for each in able]
-        return every if every and makes_stages(self.planner.name) else [*every, self.planner]
+        able = [each for each in self.strategies if each.max_tokens >= lengths.max()]
+        every = [replace(self.planner, name="hydraulis", options={"strategies": (each,)}) for each in able]
+        return every if every and parse_planner(self.planner.name)[0].makes_stages else [*every, self.planner]
 
     @classmethod
     def of(cls, config: Config, cost: CostModel, stages: int, strategies: Sequence[Strategy] = ()) -> Planners:
@@ -105,30 +105,30 @@ class Planners:
         if stages > 1:
             return cls._of_line(config, cost, stages)
         options = {"strategies": tuple(strategies)} if strategies else {}
-        planner = Choice(config.plan.planner, options, config.run.seed)
+        planner = PlannerChoice(config.plan.planner, options, config.run.seed)
         if cost.sharding == Sharding.FREE:
             return cls((), planner, _plain(planner, cost), tuple(strategies))
         everything = Stage(tuple(range(cost.ranks)), (0, cost.model.layers))
-        return cls((everything,), planner, Choice("static"))
+        return cls((everything,), planner, PlannerChoice("static"))
 
     @classmethod
     def _of_line(cls, config: Config, cost: CostModel, stages: int) -> Planners:
         """One pipeline over all ranks."""
         chunks, order = config.pipeline.chunks, config.pipeline.schedule
         check_stages(cost, stages, chunks)
-        require_order(order, stages, chunks)
+        check_schedule(order, stages, chunks)
         _check_nodes(cost, stages)
-        folded = order in FOLDED
-        placed = line_of(cost, stages, chunks, folded=folded).stages
+        folded = order in V_SHAPED
+        placed = StageLayout.of(cost, stages, chunks, v_shape=folded).stages
         plain = order if folded else "1f1b" if chunks == 1 else "interleaved"
         line = {"stages": stages, "chunks": chunks}
-        planner, fallback = (Choice("pipeline", {**line, "schedule": each}) for each in (order, plain))
+        planner, fallback = (PlannerChoice("pipeline", {**line, "schedule": each}) for each in (order, plain))
         return cls(() if cost.sharding == Sharding.FREE else placed, planner, fallback)
 
 
-def _plain(planner: Choice, cost: CostModel) -> Choice:
+def _plain(planner: PlannerChoice, cost: CostModel) -> PlannerChoice:
     """Return who stands in where plans may have any stages: static, unless only several stages hold the documents."""
-    static = Choice("static")
+    static = PlannerChoice("static")
     try:
         static.plan([cost.max_length or 1], cost)
     except SeqloomError:
@@ -198,19 +198,19 @@ def candidates(config: Config, cost: CostModel, lengths: np.ndarray) -> tuple[St
         SeqloomError: a list that cannot be read, that the ranks or the model do not allow, or that holds no document
             as long as the longest.
     """
-    planner, stages = config.plan.planner, config.pipeline.stages
-    if not chooses_strategies(planner, config.plan.sharding) or stages != 1:
+    spec = parse_planner(config.plan.planner)[0]
+    if not spec.reads_strategies or config.plan.sharding != Sharding.FREE or config.pipeline.stages != 1:
         return ()
     if config.plan.strategies == "auto":
         tokens = tokens_of_step(config, lengths)
         try:
             return propose_strategies(lengths, cost, tokens_per_step=tokens, seed=config.run.seed)
         except SeqloomError:
-            if makes_stages(planner):
+            if spec.makes_stages:
                 raise
             return ()  # plans of one stage may do
     strategies = _read(Path(config.plan.strategies), cost)
-    room, longest = max(each.longest for each in strategies), int(lengths.max())
+    room, longest = max(each.max_tokens for each in strategies), int(lengths.max())
     if room < longest:
         raise SeqloomError(
             f"document {int(lengths.argmax())} has {longest:,} tokens, but no pipeline of plan.strategies = "
@@ -253,7 +253,7 @@ def told(config: Config, strategies: Sequence[Strategy], former: Sequence[Any] |
     if strategies:
         where = config.run.output / FILE if config.plan.strategies == "auto" else config.plan.strategies
         yield f"{len(strategies)} strategies to choose from ({where}): {'; '.join(map(str, strategies))}"
-    if config.model.compile and any(pipe.scheme.tensor > 1 for each in strategies for pipe in each.pipelines):
+    if config.model.compile and any(pipe.parallel.tensor > 1 for each in strategies for pipe in each.pipelines):
         yield "model.compile = true: layers of stages that split weights (tensor > 1) run uncompiled, others compiled"
     if former is not None and list(former) != [each.as_dict() for each in strategies]:
         other = f"{len(former)} other strategies" if former else "no strategies"
@@ -264,10 +264,10 @@ def small_plans(strategies: Sequence[Strategy], cost: CostModel) -> list[Plan]:
     """Return a plan of next to no tokens for every strategy, in which all its pipelines work on two documents each."""
     plans = []
     for strategy in strategies:
-        lengths = [min(FEW * len(pipe.ranks), pipe.longest) for pipe in strategy.pipelines for _ in range(2)]
+        lengths = [min(FEW * len(pipe.ranks), pipe.max_tokens) for pipe in strategy.pipelines for _ in range(2)]
         batches = tuple(((2 * number,), (2 * number + 1,)) for number in range(len(strategy.pipelines)))
         given = Assignment(0, batches, (0,) * len(batches))
-        plans.append(build(np.array(lengths), strategy, given, cost, seed=0).plan)
+        plans.append(plan_assignment(np.array(lengths), strategy, given, cost))
     return plans
 
 

@@ -179,7 +179,7 @@ def rehearse(bound: RankPlan, parameters: Parameters) -> None:
         return ids, ids
 
     run_step(bound, parameters, rows, sum(bound.plan.documents))
-    parameters.clear()
+    parameters.zero_grad()
 
 
 def _degrees(plan: Plan) -> Iterator[int]:
@@ -233,7 +233,7 @@ class Trainer:
         built = kind.build(config, self.device, masters)
         self._adapter = made_ready(built, compiled=config.model.compile, split=setup.planners.cut)
         self.parameters = place(self._adapter, transport, stages, setup.cost, compute)
-        self.optimiser = make_optimiser(self.parameters.masters(), config.optimiser)
+        self.optimiser = make_optimiser(self.parameters.master_weights(), config.optimiser)
         self.sampler = setup.sampler
         self.checkpoints = self._closing.enter_context(Checkpoints(config.checkpoints, keep=config.checkpoint.keep))
         self._former: list[Any] | None = None  # strategies of the run before the checkpoint
@@ -340,7 +340,7 @@ class Trainer:
         rate = learning_rate(number, steps=self.setup.steps, peak=settings.lr, schedule=schedule)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
-        self.parameters.clear()
+        self.parameters.zero_grad()
         return rate
 
     def _record(self, batch: Batch, taken: StepPlan, result: StepResult, rate: float, seconds: float) -> StepRecord:
@@ -391,7 +391,7 @@ class Trainer:
         strategies = [each.as_dict() for each in self.setup.planners.strategies]
         extra = {"sampler": self.sampler.state_dict(), "config": self.config.as_dict(), "strategies": strategies}
         state = named_state(self.optimiser)
-        self.checkpoints.save(number, model=self.parameters.masters(), optimiser=state, extra=extra)
+        self.checkpoints.save(number, model=self.parameters.master_weights(), optimiser=state, extra=extra)
 
     def _write_model(self) -> None:
         """Write the trained model; also when nothing was left to do, since a crash may have been."""
@@ -414,7 +414,7 @@ class Trainer:
         if path is None:
             return 0
         state = named_state(self.optimiser)
-        manifest = self.checkpoints.load(path, model=self.parameters.masters(), optimiser=state)
+        manifest = self.checkpoints.load(path, model=self.parameters.master_weights(), optimiser=state)
         self.sampler.load_state_dict(manifest.extra["sampler"])
         self._former = manifest.extra.get("strategies", [])
         return manifest.step

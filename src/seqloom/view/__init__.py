@@ -1,9 +1,16 @@
-"""Plans and simulations to look at: tables, a Gantt chart, a histogram of lengths; in the terminal or as a picture."""
+"""Views of plans, simulations and batches with rich: tables and Gantt charts in the terminal, or as an SVG file."""
 
-from seqloom.view.charts import length_histogram, rank_chart, schedule_chart
-from seqloom.view.gantt import gantt
-from seqloom.view.picture import save_picture
-from seqloom.view.tables import balance_table, bounds_lines, comparison_table, explanation_table, plan_table
+from seqloom.view.format import save_picture
+from seqloom.view.gantt import gantt, schedule_chart
+from seqloom.view.tables import (
+    balance_table,
+    bounds_lines,
+    comparison_table,
+    explanation_table,
+    length_histogram,
+    plan_table,
+    rank_chart,
+)
 
 __all__ = [
     "balance_table",

@@ -1,7 +1,11 @@
-"""How busy ranks are in every cell of a Gantt chart, by the degree of the group at work."""
+"""Gantt charts in the terminal: who works when in a simulated step (`gantt`), and in a schedule (`schedule_chart`).
+
+Time runs to the right; ranks, nodes or pp_ranks stand below each other.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -11,8 +15,22 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.constrain import Constrain
 from rich.text import Text
 
+from seqloom.plan.action import ActionKind
+from seqloom.schedules.schedule import IDLE, Schedule, grid
+from seqloom.schedules.timing import Played
 from seqloom.simulate import Simulation
-from seqloom.view.numbers import duration
+from seqloom.view.format import duration
+
+HEIGHTS = "▁▂▃▄▅▆▇█"
+COLOURS = ("bright_blue", "cyan", "green", "yellow", "bright_red", "magenta", "red", "blue", "white")
+BETWEEN = ("bright_blue", "bright_cyan", "bright_green", "bright_yellow", "bright_magenta", "bright_white")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+END_MARK = "="
+NIC_COLOUR = "grey70"
+NIC_MARKS = "-#"
+LEAST_NIC_USE = 0.05
+"""NICs in use for less than this share of a cell look idle; from a half on they get the second mark."""
+LEAST_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,14 +41,14 @@ class Occupancy:
     degrees: tuple[int, ...]
     """Ascending; 0 is the end of the step."""
     share: np.ndarray
-    """float64[rows, degrees, columns]: share of the cell's rank-time."""
+    """float64[rows, degrees, columns]: share of the cell's rank-time in which groups of a degree work."""
 
 
 def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
-    """Count the work of every cell. Messages between stages are left out: they run beside the work.
+    """Sum the work of every cell. Messages between stages are left out: they run beside the work.
 
     Args:
-        simulation: whose events.
+        simulation: source of the events.
         rows: at most this many; ranks if they fit, else nodes, else runs of nodes (of ranks in one node).
         columns: slices of time.
     """
@@ -49,12 +67,12 @@ def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
     return Occupancy(labels, tuple(degrees.tolist()), share)
 
 
-def card_use(simulation: Simulation, rows: int, columns: int) -> tuple[tuple[str, ...], np.ndarray]:
-    """(labels, float64[rows, columns]): share of every cell in which network cards are in use.
+def nic_use(simulation: Simulation, rows: int, columns: int) -> tuple[tuple[str, ...], np.ndarray]:
+    """Compute (labels, float64[rows, columns]): share of every cell in which NICs are in use.
 
-    Rows are nodes, or runs of them if there are more than ``rows``; none where nothing leaves a node.
+    Rows are nodes, or runs of them if there are more than `rows`; none where nothing leaves a node.
     """
-    nodes, table = len(simulation.nic_busy_ns), simulation.cards
+    nodes, table = len(simulation.nic_busy_ns), simulation.nics
     if nodes == 1 or not len(table):
         return (), np.zeros((0, columns))
     size = -(-nodes // max(rows, 1))
@@ -64,13 +82,7 @@ def card_use(simulation: Simulation, rows: int, columns: int) -> tuple[tuple[str
     use = np.zeros((-(-nodes // size), columns))
     np.add.at(use, table.node // size, part * table.busy[:, None])
     counts = np.minimum(size, nodes - size * np.arange(len(use)))
-    labels = tuple(_label("NICs", first, min(first + size, nodes)) for first in range(0, nodes, size))
-    return labels, use / (counts[:, None] * np.diff(edges))
-
-
-def row_labels(simulation: Simulation, rows: int) -> tuple[str, ...]:
-    """Return the names of the rows of `occupancy`."""
-    return _rows(simulation, rows)[1]
+    return _labels("NICs", nodes, size), use / (counts[:, None] * np.diff(edges))
 
 
 def _elapsed(times: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -86,70 +98,55 @@ def _rows(simulation: Simulation, rows: int) -> tuple[int, tuple[str, ...]]:
     ranks, node = simulation.ranks, simulation.node_size
     if ranks <= rows or node >= ranks:
         size = -(-ranks // max(rows, 1))
-        return size, tuple(_label("rank", first, min(first + size, ranks)) for first in range(0, ranks, size))
+        return size, _labels("rank", ranks, size)
     nodes = -(-ranks // node)
     size = -(-nodes // max(rows, 1))
-    return size * node, tuple(_label("node", first, min(first + size, nodes)) for first in range(0, nodes, size))
+    return size * node, _labels("node", nodes, size)
 
 
-def _label(noun: str, first: int, stop: int) -> str:
+def _labels(noun: str, count: int, size: int) -> tuple[str, ...]:
+    """Name rows of `size` ranks or nodes each: ``node 3``, ``ranks 0-7``."""
     many = noun if noun.endswith("s") else f"{noun}s"
-    return f"{noun} {first}" if stop == first + 1 else f"{many} {first}-{stop - 1}"
-
-
-# ---- merged: view.gantt
-# A small Gantt chart for the terminal: time to the right, ranks or nodes downwards, one mark per degree.
-
-
-HEIGHTS = "▁▂▃▄▅▆▇█"
-COLOURS = ("bright_blue", "cyan", "green", "yellow", "bright_red", "magenta", "red", "blue", "white")
-BETWEEN = ("bright_blue", "bright_cyan", "bright_green", "bright_yellow", "bright_magenta", "bright_white")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-END_MARK = "="
-CARDS = "grey70"
-CARD_MARKS = "-#"
-LEAST_USE = 0.05
-"""Network cards in use for less than this share of a cell look idle; from a half on they get the second mark."""
-LEAST_COLUMNS = 10
+    edges = [(first, min(first + size, count) - 1) for first in range(0, count, size)]
+    return tuple(f"{noun} {first}" if first == last else f"{many} {first}-{last}" for first, last in edges)
 
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
     """A chart that draws itself in the width, colours and characters that the console has.
 
-    With colours a cell's height is the share of its rank-time at work and its colour the degree of the group
-    that has most of it. Without, a cell shows the mark of that degree if half of it or more is work.
+    With colours a cell's height is the share of its rank-time at work and its colour the degree of the group that has
+    most of it. Without, a cell shows the mark of that degree if half of it or more is work.
     """
 
     simulation: Simulation
-    width: int | None = None
-    """Characters; None takes the console's."""
-    rows: int = 16
-    """At most this many rows of ranks or nodes."""
+    width: int | None
+    rows: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a line per row, the time axis and the legend."""
         width = min(self.width or options.max_width, options.max_width)
-        labels = row_labels(self.simulation, self.rows) + card_use(self.simulation, self.rows, 1)[0]
+        labels = _rows(self.simulation, self.rows)[1] + nic_use(self.simulation, self.rows, 1)[0]
         margin = max(map(len, labels)) + 1
         columns = max(width - margin - 2, LEAST_COLUMNS)
         grid = occupancy(self.simulation, self.rows, columns)
-        names, use = card_use(self.simulation, self.rows, columns)
+        nics, use = nic_use(self.simulation, self.rows, columns)
         coloured = console.color_system is not None and not console.no_color
         pen = _Pen.of(grid, coloured and not options.ascii_only, options.ascii_only)
         for row, label in enumerate(grid.labels):
             yield pen.line(label.rjust(margin - 1), [pen.cell(grid, row, column) for column in range(columns)])
-        for label, shares in zip(names, use.tolist(), strict=True):
-            yield pen.line(label.rjust(margin - 1), [pen.card(share) for share in shares])
-        yield _axis(self.simulation.step_ns, margin, columns)
+        for label, shares in zip(nics, use.tolist(), strict=True):
+            yield pen.line(label.rjust(margin - 1), [pen.nic_cell(share) for share in shares])
+        end = duration(self.simulation.step_ns).rjust(columns - 1)
+        yield Text(" " * (margin + 1) + "0" + end, "dim", no_wrap=True)
         yield Constrain(pen.legend(grid), width)
 
 
 def gantt(simulation: Simulation, width: int | None = None, rows: int = 16) -> Gantt:
-    """Draw who works when.
+    """Draw who works when in a simulated step.
 
     Args:
-        simulation: what to draw.
+        simulation: to draw.
         width: characters; None takes the console's.
         rows: at most this many lines; ranks are drawn one by one if they fit, else by node.
     """
@@ -157,22 +154,16 @@ def gantt(simulation: Simulation, width: int | None = None, rows: int = 16) -> G
 
 
 def colour(degree: int) -> str:
-    """The colour of a degree, the same in every chart: one per power of two, brighter for the degrees between."""
+    """Return the colour of a degree, the same in every chart: one per power of two, brighter for those between."""
     colours = COLOURS if degree & (degree - 1) == 0 else BETWEEN
     return colours[(degree.bit_length() - 1) % len(colours)]
 
 
-def _axis(step_ns: int, margin: int, columns: int) -> Text:
-    """Return the line below the chart: zero on the left, the step's time on the right."""
-    return Text(" " * (margin + 1) + "0" + duration(step_ns).rjust(columns - 1), "dim", no_wrap=True)
-
-
 @dataclass(frozen=True, slots=True)
 class _Pen:
-    """How cells look."""
+    """How cells look: a mark and a style for every degree of the grid."""
 
     marks: tuple[str, ...]
-    """A character for every degree of the grid."""
     styles: tuple[str, ...]
     coloured: bool
     idle: str
@@ -197,15 +188,15 @@ class _Pen:
             return (HEIGHTS[height - 1], self.styles[most]) if height > 0 else (self.idle, "dim")
         return (self.marks[most], "") if busy >= 0.5 else (self.idle, "dim")
 
-    def card(self, share: float) -> tuple[str, str]:
-        """(character, style) of one cell of a row of network cards."""
+    def nic_cell(self, share: float) -> tuple[str, str]:
+        """(character, style) of one cell of a row of NICs."""
         if self.coloured:
             height = round(share * len(HEIGHTS))
-            return (HEIGHTS[min(height, len(HEIGHTS)) - 1], CARDS) if height > 0 else (self.idle, "dim")
-        return (CARD_MARKS[int(share >= 0.5)], "") if share >= LEAST_USE else (self.idle, "dim")
+            return (HEIGHTS[min(height, len(HEIGHTS)) - 1], NIC_COLOUR) if height > 0 else (self.idle, "dim")
+        return (NIC_MARKS[int(share >= 0.5)], "") if share >= LEAST_NIC_USE else (self.idle, "dim")
 
     def line(self, label: str, cells: list[tuple[str, str]]) -> Text:
-        """Return a row of cells between its sides."""
+        """Draw a row of cells between its sides."""
         line = Text(f"{label} ", no_wrap=True, overflow="crop")
         line.append(self.side, "dim")
         for style, run in groupby(cells, key=itemgetter(1)):
@@ -214,7 +205,7 @@ class _Pen:
         return line
 
     def legend(self, grid: Occupancy) -> Text:
-        """Return what the colours or marks mean."""
+        """Say what the colours or marks mean."""
         line = Text("degree  ")
         entries = list(zip(grid.degrees, self.marks, self.styles, strict=True))
         for degree, mark, style in sorted(entries, key=lambda entry: (entry[0] == 0, entry[0])):
@@ -224,3 +215,60 @@ class _Pen:
         line.append(self.idle, "dim")
         line.append(" idle")
         return line
+
+
+ACTION_STYLES = {"F": "bright_blue", "B": "green", "I": "cyan", "W": "yellow"}
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
+MOST_BLOCKS = 3
+"""A grid that needs more blocks of lines than this is drawn with one mark per moment instead."""
+_ACTION = re.compile(r"\d+([FBIW])\d+(?: +-)*")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleChart:
+    """When every pp_rank runs which action: each action by its name, or one mark per moment where these do not fit."""
+
+    schedule: Schedule
+    played: Played
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of the chart and its legend."""
+        text = grid(self.schedule.rows, self.played.start, self.played.stop, width=options.max_width)
+        if text.count("\n\n") >= MOST_BLOCKS:
+            text = self._marks(options.max_width)
+        drawn = Text(text, no_wrap=True, overflow="crop")
+        for match in _ACTION.finditer(text):
+            drawn.stylize(ACTION_STYLES[match[1]], *match.span())
+        if not _ACTION.search(text):
+            for kind, style in ACTION_STYLES.items():
+                drawn.highlight_regex(rf"{kind}+", style)
+        yield drawn
+        kinds = {action.kind for row in self.schedule.rows for action in row}
+        legend = Text()
+        for mark, style in ACTION_STYLES.items():
+            if ActionKind(mark) in kinds:
+                legend.append(mark, style)
+                legend.append(f" {ACTION_NAMES[mark]}  ")
+        yield legend.append(f"{IDLE} idle", "dim")
+
+    def _marks(self, width: int) -> str:
+        """Draw one character per moment: the action that takes most of it."""
+        rows, played = self.schedule.rows, self.played
+        margin = len(f"host {len(rows) - 1}")
+        columns = max(10, width - margin - 4)
+        size = played.makespan / columns
+        lines = []
+        for h, row in enumerate(rows):
+            spent: list[dict[str, float]] = [{} for _ in range(columns)]
+            for action, start, stop in zip(row, played.start[h], played.stop[h], strict=True):
+                for c in range(int(start / size), min(columns - 1, int(stop / size)) + 1):
+                    time = min(stop, (c + 1) * size) - max(start, c * size)
+                    spent[c][action.kind.value] = spent[c].get(action.kind.value, 0.0) + time
+            marks = [max(time, key=time.__getitem__) if sum(time.values()) >= size / 2 else IDLE for time in spent]
+            lines.append(f"{f'host {h}':<{margin}} | {''.join(marks)}")
+        return "\n".join(lines)
+
+
+def schedule_chart(schedule: Schedule, played: Played) -> ScheduleChart:
+    """Draw when every pp_rank runs which action of a schedule."""
+    return ScheduleChart(schedule, played)

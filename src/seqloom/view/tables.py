@@ -1,40 +1,50 @@
-"""Tables: the rounds of a plan, and planners side by side."""
+"""Tables: rounds of a plan, planners side by side, lengths of a batch, ranks of strategies, placements explained."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import TYPE_CHECKING, NamedTuple
 
-from rich import box
+import numpy as np
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from seqloom.plan import Group, Plan, Round
 from seqloom.planners.explain import Explanation, method_name
 from seqloom.simulate import Simulation
-from seqloom.view.numbers import milliseconds, percent
+from seqloom.view.format import bar, milliseconds, percent, table_of, tokens
 
 if TYPE_CHECKING:
     from seqloom.packing import Balance
+    from seqloom.planners.hydraulis import ParallelConfig, Strategy
 
+BAR_CELLS = 20
+"""Cells of a full bar of the histogram, where the console is wide enough."""
+BESIDE_BARS = 44
+"""Characters of a row of the histogram that are not bars: label, two numbers, and what stands between."""
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 Figures = Mapping[str, Sequence[float]]
 """Figures of one planner by name (``step_ms``, ``bound_ms``, ...), each a list over the batches."""
 
 
 def plan_table(plan: Plan, simulation: Simulation) -> Table:
-    """Draw one row per round, and the whole step below.
+    """Draw one row per round, and the step below.
 
-    Idle and comm are shares of the rank-time that a round holds; in the last row, of all rank-time of the
-    step. Groups are written count x degree, the widest first; of several stages, as far as they differ.
+    Idle and comm are shares of the rank-time that a round holds; in the last row, of all rank-time of the step. Groups
+    are written count x degree, the widest first; stages whose groups differ are separated by a bar.
     """
-    table = _empty(("round", "groups", "tokens", "longest", "ms", "idle %", "comm %"), left="groups")
-    many = len(plan.pipelines) > 1
+    columns = ("round", "groups", "tokens", "longest", "ms", "idle %", "comm %")
+    table = table_of(columns, left=("groups",), folding="groups")
     for entry in simulation.rounds:
         current = plan.pipelines[entry.pipeline].rounds[entry.round]
         lengths = [span.tokens for span in current.work[0].spans()]
         table.add_row(
-            f"{entry.pipeline}.{entry.round}" if many else str(entry.round),
+            f"{entry.pipeline}.{entry.round}" if len(plan.pipelines) > 1 else str(entry.round),
             groups_of_round(current),
             f"{sum(lengths):,}",
             f"{max(lengths, default=0):,}",
@@ -57,13 +67,12 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
 
 
 def groups_of_round(current: Round) -> str:
-    """Write the groups of a round by degree: ``2x32 1x16``; stages with others after a bar."""
-    texts = dict.fromkeys(degree_text(work.groups) for work in current.work)
-    return " | ".join(texts)
+    """Write the groups of a round by degree: ``2x32 1x16``; stages with other groups follow after a bar."""
+    return " | ".join(dict.fromkeys(degree_text(work.groups) for work in current.work))
 
 
 def degree_text(groups: Iterable[Group]) -> str:
-    """Write how many groups there are of every degree, the widest first."""
+    """Write how many groups have each degree, the widest first."""
     count = Counter(group.degree for group in groups)
     return " ".join(f"{count[degree]}x{degree}" for degree in sorted(count, reverse=True))
 
@@ -71,35 +80,33 @@ def degree_text(groups: Iterable[Group]) -> str:
 def comparison_table(results: Mapping[str, Figures], starred: Collection[str] = ()) -> Table:
     """Draw one row per planner, compared with the first one.
 
-    Args:
-        results: for every planner the lists over batches that ``seqloom compare --json`` prints under
-            ``planners``: step_ms, bound_ms, plan_ms, rounds, comm_share, idle_share, peak_memory_gib. A plan
-            that was not made here has plan_ms None.
-        starred: planners with a note of their own, which their rows point to.
+    Over several batches a row shows means; speed-up is the first planner's total step time over its own; gap is the
+    mean of step / bound - 1; memory is the largest peak.
 
-    Shown over several batches: means; speed-up = the first planner's steps together over the own ones;
-    gap = mean of step / bound - 1; the largest memory peak.
+    Args:
+        results: for every planner the lists over batches that ``seqloom compare --json`` prints under ``planners``:
+            step_ms, bound_ms, plan_ms, rounds, comm_share, idle_share, peak_memory_gib. A plan that was read from a
+            file has plan_ms None.
+        starred: planners whose rows point to a note below the table.
     """
     names = ("planner", "step ms", "speed-up", "gap %", "rounds", "comm %", "idle %", "peak GiB", "plan ms")
-    table = _empty(names, left="planner")
-    steps = {name: figures["step_ms"] for name, figures in results.items()}
-    first = sum(next(iter(steps.values()), ()))
-    best = min(map(sum, steps.values()), default=0)
+    table = table_of(names, left=("planner",), folding="planner")
+    totals = {name: sum(figures["step_ms"]) for name, figures in results.items()}
+    first = next(iter(totals.values()), 0)
     for name, figures in results.items():
-        own = sum(steps[name])
-        gaps = [step / bound - 1 for step, bound in zip(steps[name], figures["bound_ms"], strict=True)]
+        gaps = [step / bound - 1 for step, bound in zip(figures["step_ms"], figures["bound_ms"], strict=True)]
         planned = [ms for ms in figures["plan_ms"] if ms is not None]
         table.add_row(
             f"{name} *" if name in starred else name,
-            milliseconds(1e6 * _mean(steps[name])),
-            f"{first / own:.2f}x",
+            milliseconds(1e6 * _mean(figures["step_ms"])),
+            f"{first / totals[name]:.2f}x",
             percent(_mean(gaps)),
             f"{_mean(figures['rounds']):.3g}",
             percent(_mean(figures["comm_share"])),
             percent(_mean(figures["idle_share"])),
             f"{max(figures['peak_memory_gib']):.1f}",
             milliseconds(1e6 * _mean(planned)) if planned else "-",
-            style="bold" if own == best else None,
+            style="bold" if totals[name] == min(totals.values()) else None,
         )
     return table
 
@@ -108,36 +115,17 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _empty(names: Sequence[str], left: str) -> Table:
-    """Return a table without rows: numbers to the right, and nothing but the column `left` may fold."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in names:
-        folds = name == left
-        table.add_column(name, justify="left" if folds else "right", no_wrap=not folds, overflow="fold")
-    return table
-
-
-# ---- merged: view.balance
-# How evenly steps use the ranks: one row per planner.
-
-
 def balance_table(rows: Mapping[str, Balance]) -> Table:
-    """Draw imbalance of tokens and of attention work, padding and communication in percent, and the times of steps.
+    """Draw how evenly the steps of every planner use the ranks, see `packing.Balance`; shares in percent.
 
-    Where planners make other steps of the same documents, the last column compares them.
+    Planners may make different numbers of steps of the same documents: the last column compares their total times.
     """
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in ("planner", "DBR %", "PR %", "ABR %", "CR %", "steps", "step ms", "all ms"):
-        table.add_column(name, justify="left" if name == "planner" else "right", no_wrap=True)
+    table = table_of(("planner", "DBR %", "PR %", "ABR %", "CR %", "steps", "step ms", "all ms"), left=("planner",))
     for name, row in rows.items():
         shares = (row.tokens, row.padding, row.attention, row.communication)
         times = (row.step_ns, row.step_ns * row.steps)
         table.add_row(name, *map(percent, shares), f"{row.steps:,}", *map(milliseconds, times))
     return table
-
-
-# ---- merged: view.explanation
-# Why documents are where they are, as a table and two lines.
 
 
 def explanation_table(explanation: Explanation) -> Table:
@@ -147,11 +135,8 @@ def explanation_table(explanation: Explanation) -> Table:
     other shape that memory and the round's end allow.
     """
     remapped = any(one.placement.remapped for one in explanation.classes)
-    names = ["lengths", "docs", "zone", "method", "why", "rank-ms", "next best", "rank-ms"]
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in names[:4] + ["remap"] * remapped + names[4:]:
-        left = name in ("zone", "method", "remap", "why", "next best")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "method", overflow="fold")
+    names = ["lengths", "docs", "zone", "method", *["remap"] * remapped, "why", "rank-ms", "next best", "rank-ms"]
+    table = table_of(names, left=("zone", "method", "remap", "why", "next best"), folding="method")
     for one in explanation.classes:
         place = one.placement
         table.add_row(
@@ -169,7 +154,7 @@ def explanation_table(explanation: Explanation) -> Table:
 
 
 def bounds_lines(explanation: Explanation) -> list[str]:
-    """Say in words from which lengths on documents may be, and have to be, cut."""
+    """Say in words from which lengths on cutting a document pays, and from which memory or time force it."""
     bounds = explanation.bounds
     lost = percent(bounds.break_even)
     lines = [f"break-even: {lost} % of the work is lost to waiting and fixed costs; a cut may cost as much"]
@@ -183,3 +168,90 @@ def bounds_lines(explanation: Explanation) -> list[str]:
     if any(one.placement.reason == "not cheapest" for one in explanation.classes):
         lines.append("not cheapest: the next best would cost less, but not level the ranks, or the planner has none")
     return lines
+
+
+class Bucket(NamedTuple):
+    """Sequences of `low` to `2 * low - 1` tokens, as shares of all sequences and of all tokens."""
+
+    low: int
+    sequences: float
+    tokens: float
+
+
+def buckets(lengths: Sequence[int] | np.ndarray) -> list[Bucket]:
+    """Count sequences and tokens per power of two, from the shortest to the longest length, empty ones included."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    powers = np.array([int(size).bit_length() - 1 for size in sizes], dtype=np.int64)
+    found = []
+    for power in range(powers.min(initial=64), powers.max(initial=0) + 1):
+        inside = sizes[powers == power]
+        found.append(Bucket(1 << power, len(inside) / len(sizes), float(inside.sum() / sizes.sum())))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LengthHistogram:
+    """A table with one row per power of two, and bars as wide as the console allows."""
+
+    buckets: list[Bucket]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw both columns of bars to one scale, so that they can be compared."""
+        table = table_of(("length", "sequences %", "", "tokens %", ""), left=("",))
+        most = max((max(bucket[1:]) for bucket in self.buckets), default=1.0)
+        cells = max(4, min(BAR_CELLS, (options.max_width - BESIDE_BARS) // 2))
+        for low, *shares in self.buckets:
+            bars = [bar(share / most, cells, options.ascii_only) for share in shares]
+            counts = [percent(share) for share in shares]
+            table.add_row(
+                f"{tokens(low)}-{tokens(2 * low)}", counts[0], f"[cyan]{bars[0]}", counts[1], f"[magenta]{bars[1]}"
+            )
+        yield table
+
+
+def length_histogram(lengths: Sequence[int] | np.ndarray) -> LengthHistogram:
+    """Draw the lengths of a batch: share of sequences and share of tokens per power of two."""
+    return LengthHistogram(buckets(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class RankChart:
+    """A line of letters per strategy, one letter per rank, a gap between nodes, and a legend of the letters below."""
+
+    strategies: tuple[Strategy, ...]
+    node_size: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw as many whole nodes in a line as fit."""
+        configs = list(dict.fromkeys(pipe.parallel for each in self.strategies for pipe in each.pipelines))
+        letters = {config: ascii_lowercase[k % len(ascii_lowercase)] for k, config in enumerate(configs)}
+        styles = {config: COLOURS[k % len(COLOURS)] for k, config in enumerate(configs)}
+        margin = len(str(len(self.strategies) - 1)) + 2
+        per_line = max(1, (options.max_width - margin) // (self.node_size + 1)) * self.node_size
+        for k, strategy in enumerate(self.strategies):
+            cells = [(".", "dim")] * (max(strategy.ranks) + 1)
+            for number, pipe in enumerate(sorted(strategy.pipelines, key=lambda pipe: min(pipe.ranks))):
+                letter = letters[pipe.parallel]
+                for rank in pipe.ranks:
+                    cells[rank] = letter if number % 2 else letter.upper(), styles[pipe.parallel]
+            for first in range(0, len(cells), per_line):
+                line = Text(f"{k if first == 0 else '':>{margin - 2}}  ")
+                for place, (letter, style) in enumerate(cells[first : first + per_line]):
+                    line.append(" " if place and place % self.node_size == 0 else "")
+                    line.append(letter, style)
+                yield line
+        yield Text("")
+        for config in configs:
+            yield Text.assemble((letters[config].upper(), styles[config]), (f"  {config}: {_words(config)}", "default"))
+
+
+def _words(config: ParallelConfig) -> str:
+    """Say what a parallel config means: ``tensor 2, 4 stages, Ulysses 2``."""
+    words = [f"tensor {config.tensor}", f"{config.stages} stage" + "s" * (config.stages > 1)]
+    words += [f"Ulysses {config.ulysses}"] * (config.ulysses > 1) + [f"ring {config.ring}"] * (config.ring > 1)
+    return ", ".join(words + ["parameters resharded after every pass"] * config.reshard_after_forward)
+
+
+def rank_chart(strategies: Sequence[Strategy], node_size: int) -> RankChart:
+    """Draw the ranks of every strategy: a letter per parallel config, capital and small from pipeline to pipeline."""
+    return RankChart(tuple(strategies), node_size)

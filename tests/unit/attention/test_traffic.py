@@ -7,9 +7,8 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.cost import GroupShape
-from seqloom.cost.communication import Communication
+from seqloom.cost.communication import Communication, GroupTraffic
 from seqloom.cost.profile import Profile
-from seqloom.cost.traffic import GroupTraffic
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.dist.counting import CountingTransport
 from seqloom.dist.threads import run_ranks

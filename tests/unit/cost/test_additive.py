@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Reduce, Sharding
 
 K = 1024
-VARIANT = Variant(Checkpoint.PROFILE, Reduce.ROUND)
+VARIANT = MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND)
 
 
 def flexsp(model="gpt-7b", cluster="8x8xA100-40G", profile="flexsp-a100", **options):
@@ -30,7 +30,7 @@ def flexsp(model="gpt-7b", cluster="8x8xA100-40G", profile="flexsp-a100", **opti
 )
 def test_capacity_by_hand(model, context, sharding, capacity):
     cost = flexsp(model, sharding=sharding, max_length=context * K)
-    assert cost.variants == (VARIANT,)
+    assert cost.policies == (VARIANT,)
     assert cost.capacity(VARIANT) == capacity == cost.limits().capacity[0][1]
 
 
@@ -92,10 +92,10 @@ def test_group_off_the_published_table():
     cost = flexsp()
     astride = Group(tuple(range(4, 12)), 8, 1, (Span(0, 0, 8192),))
     aligned = Group(tuple(range(8, 16)), 8, 1, (Span(0, 0, 8192),))
-    slow, fast = (cost.group_parts(group, VARIANT).ulysses for group in (astride, aligned))
+    slow, fast = (cost.group_cost(group, VARIANT).ulysses for group in (astride, aligned))
     assert slow == pytest.approx(fast * 96.5 / 10.33)
     with pytest.raises(SeqloomError, match="no constants"):
-        cost.group_parts(Group(tuple(range(8)), 4, 2, (Span(0, 0, 8192),)), VARIANT)
+        cost.group_cost(Group(tuple(range(8)), 4, 2, (Span(0, 0, 8192),)), VARIANT)
     with pytest.raises(SeqloomError, match="not possible here"):
-        cost.tables([1], Variant(Checkpoint.FULL, Reduce.ROUND))
+        cost.tables([1], MemoryPolicy(Checkpoint.FULL, Reduce.ROUND))
     assert cost.sharding is Sharding.FULL

@@ -5,19 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.communication import Communication
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.communication import Communication, GroupTraffic, MessageCounts, aligned_group_traffic, group_traffic
 from seqloom.cost.compute import LengthCurve, causal_area
 from seqloom.cost.profile import Curve, Profile
-from seqloom.cost.traffic import GroupTraffic, MessageCounts, aligned_group_traffic, group_traffic
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Method, Reduce
 
-NONE = Variant(Checkpoint.NONE, Reduce.ROUND)
-FULL = Variant(Checkpoint.FULL, Reduce.ROUND)
-SELECTIVE = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
+NONE = MemoryPolicy(Checkpoint.NONE, Reduce.ROUND)
+FULL = MemoryPolicy(Checkpoint.FULL, Reduce.ROUND)
+SELECTIVE = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 EIGHT = tuple(range(8))  # a card near each of a node's eight GPUs
 
 
@@ -26,9 +25,9 @@ def llama():
     return CostModel(Cluster.parse("8x8xH200"), ModelSpec.load("llama3-8b"))
 
 
-def mfu(cost, variant, length):
+def mfu(cost, policy, length):
     """Model FLOPs per second of one GPU packed with documents of one length, over its peak."""
-    tables = cost.tables([length], variant)
+    tables = cost.tables([length], policy)
     copies = tables.capacity // length
     seconds = (tables.fixed[:, 0] + copies * tables.cost[:, 0, 0]).max() * 1e-9
     model = cost.model
@@ -36,10 +35,10 @@ def mfu(cost, variant, length):
     return copies * length * flops / seconds / (cost.cluster.device.peak_tflops * 1e12)
 
 
-@pytest.mark.parametrize("variant", [NONE, SELECTIVE, FULL])
+@pytest.mark.parametrize("policy", [NONE, SELECTIVE, FULL])
 @pytest.mark.parametrize("length", [512, 2048, 8192, 16384])
-def test_believable_speed(llama, variant, length):
-    assert 0.25 < mfu(llama, variant, length) < 0.65
+def test_believable_speed(llama, policy, length):
+    assert 0.25 < mfu(llama, policy, length) < 0.65
 
 
 @pytest.mark.parametrize("name", ["8x8xH100", "8x8xA100-80G", "4x8xA800", "8x8xB200", "8xL40S"])
@@ -115,20 +114,20 @@ def test_reach():
 
 def test_lanes_agree_with_parts(llama):
     lengths = np.array([300, 5000, 40000])
-    for variant in llama.variants:
-        tables = llama.tables(lengths, variant)
+    for policy in llama.policies:
+        tables = llama.tables(lengths, policy)
         for s, shape in enumerate(tables.shapes):
             spans = tuple(Span(i, 0, int(length)) for i, length in enumerate(lengths))
-            parts = llama.group_parts(llama.group(shape, range(shape.degree), spans), variant)
-            assert parts.lanes == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
+            parts = llama.group_cost(llama.group(shape, range(shape.degree), spans), policy)
+            assert parts.stream_ns == tuple(tables.fixed[:, s] + tables.cost[:, s].sum(axis=1))
             assert parts.total_ns == tables.group_ns(s, np.arange(3))
-            assert (parts.ring > 0) == shape.hides and (parts.ulysses > 0) == (shape.ulysses > 1)
-            assert (parts.kv_gather > 0) == (shape.ring > 1 and not shape.hides)
+            assert (parts.ring > 0) == shape.overlaps_kv and (parts.ulysses > 0) == (shape.ulysses > 1)
+            assert (parts.kv_gather > 0) == (shape.ring > 1 and not shape.overlaps_kv)
 
 
 def test_pieces_add_up(llama):
     def parts(*spans):
-        return llama.group_parts(Group((0, 1), 2, 1, spans), NONE).as_dict()
+        return llama.group_cost(Group((0, 1), 2, 1, spans), NONE).as_dict()
 
     whole, first, rest, empty = (
         parts(Span(0, 0, 9000)),
@@ -145,7 +144,7 @@ def test_pieces_add_up(llama):
 def test_astride_two_nodes_costs_more(llama):
     inside = Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 30000),))
     astride = Group((6, 7, 8, 9), 4, 1, (Span(0, 0, 30000),))
-    near, far = llama.group_parts(inside, NONE), llama.group_parts(astride, NONE)
+    near, far = llama.group_cost(inside, NONE), llama.group_cost(astride, NONE)
     assert far.ulysses > near.ulysses and far.network > near.network == 0
     assert far.attention == near.attention
 
@@ -153,12 +152,12 @@ def test_astride_two_nodes_costs_more(llama):
 def test_all_gather_instead_of_a_ring(llama):
     for length, cheaper in ((4096, Method.GATHER), (200000, Method.RING)):
         ring, gather = (
-            llama.group_parts(llama.group(GroupShape(1, 8, method), range(8), [Span(0, 0, length)]), NONE)
+            llama.group_cost(llama.group(GroupShape(1, 8, method), range(8), [Span(0, 0, length)]), NONE)
             for method in (Method.RING, Method.GATHER)
         )
-        assert (max(gather.lanes[:2]) < max(ring.lanes[:2])) == (cheaper == Method.GATHER)
+        assert (max(gather.stream_ns[:2]) < max(ring.stream_ns[:2])) == (cheaper == Method.GATHER)
         assert gather.kv_gather > 0 == gather.ring == gather.steps == ring.kv_gather
-        assert gather.lanes[0] > gather.kv_gather and gather.lanes[1] == 0
+        assert gather.stream_ns[0] > gather.kv_gather and gather.stream_ns[1] == 0
 
 
 def test_memory_of_a_token_by_hand(llama):
@@ -174,17 +173,17 @@ def test_memory_of_a_token_by_hand(llama):
 def test_recomputation_trades_time_for_memory(llama):
     assert llama.capacity(NONE) < llama.capacity(SELECTIVE) < llama.capacity(FULL)
     assert llama.token_bytes(NONE) > llama.token_bytes(SELECTIVE) > llama.token_bytes(FULL)
-    time = [llama.group_parts(Group((0,), 1, 1, (Span(0, 0, 20000),)), v).total_ns for v in (NONE, SELECTIVE, FULL)]
+    time = [llama.group_cost(Group((0,), 1, 1, (Span(0, 0, 20000),)), v).total_ns for v in (NONE, SELECTIVE, FULL)]
     assert time == sorted(time) and time[0] < time[1] < time[2]
 
 
 def test_reducing_once_per_step(llama):
-    later = Variant(Checkpoint.NONE, Reduce.STEP)
+    later = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
     parameters = llama.model.parameters()
     assert llama.capacity(later) < llama.capacity(NONE)
     assert llama.fixed_bytes(later) - llama.fixed_bytes(NONE) > 3.5 * parameters
     group = Group((0,), 1, 1, (Span(0, 0, 100),))
-    assert llama.group_parts(group, later).reduce == 0 < llama.group_parts(group, NONE).reduce
+    assert llama.group_cost(group, later).reduce == 0 < llama.group_cost(group, NONE).reduce
     assert llama.step_overhead_ns(later) > llama.step_overhead_ns(NONE) > 0
 
 
@@ -193,12 +192,12 @@ def test_sharding_moves_the_traffic():
         return CostModel(Cluster.parse("8x8xH200"), ModelSpec.load("qwen3-4b"), None, sharding, **options)
 
     full, hybrid, alone = build("full"), build("hybrid"), build("none")
-    later = Variant(Checkpoint.NONE, Reduce.STEP)
-    gather = [c.group_parts(Group((0,), 1, 1, ()), later).gather for c in (full, hybrid, alone)]
+    later = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
+    gather = [c.group_cost(Group((0,), 1, 1, ()), later).gather for c in (full, hybrid, alone)]
     assert gather[0] > gather[1] > gather[2] == 0
     assert full.fixed_bytes(NONE) < hybrid.fixed_bytes(NONE) < alone.fixed_bytes(later)
     assert full.step_overhead_ns(NONE) < hybrid.step_overhead_ns(NONE)
-    assert {v.reduce for v in alone.variants} == {Reduce.STEP}
+    assert {v.reduce for v in alone.policies} == {Reduce.STEP}
     with pytest.raises(SeqloomError, match=r"need .* GiB per GPU .* the budget is 2.0 GiB; shard wider"):
         build("hybrid", budget_gib=2)
 
@@ -207,8 +206,8 @@ def test_experts_are_held_but_not_all_used():
     cluster = Cluster.parse("8x8xH200")
     sparse, dense = (CostModel(cluster, ModelSpec.load(name)) for name in ("qwen3-30b-a3b", "qwen3-32b"))
     group = Group((0,), 1, 1, (Span(0, 0, 2000),))
-    assert sparse.group_parts(group, FULL).linear < 0.2 * dense.group_parts(group, FULL).linear
-    assert sparse.group_parts(group, FULL).gather > 0.8 * dense.group_parts(group, FULL).gather
+    assert sparse.group_cost(group, FULL).linear < 0.2 * dense.group_cost(group, FULL).linear
+    assert sparse.group_cost(group, FULL).gather > 0.8 * dense.group_cost(group, FULL).gather
 
 
 def test_windows_cap_the_area():
@@ -235,21 +234,21 @@ def test_shapes_are_a_handful(llama):
 
 
 def test_what_a_document_and_a_step_cost_however_short():
-    cluster, model, variant = (
+    cluster, model, policy = (
         Cluster.parse("1x4xCPU"),
         ModelSpec.load("qwen3-0.6b"),
-        Variant(Checkpoint.NONE, Reduce.STEP),
+        MemoryPolicy(Checkpoint.NONE, Reduce.STEP),
     )
     plain = replace(Profile.load("cpu"), document_us=0.0, step_us=0.0)
     before = CostModel(cluster, model, plain, "none", budget_gib=100)
     after = CostModel(cluster, model, replace(plain, document_us=30.0, step_us=700.0), "none", budget_gib=100)
-    assert after.step_overhead_ns(variant) - before.step_overhead_ns(variant) == 700_000
+    assert after.step_overhead_ns(policy) - before.step_overhead_ns(policy) == 700_000
     for shape in (GroupShape(1, 1), GroupShape(2, 1), GroupShape(1, 4), GroupShape(2, 2)):
         group = Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, (Span(0, 0, 100), Span(1, 0, 900)))
-        added = after.group_parts(group, variant).attention - before.group_parts(group, variant).attention
+        added = after.group_cost(group, policy).attention - before.group_cost(group, policy).attention
         assert added == 2 * model.layers * shape.ring * 30_000
         empty = replace(group, spans=())
-        assert after.group_parts(empty, variant) == before.group_parts(empty, variant)
+        assert after.group_cost(empty, policy) == before.group_cost(empty, policy)
 
 
 @pytest.mark.parametrize("checkpoint", [Checkpoint.NONE, Checkpoint.FULL])
@@ -260,12 +259,12 @@ def test_products_are_what_is_left_of_linear_layers_when_memory_is_fast(checkpoi
         for factor in (1.0, 1e9)
     )
     left = fast.compute.linear(checkpoint) / plain.compute.linear(checkpoint)
-    assert 0 < plain.products < 1 and plain.products == pytest.approx(left, rel=1e-6)
+    assert 0 < plain.matmul_share < 1 and plain.matmul_share == pytest.approx(left, rel=1e-6)
 
 
 def test_gathered_keys_cost_every_rank_what_the_whole_group_holds():
     cluster, model = Cluster.parse("1x8xCPU"), ModelSpec.load("qwen3-0.6b")
-    variant, plain = Variant(Checkpoint.NONE, Reduce.STEP), replace(Profile.load("cpu"), gathered_us=0.0)
+    policy, plain = MemoryPolicy(Checkpoint.NONE, Reduce.STEP), replace(Profile.load("cpu"), gathered_us=0.0)
     before, after = (
         CostModel(cluster, model, profile, "none", budget_gib=100)
         for profile in (plain, replace(plain, gathered_us=500.0))
@@ -274,7 +273,7 @@ def test_gathered_keys_cost_every_rank_what_the_whole_group_holds():
         for method in Method:
             spans = (Span(0, 0, 300), Span(1, 0, 724))
             group = Group(tuple(range(ulysses * ring)), ulysses, ring, spans, method)
-            added = after.group_parts(group, variant).kv_gather - before.group_parts(group, variant).kv_gather
+            added = after.group_cost(group, policy).kv_gather - before.group_cost(group, policy).kv_gather
             mib = 1024 * 2 * model.kv_heads // ulysses * model.head_dim * 4 / 2**20
             expected = model.layers * mib * 500e3 if method == Method.GATHER and ring > 1 else 0
             assert added == pytest.approx(expected, abs=2)
@@ -284,11 +283,11 @@ def test_traffic_that_does_not_hide_adds_up():
     cluster, model = Cluster.parse("1x4xCPU"), ModelSpec.load("qwen3-0.6b")
     group = Group((0, 1, 2, 3), 1, 4, (Span(0, 0, 4000),))
     hidden, half, exposed = (
-        CostModel(cluster, model, replace(Profile.load("cpu"), overlap=share), budget_gib=100).group_parts(group, NONE)
+        CostModel(cluster, model, replace(Profile.load("cpu"), overlap=share), budget_gib=100).group_cost(group, NONE)
         for share in (1.0, 0.5, 0.0)
     )
     assert hidden.gather == exposed.gather and hidden.ring == exposed.ring
     assert exposed.steps - hidden.steps == pytest.approx(hidden.ring, abs=2)
     assert exposed.fixed - hidden.fixed == pytest.approx(hidden.gather + hidden.reduce, abs=2)
-    assert half.lanes[0] == pytest.approx((hidden.lanes[0] + exposed.lanes[0]) / 2, abs=4)
-    assert exposed.total_ns == exposed.lanes[0]
+    assert half.stream_ns[0] == pytest.approx((hidden.stream_ns[0] + exposed.stream_ns[0]) / 2, abs=4)
+    assert exposed.total_ns == exposed.stream_ns[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Profile
-from seqloom.cost.calibrate import Trial, calibrate, non_negative, scaled
+from seqloom.cost.calibrate import Trial, calibrate, non_negative, scale_constants
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
@@ -35,36 +35,36 @@ def measured(profile):
 
 
 def test_what_no_trial_depends_on_stays():
-    found = calibrate(cost_of(START), measured(scaled(START, {"matmul": 2.0})), {})
+    found = calibrate(cost_of(START), measured(scale_constants(START, {"matmul": 2.0})), {})
     assert found.profile.network == START.network
     assert found.factors["network.p2p.call"] == 1
 
 
 def test_constants_measured_apart_hold_where_trials_cannot_tell():
     """Products and elementwise work are per token alike: only their sum shows, and what is known of one tells both."""
-    machine = scaled(START, {"memory": 3.0})
+    machine = scale_constants(START, {"memory": 3.0})
     found = calibrate(cost_of(START), measured(machine), {"matmul": 1.0})
     assert found.factors["matmul"] == pytest.approx(1, abs=0.02)
     assert found.factors["memory"] == pytest.approx(3, abs=0.1)
 
 
 def test_a_dearer_document_is_found():
-    machine = scaled(START, {"document": 5.0, "step": 2.0})
+    machine = scale_constants(START, {"document": 5.0, "step": 2.0})
     found = calibrate(cost_of(START), measured(machine), {})
     assert max(map(abs, found.errors)) < 1e-3
     assert found.profile.document_us == pytest.approx(250, rel=0.02)
-    true, fitted = (cost.step_overhead_ns(cost.variants[0]) for cost in (cost_of(machine), cost_of(found.profile)))
+    true, fitted = (cost.step_overhead_ns(cost.policies[0]) for cost in (cost_of(machine), cost_of(found.profile)))
     assert fitted == pytest.approx(true, rel=0.02)  # in all: its parts, summed once per step, cannot be told apart
 
 
 def test_tiles_are_told_from_causal_documents_where_a_ring_has_them():
-    found = calibrate(cost_of(START), measured(scaled(START, {"attention": 1.5, "tile": 2.5})), {})
+    found = calibrate(cost_of(START), measured(scale_constants(START, {"attention": 1.5, "tile": 2.5})), {})
     assert found.factors["attention"] == pytest.approx(1.5, abs=0.05)
     assert found.factors["tile"] == pytest.approx(2.5, abs=0.05)
 
 
 def test_without_a_ring_tiles_go_with_causal_documents():
-    machine, start = scaled(START, {"attention": 1.5}), cost_of(START)
+    machine, start = scale_constants(START, {"attention": 1.5}), cost_of(START)
     plans = [make_plan("static:1", np.full(4 * documents, length), start) for documents, length in LOADS]
     found = calibrate(start, [Trial(plan, cost_of(machine).plan_ns(plan)) for plan in plans], {})
     assert found.factors["tile"] == found.factors["attention"] == pytest.approx(1.5, abs=0.05)

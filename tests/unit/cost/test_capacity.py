@@ -13,7 +13,7 @@ LENGTHS = np.array([100, 200, 1_500, 40, 300, 310, 90, 1_000])
 def test_a_smaller_capacity_binds_every_plan():
     free = cost_model("1x4xH200", "llama3-8b")
     tight = cost_model("1x4xH200", "llama3-8b", capacity=600)
-    assert {tight.capacity(variant) for variant in tight.variants} == {600}
+    assert {tight.capacity(policy) for policy in tight.policies} == {600}
     for name in ("static", "adaptive", "flex"):
         plan = make_plan(name, LENGTHS, tight)
         fullest = max(group.tokens_per_rank() for group in plan.pipelines[0].rounds[0].groups)
@@ -24,7 +24,7 @@ def test_a_smaller_capacity_binds_every_plan():
 def test_memory_is_the_limit_anyway():
     free = cost_model("1x4xH200", "llama3-8b")
     loose = cost_model("1x4xH200", "llama3-8b", capacity=10**12)
-    assert [loose.capacity(v) for v in loose.variants] == [free.capacity(v) for v in free.variants]
+    assert [loose.capacity(v) for v in loose.policies] == [free.capacity(v) for v in free.policies]
 
 
 def test_a_capacity_below_a_token_is_refused():

@@ -2,13 +2,13 @@
 
 import pytest
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 
-VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
+VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 
 
 def build(sharding):
@@ -31,7 +31,7 @@ def plan_of(cost, documents, rounds):
 
 def times(cost, plan):
     return [
-        [cost.group_parts(group, VARIANT).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
+        [cost.group_cost(group, VARIANT).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
     ]
 
 
@@ -63,20 +63,20 @@ def test_a_wide_group_joins_nodes():
 
 def test_replicated_ranks_run_alone():
     cost = CostModel(Cluster.parse("2x4xH200"), ModelSpec.load("qwen3-1.7b"), sharding="none")
-    variant = Variant(Checkpoint.SELECTIVE, Reduce.STEP)
+    policy = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.STEP)
     groups = [Group((rank,), 1, 1, (Span(rank, 0, 1000 * (rank + 1)),)) for rank in range(2)]
-    rounds = [Round((StageMicroBatch((group,), variant.checkpoint),)) for group in groups]
-    pipeline = Pipeline.single(range(8), 28, rounds, variant.reduce)
-    plan = Plan(cost.limits(), cost.sharding, variant.reduce, (1000, 2000), (pipeline,), "test")
-    slower = cost.group_parts(groups[1], variant).total_ns
-    assert cost.plan_ns(plan) == slower + cost.step_overhead_ns(variant)
+    rounds = [Round((StageMicroBatch((group,), policy.checkpoint),)) for group in groups]
+    pipeline = Pipeline.single(range(8), 28, rounds, policy.reduce)
+    plan = Plan(cost.limits(), cost.sharding, policy.reduce, (1000, 2000), (pipeline,), "test")
+    slower = cost.group_cost(groups[1], policy).total_ns
+    assert cost.plan_ns(plan) == slower + cost.step_overhead_ns(policy)
 
 
 def test_a_rank_in_two_groups_runs_both():
     cost = build(Sharding.FULL)
     plan = plan_of(cost, [4000, 3000], [[(0, 2, [0]), (1, 1, [1])]])
     ((a, b),) = times(cost, plan)
-    once = cost.group_parts(Group((0,), 1, 1, ()), VARIANT).fixed
+    once = cost.group_cost(Group((0,), 1, 1, ()), VARIANT).fixed
     assert cost.plan_ns(plan) == a + b - once + cost.step_overhead_ns(VARIANT)
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Variant
-from seqloom.cost.resharding import exposed_reshard_ns, pass_times, resident_parameters
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.resharding import exposed_reshard_ns, resident_parameters, unshard_times
 from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import move_between
@@ -82,7 +82,7 @@ def test_a_pass_takes_what_its_moves_take(cluster, tensor):
     stage = Stage(tuple(range(8)), (0, LAYERS), tensor)
     pipeline = replace(plan.pipelines[0], stages=(stage,))
     layouts = step_layout(WEIGHTS, [pipeline], [(0, 0)]), compute_layout(WEIGHTS, [pipeline])
-    times = pass_times(cost, stage, LayerRange(0, LAYERS, LAYERS))
+    times = unshard_times(cost, stage, LayerRange(0, LAYERS, LAYERS))
     hops = (8 // tensor - 1).bit_length()
     for size, found in ((2, times.gather), (4, times.sum)):
         columns = [moved_ns(cost, layouts, range(first, 8, tensor), size) for first in range(tensor)]
@@ -94,7 +94,7 @@ def test_a_pass_takes_what_its_moves_take(cluster, tensor):
 
 
 def test_nobody_to_share_with_moves_nothing():
-    assert pass_times(cost_of(), Stage((0, 1), (0, 2), 2), LayerRange(0, 2, LAYERS)) == (0, 0)
+    assert unshard_times(cost_of(), Stage((0, 1), (0, 2), 2), LayerRange(0, 2, LAYERS)) == (0, 0)
 
 
 def test_what_every_action_moves():
@@ -115,13 +115,13 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
     cost = cost_of()
     whole, plan = plans("one stage")
     line = plan.pipelines[0]
-    times = pass_times(cost, line.stages[0], line.parts[0])
+    times = unshard_times(cost, line.stages[0], line.parts[0])
     rounds = len(line.rounds)
 
     def relayed(pipeline):
         """Of the step's own moves, what shows: rounds hide nothing of shares, which a pass waits for."""
         step = [
-            cost.round_times(r.work[0], Variant(r.work[0].checkpoint, Reduce.STEP, resident=True))
+            cost.round_times(r.work[0], MemoryPolicy(r.work[0].checkpoint, Reduce.STEP, resident=True))
             for r in pipeline.rounds
         ]
         ends = [int(each.busy_ns[:4].max()) for each in (step[0], step[-1])]
@@ -145,7 +145,7 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
         for host, row in enumerate(line.actions):
             for action, move in zip(row, pass_moves(row, stages_per_pass(line)), strict=True):
                 if move is not None:
-                    own = pass_times(cost, line.stages[action.stage], line.parts[action.stage]).of(move)
+                    own = unshard_times(cost, line.stages[action.stage], line.parts[action.stage]).of(move)
                     spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[host]}
     events = found.events
     chosen = np.isin(events.kind, (EventKind.GATHER, EventKind.SUM))
@@ -169,7 +169,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
     for line in plan.pipelines:
         for stage, own in enumerate(line.stages):
             memory = StageMemory(cost.with_tensor(own.tensor), line.parts[stage])
-            each = memory.holding(kept, offload=False)
+            each = memory.activation_bytes(kept, offload=False)
             row = [action for action in line.actions[line.pp_rank_of(stage)] if str(action.kind) in "FB"]
             for rank in own.ranks:
                 most = live = 0.0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.resharding import exposed_reshard_ns, reshard_times, resident_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
@@ -204,9 +204,9 @@ def test_a_step_has_what_it_does_not_hide():
     plan = Plan(limits, Sharding.FREE, Reduce.STEP, (5000, 5000), (line,))
     plan.validate()
     found, split = simulate(plan, cost), cost.with_tensor(2)
-    variant = Variant(Checkpoint.NONE, Reduce.STEP)
-    time = split.round_times(works[0], variant).busy_ns[:2].max()
+    policy = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
+    time = split.round_times(works[0], policy).busy_ns[:2].max()
     moved = exposed_reshard_ns(cost, plan.pipelines, [(time, time)])
-    end = cost.step_overhead_ns(variant) + moved
+    end = cost.step_overhead_ns(policy) + moved
     assert found.step_ns == predicted_ns(plan, cost) == cost.plan_ns(plan) == time + end
     assert found.end_ns == end and (found.comm_ns >= moved).all() and moved > 0

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from seqloom.cost import CostModel, GroupShape
+from seqloom.cost.communication import MessageCounts, best_slices, direct_flow, nic_proxies, routed_flow
 from seqloom.cost.shapes import with_methods
-from seqloom.cost.traffic import MessageCounts, best_slices, direct_flow, proxies_of, routed_flow
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Route, Span
 from seqloom.plan import Method
@@ -20,10 +20,10 @@ def build(cluster):
 
 
 def test_proxies_stand_near_every_card_of_every_node():
-    assert proxies_of(range(16), PAIRED) == (0, 2, 4, 6, 8, 10, 12, 14)
-    assert proxies_of((6, 7, 8, 9), PAIRED) == (0, 2, 4, 6, 8, 10, 12, 14)
-    assert proxies_of((3, 5, 11, 13), PAIRED) == (0, 3, 5, 6, 8, 11, 13, 14)  # members come first
-    assert proxies_of((1, 3), (0, 0)) == (1, 3)
+    assert nic_proxies(range(16), PAIRED) == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert nic_proxies((6, 7, 8, 9), PAIRED) == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert nic_proxies((3, 5, 11, 13), PAIRED) == (0, 3, 5, 6, 8, 11, 13, 14)  # members come first
+    assert nic_proxies((1, 3), (0, 0)) == (1, 3)
 
 
 def test_what_is_not_routed():
@@ -36,7 +36,7 @@ def test_what_is_not_routed():
     assert isinstance(route, Route) and len(route.proxies) == 8 and route.slices >= 1
     group = paired.group(GroupShape(2, 8, GATHER, True), range(16), [Span(0, 0, 999)])
     assert (group.ulysses, group.ring, group.method, group.spans) == (2, 8, GATHER, (Span(0, 0, 999),))
-    assert paired.place(group)[0] == GroupShape(2, 8, GATHER, True)
+    assert paired.shape_and_traffic(group)[0] == GroupShape(2, 8, GATHER, True)
 
 
 def test_shapes_have_every_method_that_makes_sense():
@@ -76,7 +76,7 @@ def test_slices_trade_filling_for_latencies():
 def test_slices_and_proxies_of_a_group_are_what_it_costs():
     cost = build("2x8xA800")
     group = cost.group(GroupShape(1, 16, routed=True), range(16), [Span(0, 0, 100_000)])
-    variant = cost.variants[0]
-    price = cost.group_parts(group, variant).ring
-    assert price < cost.group_parts(replace(group, route=None), variant).ring
-    assert price != cost.group_parts(replace(group, route=replace(group.route, slices=1)), variant).ring
+    policy = cost.policies[0]
+    price = cost.group_cost(group, policy).ring
+    assert price < cost.group_cost(replace(group, route=None), policy).ring
+    assert price != cost.group_cost(replace(group, route=replace(group.route, slices=1)), policy).ring

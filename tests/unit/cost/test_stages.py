@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.cost import CostModel, Variant
-from seqloom.cost.plan_cost import NAMES, of_part
-from seqloom.cost.stages import StageMemory, stage_end_ns, stage_parameters
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.plan_cost import COST_COLUMNS, scale_to_layers
+from seqloom.cost.stages import StageMemory, stage_overhead_ns, stage_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
@@ -24,8 +24,8 @@ def cost_of(tied=False, learned=False, profile=None, cluster="2x4xH100"):
     return CostModel(Cluster.parse(cluster), ModelSpec("small", *shape, learned_positions=learned), profile)
 
 
-def variant(checkpoint=Checkpoint.NONE):
-    return Variant(checkpoint, Reduce.STEP, resident=True)
+def policy(checkpoint=Checkpoint.NONE):
+    return MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
 
 
 edges = st.lists(st.integers(1, LENGTH - 1), max_size=5, unique=True).map(lambda inner: [0, *sorted(inner), LENGTH])
@@ -34,19 +34,19 @@ checkpoints = st.sampled_from([Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint
 
 @given(edges, st.sampled_from([(1, 1), (4, 1), (2, 2), (1, 4), (2, 4)]), checkpoints)
 def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, shape, checkpoint):
-    cost, own = cost_of(), variant(checkpoint)
+    cost, own = cost_of(), policy(checkpoint)
     ranks = tuple(range(shape[0] * shape[1]))
 
     def parts(*spans):
-        found = cost.groups_parts([Group(ranks, *shape, (span,)) for span in spans], own)
-        return np.array([[getattr(one, name) for name in NAMES] for one in found])
+        found = cost.group_costs([Group(ranks, *shape, (span,)) for span in spans], own)
+        return np.array([[getattr(one, name) for name in COST_COLUMNS] for one in found])
 
-    fixed = np.array([getattr(cost.group_parts(Group(ranks, *shape, ()), own), name) for name in NAMES])
+    fixed = np.array([getattr(cost.group_cost(Group(ranks, *shape, ()), own), name) for name in COST_COLUMNS])
     whole = parts(Span(0, 0, LENGTH))[0] - fixed
     pieces = parts(*(Span(0, a, b) for a, b in pairwise(edges))) - fixed
     again = pieces.sum(axis=0) - whole
     prefix = sum(edges[1:-1])
-    added = {name: again[NAMES.index(name)] for name in NAMES}
+    added = {name: again[COST_COLUMNS.index(name)] for name in COST_COLUMNS}
     assert {name for name, value in added.items() if value} <= {
         "attention",
         "ring",
@@ -59,7 +59,7 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
     mib = prefix * 2 * 4 // shape[0] * 128 * 4 / 2**20
     calls = (len(edges) - 2) * forwards * cost.profile.piece_us
     assert added["attention"] == pytest.approx(9 * (calls + mib * cost.profile.prefix_us) * 1e3, abs=len(edges))
-    place = cost.place(Group(ranks, *shape, ()))
+    place = cost.shape_and_traffic(Group(ranks, *shape, ()))
     share = cost.engine.links.ring(place[0], place[1], Checkpoint.FULL if checkpoint == "stage" else checkpoint)
     assert added["ring"] == pytest.approx(prefix * share.time, abs=len(edges))
     assert added["network"] == pytest.approx(prefix * share.network, abs=len(edges))
@@ -67,13 +67,13 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
 
 @given(st.integers(1, 7), st.integers(1, 8))
 def test_stages_add_up_to_the_model(first, second):
-    table = np.random.default_rng(first).integers(0, 10**9, (5, len(NAMES)))
+    table = np.random.default_rng(first).integers(0, 10**9, (5, len(COST_COLUMNS)))
     cuts = [0, *sorted({first, second}), 9]
     shares = [LayerRange(a, b, 9) for a, b in pairwise(cuts)]
-    total = sum(of_part(share, table) for share in shares)
+    total = sum(scale_to_layers(share, table) for share in shares)
     assert ((table - total >= 0) & (table - total < len(shares))).all()
-    assert (total[:, NAMES.index("head")] == table[:, NAMES.index("head")]).all()
-    assert all((of_part(share, table)[:, NAMES.index("head")] == 0).all() for share in shares[:-1])
+    assert (total[:, COST_COLUMNS.index("head")] == table[:, COST_COLUMNS.index("head")]).all()
+    assert all((scale_to_layers(share, table)[:, COST_COLUMNS.index("head")] == 0).all() for share in shares[:-1])
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -91,7 +91,7 @@ def test_parameters_of_the_stages_are_those_of_the_model(tied, learned):
 def test_rounds_of_stages_gather_and_reduce_nothing():
     cost = cost_of()
     group = Group((0, 1), 2, 1, (Span(0, 0, 4096),))
-    stays, gathered = (cost.group_parts(group, v) for v in (variant(), Variant(Checkpoint.NONE, Reduce.ROUND)))
+    stays, gathered = (cost.group_cost(group, v) for v in (policy(), MemoryPolicy(Checkpoint.NONE, Reduce.ROUND)))
     assert (stays.gather, stays.reduce) == (0, 0) and gathered.gather > 0 and gathered.reduce > 0
     assert (stays.linear, stays.attention, stays.head) == (gathered.linear, gathered.attention, gathered.head)
 
@@ -99,25 +99,25 @@ def test_rounds_of_stages_gather_and_reduce_nothing():
 def test_the_end_of_a_step_grows_with_a_stages_parameters_and_shrinks_with_its_islands():
     cost = cost_of()
     small, large = LayerRange(0, 2, 9), LayerRange(0, 6, 9)
-    assert stage_end_ns(cost, [small], 4, 4)[0] < stage_end_ns(cost, [large], 4, 4)[0]
-    assert stage_end_ns(cost, [small, LayerRange(6, 9, 9)], 4, 4)[0] > stage_end_ns(cost, [small], 4, 4)[0]
-    sharded, apart = stage_end_ns(cost, [small], 4, 4), stage_end_ns(cost, [small], 4, 1)
+    assert stage_overhead_ns(cost, [small], 4, 4)[0] < stage_overhead_ns(cost, [large], 4, 4)[0]
+    assert stage_overhead_ns(cost, [small, LayerRange(6, 9, 9)], 4, 4)[0] > stage_overhead_ns(cost, [small], 4, 4)[0]
+    sharded, apart = stage_overhead_ns(cost, [small], 4, 4), stage_overhead_ns(cost, [small], 4, 1)
     assert sharded[0] - sharded[1] < apart[0] - apart[1]  # the optimiser runs on a part
-    assert stage_end_ns(cost, [small], 1, 1)[1] == 0  # nobody to talk to
+    assert stage_overhead_ns(cost, [small], 1, 1)[1] == 0  # nobody to talk to
     additive = CostModel(Cluster.parse("1x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", max_length=192 * 1024)
-    assert stage_end_ns(additive, [small], 4, 4) == (0, 0)
+    assert stage_overhead_ns(additive, [small], 4, 4) == (0, 0)
 
 
 def test_what_is_kept_falls_from_choice_to_choice():
     memory = StageMemory(cost_of(), LayerRange(3, 6, 9))
     order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
-    held = [memory.holding(checkpoint, offload=False).held for checkpoint in order]
+    held = [memory.activation_bytes(checkpoint, offload=False).held for checkpoint in order]
     assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
     assert held[2] == 3 * held[3]  # one input per layer
-    assert all(memory.holding(checkpoint, offload=True).held == 0 for checkpoint in order)
-    whole = memory.holding(Checkpoint.NONE, offload=False)
+    assert all(memory.activation_bytes(checkpoint, offload=True).held == 0 for checkpoint in order)
+    whole = memory.activation_bytes(Checkpoint.NONE, offload=False)
     assert whole.deferred <= whole.held and whole.split == 0
-    again = memory.holding(Checkpoint.STAGE, offload=False)
+    again = memory.activation_bytes(Checkpoint.STAGE, offload=False)
     assert again.backward >= whole.held and again.split == again.deferred == whole.deferred
 
 
@@ -132,5 +132,5 @@ def test_keys_and_values_of_a_rank(ulysses, ring, heads):
     """4 key/value heads of 128 for 8 query heads, 3 layers."""
     memory = StageMemory(cost_of(), LayerRange(0, 3, 9))
     group = Group(tuple(range(ulysses * ring)), ulysses, ring, ())
-    keys, gradients = memory.carried_bytes(group, 1000)
+    keys, gradients = memory.kv_cache_bytes(group, 1000)
     assert keys == 2 * 2 * heads * 128 * (1000 // ring) * 3 and gradients == 2 * keys

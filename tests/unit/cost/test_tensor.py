@@ -4,17 +4,17 @@ from functools import cache
 
 import pytest
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.plan_cost import NAMES
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.communication import MessageCounts, group_traffic
+from seqloom.cost.plan_cost import COST_COLUMNS
 from seqloom.cost.stages import StageMemory, stage_parameters
-from seqloom.cost.traffic import MessageCounts, group_traffic
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce, Sharding
 
 SPEC = ModelSpec("small", 9, 1024, 8, 4, 128, 4096, True, 32000, False)
-NONE, FULL = (Variant(kept, Reduce.STEP) for kept in (Checkpoint.NONE, Checkpoint.FULL))
+NONE, FULL = (MemoryPolicy(kept, Reduce.STEP) for kept in (Checkpoint.NONE, Checkpoint.FULL))
 SPAN = (Span(0, 0, 40_000),)
 
 
@@ -23,17 +23,17 @@ def cost_of(cluster="2x4xH100", sharding="free"):
     return CostModel(Cluster.parse(cluster), SPEC, sharding=sharding)
 
 
-def parts(cost, ranks, ulysses, ring=1, spans=SPAN, variant=NONE):
-    return cost.group_parts(Group(tuple(ranks), ulysses, ring, spans), variant)
+def parts(cost, ranks, ulysses, ring=1, spans=SPAN, policy=NONE):
+    return cost.group_cost(Group(tuple(ranks), ulysses, ring, spans), policy)
 
 
-@pytest.mark.parametrize("variant", [NONE, FULL])
-def test_what_a_team_exchanges_by_hand(variant):
+@pytest.mark.parametrize("policy", [NONE, FULL])
+def test_what_a_team_exchanges_by_hand(policy):
     """2 gathers and 2 sums a layer and pass: each rank's 10,000 tokens of 1024 bf16 values, to 3 peers."""
     cost = cost_of().with_tensor(4)
-    found, empty = parts(cost, range(4), 4, variant=variant), parts(cost, range(4), 4, spans=(), variant=variant)
+    found, empty = parts(cost, range(4), 4, policy=policy), parts(cost, range(4), 4, spans=(), policy=policy)
     intra, links = cost.profile.intra, cost.cluster.intra
-    calls = 9 * (6 if variant is FULL else 4)
+    calls = 9 * (6 if policy is FULL else 4)
     sent = 3 * 10_000 * 1024 * 2
     time = sent / (links.gb_s * intra.collective.efficiency) + sent / (links.gb_s * intra.all_to_all.efficiency)
     assert found.tensor - empty.tensor == pytest.approx(calls * time, abs=1)
@@ -42,7 +42,7 @@ def test_what_a_team_exchanges_by_hand(variant):
     assert empty.tensor == pytest.approx(calls * latency * 1e3, abs=1)
     assert found.ulysses == empty.ulysses == 0  # nothing beyond the team
     assert found.network == 0 and found.link == pytest.approx(calls * time, abs=1)
-    assert found.lanes[0] == found.tensor + found.linear + found.head + found.attention + found.fixed
+    assert found.stream_ns[0] == found.tensor + found.linear + found.head + found.attention + found.fixed
 
 
 def test_products_and_attention_are_those_of_as_many_ranks():
@@ -85,7 +85,7 @@ def test_pieces_add_up_to_their_document():
     pieces = [
         parts(cost, range(4), 4, spans=(Span(0, *edges),)) for edges in ((0, 7_000), (7_000, 25_000), (25_000, 40_000))
     ]
-    for name in NAMES:
+    for name in COST_COLUMNS:
         again = sum(getattr(one, name) - getattr(empty, name) for one in pieces)
         more = again - getattr(whole, name) + getattr(empty, name)
         mib = 32_000 * 2 * 128 * 4 / 2**20  # of prefixes, of the one kv head that a rank of a team has
@@ -95,10 +95,10 @@ def test_pieces_add_up_to_their_document():
 
 def test_degree_one_is_the_same_model_and_relatives_are_made_once():
     cost = cost_of()
-    assert cost.with_tensor(1) is cost and cost.on_ranks(8) is cost
-    two, part = cost.with_tensor(2), cost.on_ranks(4, 2)
+    assert cost.with_tensor(1) is cost and cost.for_submesh(8) is cost
+    two, part = cost.with_tensor(2), cost.for_submesh(4, 2)
     assert cost.with_tensor(2) is two is two.with_tensor(2) and two.with_tensor(1) is cost
-    assert part is cost.on_ranks(4, 2) and part.whole is cost and part.on_ranks(8, 2) is two
+    assert part is cost.for_submesh(4, 2) and part.cluster_cost is cost and part.for_submesh(8, 2) is two
     assert (part.ranks, part.node_size, part.tensor) == (4, 4, 2) and "tensor 2" in repr(part)
     assert all(shape.ulysses % 2 == 0 and not shape.routed for shape in (*two.shapes, *part.shapes))
     assert {shape.degree for shape in part.shapes} == {2, 4}
@@ -108,9 +108,9 @@ def test_degree_one_is_the_same_model_and_relatives_are_made_once():
 
 def test_a_part_knows_only_groups_that_the_cluster_knows_wherever_it_lies():
     cost = CostModel(Cluster.parse("4x8xH100"), SPEC, sharding="free")
-    assert {shape.degree for shape in cost.on_ranks(6).shapes} == {1, 2, 3, 6}
-    assert {shape.degree for shape in cost.on_ranks(16).shapes} == {1, 2, 4, 8, 16}
-    assert cost.on_ranks(2).cluster.nics_per_node == 2 and cost.on_ranks(16).cluster.nodes == 2
+    assert {shape.degree for shape in cost.for_submesh(6).shapes} == {1, 2, 3, 6}
+    assert {shape.degree for shape in cost.for_submesh(16).shapes} == {1, 2, 4, 8, 16}
+    assert cost.for_submesh(2).cluster.nics_per_node == 2 and cost.for_submesh(16).cluster.nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_part_knows_only_groups_that_the_cluster_knows_wherever_it_lies():
 )
 def test_what_cannot_be_is_refused_with_the_nearest_choice(ranks, tensor, way):
     with pytest.raises(SeqloomError, match=way):
-        cost_of().on_ranks(ranks, tensor)
+        cost_of().for_submesh(ranks, tensor)
 
 
 def test_experts_and_published_constants_have_no_teams():
@@ -158,20 +158,22 @@ def test_state_under_free_sharding_by_counting(tensor):
     memory = StageMemory(cost, LayerRange(2, 5, 9))
     assert memory.state_bytes(1) == 6 * 3 * layer
     assert memory.working_bytes() - int(cost.profile.workspace_gib * 1024**3) == owned + 4 * 2 * layer
-    on_four = StageMemory(cost.on_ranks(4, tensor), LayerRange(2, 5, 9))
+    on_four = StageMemory(cost.for_submesh(4, tensor), LayerRange(2, 5, 9))
     assert on_four.working_bytes() == memory.working_bytes()  # masters lie on all ranks, not on the part's
 
 
 def test_what_tensor_ranks_keep_of_a_token():
     """Both norms of the whole team, 2 bytes a value; and while a layer runs, partial sums to and from the team."""
     one, two = (
-        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).holding(Checkpoint.NONE, False) for t in (1, 2)
+        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).activation_bytes(Checkpoint.NONE, False)
+        for t in (1, 2)
     )
     assert two.held - one.held == 3 * 2 * 2 * 1024
     assert two.forward - one.forward == 2 * 2 * 2 * 1024
     assert two.deferred - one.deferred == 3 * 2 * 4 * 1024  # and gradients of both halves' outputs
     few = [
-        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).holding(Checkpoint.FULL, False).held for t in (1, 4)
+        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).activation_bytes(Checkpoint.FULL, False).held
+        for t in (1, 4)
     ]
     assert few[0] == few[1] == 3 * 2 * 1024
     tokens = [cost_of().with_tensor(t).token_bytes(NONE) for t in (1, 2)]
@@ -180,7 +182,7 @@ def test_what_tensor_ranks_keep_of_a_token():
 
 def test_keys_of_a_document_in_pieces_are_those_of_a_ranks_heads():
     group = Group(tuple(range(4)), 4, 1, ())
-    kept = {StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).carried_bytes(group, 1000) for t in (1, 2, 4)}
+    kept = {StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).kv_cache_bytes(group, 1000) for t in (1, 2, 4)}
     assert kept == {(2 * 2 * 1 * 128 * 1000 * 3, 4 * 2 * 1 * 128 * 1000 * 3)}
 
 
@@ -198,7 +200,7 @@ def test_other_shardings_split_what_they_shard(sharding):
 
 def test_free_sharding_runs_the_optimiser_on_an_even_part():
     free, full = cost_of(), cost_of(sharding="full")
-    assert free.shard_group_size == 1 and {v.reduce for v in free.variants} == {Reduce.STEP}
+    assert free.shard_group_size == 1 and {v.reduce for v in free.policies} == {Reduce.STEP}
     apart = full.step_overhead_ns(NONE) - full.step_communication_ns(NONE)
     assert free.step_overhead_ns(NONE) == pytest.approx(apart, abs=1) and free.step_communication_ns(NONE) == 0
     assert free.sharding == Sharding.FREE

@@ -47,7 +47,7 @@ def test_it_does_without_the_solver(monkeypatch):
 
 def test_a_planner_that_refuses_does_not_stop_the_others():
     cost = roomy_cost_model("1x6xA100-40G", "gpt-7b", "flexsp-a100", "full", 0)
-    lengths = np.array([4 * cost.capacity(cost.variants[0]) // 128 * 128])
+    lengths = np.array([4 * cost.capacity(cost.policies[0]) // 128 * 128])
     with pytest.raises(SeqloomError, match="use planner adaptive or flex"):  # it has no groups of 4 in nodes of 6
         make_plan("flexsp", lengths, cost)
     plan_auto(lengths, cost).validate()

@@ -19,11 +19,11 @@ SHARDINGS = ("full", "hybrid", "none")
 
 
 def case(seed):
-    """Seeded small case: lengths and a cost model with a single variant, so that the oracle sees every plan."""
+    """Seeded small case: lengths and a cost model with a single policy, so that the oracle sees every plan."""
     random = np.random.default_rng(seed)
     cost = roomy_cost_model(CLUSTERS[seed // 3 % 3], "gpt-7b", "flexsp-a100", SHARDINGS[seed % 3], seed // 9 % 3)
     count = int(random.integers(10, 13))
-    room = cost.ranks * cost.capacity(cost.variants[0]) // cost.granule * cost.granule
+    room = cost.ranks * cost.capacity(cost.policies[0]) // cost.pad_multiple * cost.pad_multiple
     lengths = random.lognormal(np.log(room / 12), random.uniform(0.4, 1.4), count).astype(np.int64) + 1
     return np.minimum(lengths, room), cost
 
@@ -32,7 +32,7 @@ def case(seed):
 def measured(seed):
     """Bound, optimum and flex of a seeded case, ns."""
     lengths, cost = case(seed)
-    optimum = shortest_step(lengths, cost, cost.variants[0]) + cost.step_overhead_ns(cost.variants[0])
+    optimum = shortest_step(lengths, cost, cost.policies[0]) + cost.step_overhead_ns(cost.policies[0])
     return lower_bound(lengths, cost), optimum, cost.plan_ns(make_plan("flex", lengths, cost))
 
 
@@ -63,8 +63,8 @@ def test_memory_filled_to_the_brim_is_packed():
 @pytest.mark.parametrize("seed", range(0, 18, 3))
 def test_every_part_of_the_bound_is_one(seed):
     lengths, cost = case(seed)
-    optimum = shortest_step(lengths, cost, cost.variants[0])
-    options = Options.of(price_all(lengths, cost, cost.variants), cost.ranks, 0)
+    optimum = shortest_step(lengths, cost, cost.policies[0])
+    options = Options.of(price_all(lengths, cost, cost.policies), cost.ranks, 0)
     longest = options.longest
     parts = [throughput_bound(options, longest), timeline_bound(options, longest), lock_step_bound([options])]
     assert longest > 0 and all(longest <= part * (1 + 1e-9) and part <= optimum * (1 + 1e-9) for part in parts)
@@ -74,7 +74,7 @@ def test_every_part_of_the_bound_is_one(seed):
 
 def test_one_document_needs_its_own_time():
     _, cost = case(0)
-    tables = cost.tables(np.array([9_000]), cost.variants[0])
+    tables = cost.tables(np.array([9_000]), cost.policies[0])
     fits = tables.degree * tables.capacity >= tables.tokens[0]
     alone = int((tables.cost[:, :, 0] + tables.fixed).max(axis=0)[fits].min())
     assert 0.999 * alone <= lower_bound(np.array([9_000]), cost) <= alone
@@ -94,5 +94,5 @@ def test_an_impossible_batch_is_refused():
 @pytest.mark.filterwarnings("error")
 def test_a_way_to_reduce_that_does_not_hold_the_batch_is_left_out():
     cost = roomy_cost_model("1x4xH100", "qwen3-4b", None, "full", 1)
-    lengths = np.array([4 * max(cost.capacity(variant) for variant in cost.variants)])
+    lengths = np.array([4 * max(cost.capacity(policy) for policy in cost.policies)])
     assert 0 < lower_bound(lengths, cost) <= cost.plan_ns(make_plan("flex", lengths, cost))

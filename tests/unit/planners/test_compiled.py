@@ -1,16 +1,19 @@
-"""Same hash everywhere: plain and compiled, one thread and many, another process with another hash seed."""
+"""Same hash everywhere: plain and compiled, one thread and many, another process; and the first plan does not wait."""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from seqloom.describe import sample
-from seqloom.planners.compiled import COMPILED
+from seqloom.packing import hbp
+from seqloom.planners import compiled, loops
 from seqloom.planners.registry import make_plan
 from support.strategies import roomy_cost_model
 
@@ -20,6 +23,7 @@ CASES = [
     for name in ("flex", "adaptive")
     for cluster, profile in (("1x8xA100-40G", "flexsp-a100"), ("2x3xH100", None))
 ]
+needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 
 
 def plan_hash(case):
@@ -30,19 +34,18 @@ def plan_hash(case):
     return make_plan(name, sample("commoncrawl", 14, seed=seed, max_length=12_000), cost, **options).hash
 
 
-def elsewhere(*, plain, hash_seed):
-    """Whether kernels were compiled, and all hashes, in a fresh process."""
-    block = "sys.modules['numba'] = None; " if plain else ""
-    code = f"import runpy, sys; {block}runpy.run_path({__file__!r}, run_name='__main__')"
+def elsewhere(**environment):
+    """Run this file in a fresh process: (hashes, how long they took, stderr)."""
+    path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        [sys.executable, __file__],
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return *json.loads(done.stdout), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +57,45 @@ def test_there_are_different_plans(here):
     assert len(CASES) == 12 and len(set(here)) >= 8
 
 
-def test_plain_and_compiled_agree(here):
-    assert elsewhere(plain=True, hash_seed="0") == [False, here]
+@needs_numba
+def test_plain_and_compiled_agree(here, monkeypatch):
+    assert compiled.compile_loops() and compiled.kernels().decode is not loops.decode
+    assert [plan_hash(case) for case in CASES] == here
+    monkeypatch.setattr(compiled._State, "loaded", loops)
+    assert compiled.kernels() is loops
+    assert [plan_hash(case) for case in CASES] == here
+
+
+@needs_numba
+def test_planners_call_the_loops_with_the_types_that_were_compiled():
+    assert compiled.compile_loops()
+    fast = compiled.kernels()
+    names = [name for name in vars(fast) if hasattr(getattr(fast, name), "signatures")]
+    before = {name: len(getattr(fast, name).signatures) for name in names}
+    cost = roomy_cost_model("1x8xH100", "qwen3-0.6b", None, "free", 1)
+    lengths = sample("commoncrawl", 30, seed=1, max_length=12_000)
+    for name in ("flex", "zones", "hydraulis"):
+        make_plan(name, lengths, cost)
+    hbp(lengths, cost, 1 << 17)
+    assert {name: len(getattr(fast, name).signatures) for name in names} == before
 
 
 def test_another_process_with_another_hash_seed_agrees(here):
-    assert elsewhere(plain=False, hash_seed="4711") == [COMPILED, here]
+    assert elsewhere(PYTHONHASHSEED="4711")[0] == here
+
+
+@needs_numba
+@pytest.mark.slow
+def test_the_first_process_of_an_installation_does_not_wait_for_the_compiler(here, tmp_path):
+    found, _, said = elsewhere(NUMBA_CACHE_DIR=str(tmp_path))
+    assert found == here and said.count(compiled.ANNOUNCEMENT) == 1
+    assert elsewhere(NUMBA_CACHE_DIR=str(tmp_path))[2] == ""  # one process compiles, the others keep quiet
+    deadline = time.monotonic() + 300
+    while list(tmp_path.rglob("*.compiling")):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert list(tmp_path.rglob("loops.decode-*"))
+    assert elsewhere(NUMBA_CACHE_DIR=str(tmp_path))[0] == here
 
 
 def test_many_threads_agree(here):
@@ -83,4 +119,5 @@ def test_lengths_may_be_any_whole_numbers(here):
 
 
 if __name__ == "__main__":
-    print(json.dumps([COMPILED, [plan_hash(case) for case in CASES]]))
+    began = time.perf_counter()
+    print(json.dumps([[plan_hash(case) for case in CASES], time.perf_counter() - began]))

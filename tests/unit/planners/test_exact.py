@@ -19,7 +19,7 @@ def published(sharding, cluster="1x4xA100-40G", tier=1):
 
 def batch(cost, count, seed):
     random = np.random.default_rng(seed)
-    most = 2 * cost.capacity(cost.variants[0])
+    most = 2 * cost.capacity(cost.policies[0])
     return np.minimum(random.lognormal(np.log(most / 8), 1.0, count).astype(np.int64) + 1, most)
 
 
@@ -31,9 +31,9 @@ def test_it_equals_brute_force(sharding, seed):
     plan = plan_exact(lengths, cost)
     plan.validate()
     assert plan.planner == "exact"
-    assert cost.plan_ns(plan) == shortest_step(lengths, cost, cost.variants[0])
+    assert cost.plan_ns(plan) == shortest_step(lengths, cost, cost.policies[0])
     assert cost.plan_ns(make_plan("flex", lengths, cost)) >= cost.plan_ns(plan)
-    assert variants_bound(lengths, cost, cost.variants) <= cost.plan_ns(plan)
+    assert variants_bound(lengths, cost, cost.policies) <= cost.plan_ns(plan)
 
 
 def test_it_proves_every_variant_though_rounds_may_keep_more():
@@ -41,7 +41,7 @@ def test_it_proves_every_variant_though_rounds_may_keep_more():
     lengths = np.array([20_000, 3_000, 900])
     plan = plan_exact(lengths, cost)
     plan.validate()
-    alone = [shortest_step(lengths, cost, v) + cost.step_overhead_ns(v) for v in cost.variants]
+    alone = [shortest_step(lengths, cost, v) + cost.step_overhead_ns(v) for v in cost.policies]
     assert cost.plan_ns(plan) <= min(alone)
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from seqloom.describe import sample
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.fill import NEVER
 from seqloom.planners.flex.planner import (
     default_evaluations,
     plan_flex,
@@ -13,7 +12,8 @@ from seqloom.planners.flex.planner import (
     virtual_shard_groups,
     work_bound,
 )
-from seqloom.planners.flex.search import Search, changes, replaced, shuffled, tiles
+from seqloom.planners.flex.search import FlexSearch, changes, reordered, replaced, tiles
+from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import Problem
 from support.strategies import roomy_cost_model
 
@@ -25,7 +25,7 @@ def published(sharding="full", cluster="1x8xA100-40G"):
 
 
 def problem_of(cost, lengths=LENGTHS):
-    return Problem.of(lengths, cost, cost.variants[0])
+    return Problem.of(lengths, cost, cost.policies[0])
 
 
 def test_which_degrees_tile_an_island():
@@ -76,16 +76,19 @@ def test_the_budget_shrinks_with_the_batch():
 
 
 def test_changes_differ_in_one_respect():
-    search = Search.over(problem_of(published()).search, 8)
+    search = FlexSearch.over(problem_of(published()).search, 8)
     from itertools import islice
     from random import Random
 
     for change in islice(changes(3, Random(1)), 200):
-        other = change(search.keys, np.array([2, 0, 5]))
-        changed = [not np.array_equal(getattr(other, name), getattr(search.keys, name)) for name in ("rung", "widen")]
-        changed.append(other.order.tolist() != search.keys.order.tolist())
+        other = change(search.params, np.array([2, 0, 5]))
+        changed = [
+            not np.array_equal(getattr(other, name), getattr(search.params, name))
+            for name in ("limit_index", "extra_degrees")
+        ]
+        changed.append(other.order.tolist() != search.params.order.tolist())
         assert sum(changed) <= 1 and sorted(other.order.tolist()) == list(range(len(LENGTHS)))
-        assert other.falling or changed[2] or other.order.tolist() == search.keys.order.tolist()
+        assert other.descending or changed[2] or other.order.tolist() == search.params.order.tolist()
 
 
 def test_small_changes_leave_the_original_alone():
@@ -93,7 +96,7 @@ def test_small_changes_leave_the_original_alone():
 
     order = np.arange(9)
     assert replaced(order, 3, 7).tolist() == [0, 1, 2, 7, 4, 5, 6, 7, 8]
-    assert sorted(shuffled(order, Random(0)).tolist()) == order.tolist() == list(range(9))
+    assert sorted(reordered(order, Random(0)).tolist()) == order.tolist() == list(range(9))
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
@@ -101,9 +104,7 @@ def test_the_work_bound_is_one(sharding):
     cost = published(sharding)
     problem = problem_of(cost)
     assert (
-        0
-        < work_bound(problem.search)
-        <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.variant)
+        0 < work_bound(problem.search) <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.policy)
     )
 
 
@@ -124,6 +125,6 @@ def test_tight_memory_mixes_what_rounds_keep():
     lengths = sample("wikipedia", 64, seed=0, max_length=100_000)
     mixed = plan_flex(lengths, cost)
     mixed.validate()
-    pure = min((plan_flex(lengths, cost, only=variant) for variant in cost.variants), key=cost.plan_ns)
+    pure = min((plan_flex(lengths, cost, only=policy) for policy in cost.policies), key=cost.plan_ns)
     assert cost.plan_ns(mixed) < 0.97 * cost.plan_ns(pure)
     assert (cost.plan_memory(mixed) <= cost.budget_bytes).all()

@@ -5,7 +5,7 @@ import pytest
 
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
 from support.strategies import roomy_cost_model
 
@@ -27,45 +27,45 @@ def test_what_is_no_batch_is_refused(lengths, message):
     with pytest.raises(SeqloomError, match=message):
         fitting_problems(np.array(lengths), PUBLISHED)
     with pytest.raises(SeqloomError, match=message):
-        Problem.of(lengths, PUBLISHED, PUBLISHED.variants[0])
+        Problem.of(lengths, PUBLISHED, PUBLISHED.policies[0])
 
 
 def test_too_long_names_the_document_and_a_length_that_fits():
     with pytest.raises(SeqloomError, match=r"sequence 1 has 10000000 tokens.*--max-length (\d+)") as refused:
-        Problem.of([7, 10**7], PUBLISHED, PUBLISHED.variants[0])
+        Problem.of([7, 10**7], PUBLISHED, PUBLISHED.policies[0])
     room = int(str(refused.value).split("--max-length ")[1].split(")")[0])
-    assert Problem.of([room], PUBLISHED, PUBLISHED.variants[0]).fits
+    assert Problem.of([room], PUBLISHED, PUBLISHED.policies[0]).fits
     with pytest.raises(SeqloomError):
-        Problem.of([room + 1], PUBLISHED, PUBLISHED.variants[0])
+        Problem.of([room + 1], PUBLISHED, PUBLISHED.policies[0])
 
 
 def test_only_variants_that_hold_the_batch_are_left():
-    capacity = sorted({ANALYTIC.capacity(variant) for variant in ANALYTIC.variants})
+    capacity = sorted({ANALYTIC.capacity(policy) for policy in ANALYTIC.policies})
     most = max(shape.degree for shape in ANALYTIC.shapes)
-    assert len(fitting_problems([1], ANALYTIC)) == len(ANALYTIC.variants)
+    assert len(fitting_problems([1], ANALYTIC)) == len(ANALYTIC.policies)
     (only,) = fitting_problems([most * capacity[-1]], ANALYTIC)
     assert only.tables.capacity == capacity[-1]
 
 
 def test_tables_for_the_hot_loops_agree_with_the_prices():
-    problem = Problem.of([100, 9_000, 40_000], PUBLISHED, PUBLISHED.variants[0])
+    problem = Problem.of([100, 9_000, 40_000], PUBLISHED, PUBLISHED.policies[0])
     search = problem.search
     for d, degree in enumerate(search.degrees.tolist()):
         for k, tokens in enumerate(search.tokens.tolist()):
             fits = tokens <= degree * search.capacity
-            shape = int(search.alone_shape[d, k])
+            shape = int(search.solo_shape[d, k])
             assert search.shape_degree[shape] == degree
-            assert search.alone[d, k] == (problem.tables.group_ns(shape, np.array([k])) if fits else NEVER)
+            assert search.solo_ns[d, k] == (problem.tables.group_ns(shape, np.array([k])) if fits else NEVER)
     assert (search.value >= 1).all() and (np.diff(search.value) > 0).all()
     assert len(search.cost) == len(search.fixed) == 1  # lanes that the published constants never use are left out
 
 
 def test_each_round_keeps_as_much_as_its_memory_allows():
     capacity = {
-        v.checkpoint: ANALYTIC.capacity(v) for v in ANALYTIC.variants if v.reduce == ANALYTIC.variants[0].reduce
+        v.checkpoint: ANALYTIC.capacity(v) for v in ANALYTIC.policies if v.reduce == ANALYTIC.policies[0].reduce
     }
     lengths = [capacity[Checkpoint.NONE], capacity[Checkpoint.SELECTIVE], capacity[Checkpoint.FULL]]
-    roomiest = next(v for v in ANALYTIC.variants if v.checkpoint == Checkpoint.FULL)
+    roomiest = next(v for v in ANALYTIC.policies if v.checkpoint == Checkpoint.FULL)
     problem = Problem.of(lengths, ANALYTIC, roomiest)
     shape = problem.tables.shapes[0]
     plan = to_plan(problem, [[GroupPlacement(shape, 0, [k])] for k in range(3)], "test")
@@ -75,7 +75,7 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
 
 def test_groups_stand_slow_links_first():
     cost = roomy_cost_model("3x2xH100", "qwen3-0.6b", None, "full", 0)
-    problem = Problem.of([100] * 4, cost, cost.variants[0])
+    problem = Problem.of([100] * 4, cost, cost.policies[0])
     by_degree = {shape.degree: shape for shape in problem.tables.shapes}
     seats = [
         GroupPlacement(by_degree[1], 0, [0]),

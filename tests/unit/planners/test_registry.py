@@ -6,15 +6,17 @@ import pytest
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
 from seqloom.planners import PLANNERS, make_plan, plan_batches
-from seqloom.planners.registry import parse_name, planner
+from seqloom.planners.registry import RIVALS, parse_planner
 from support.strategies import roomy_cost_model
 
 COST = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 FREE = roomy_cost_model("1x8xH100", "qwen3-0.6b", None, "free", 1)
 
+OURS = [name for name, spec in PLANNERS.items() if not spec.rival and not spec.packs_dataset]
+
 
 def cost_for(name):
-    return FREE if name == "strategies" else COST
+    return FREE if name == "hydraulis" else COST
 
 
 def degrees_of(plan):
@@ -22,8 +24,9 @@ def degrees_of(plan):
 
 
 def test_static_takes_a_degree():
-    assert parse_name("pipeline:4") == ("pipeline", {"stages": 4})
-    assert parse_name("static:64") == ("static", {"degree": 64}) and parse_name("flex") == ("flex", {})
+    assert parse_planner("pipeline:4") == (PLANNERS["pipeline"], {"stages": 4})
+    assert parse_planner("static:64") == (PLANNERS["static"], {"degree": 64})
+    assert parse_planner("flex") == (PLANNERS["flex"], {})
     assert degrees_of(make_plan("static:4", np.array([900, 800]), COST)) == {4}
     with pytest.raises(SeqloomError, match="choose one of 1, 2, 4, 8"):
         make_plan("static:3", np.array([900]), COST)
@@ -35,34 +38,42 @@ def test_static_takes_a_degree():
 )
 def test_other_options_are_refused(name):
     with pytest.raises(SeqloomError, match="only static and pipeline take an option"):
-        parse_name(name)
+        parse_planner(name)
+
+
+def test_every_row_of_the_table_loads():
+    assert all(callable(spec.load()) and spec.name == name for name, spec in PLANNERS.items())
+    assert RIVALS == ("te-cp", "llama-cp", "hybrid-dp", "megatron", "zeppelin")
+
+
+def test_the_former_name_is_refused_with_the_new_one():
+    with pytest.raises(SeqloomError, match="strategies is called hydraulis now"):
+        parse_planner("strategies")
 
 
 @pytest.mark.parametrize(("name", "near"), [("flx", "flex"), ("Static", "static"), ("adaptve:3", "adaptive")])
 def test_unknown_names_are_refused_with_the_nearest(name, near):
-    for ask in (parse_name, lambda name: make_plan(name, np.array([9]), COST)):
+    for ask in (parse_planner, lambda name: make_plan(name, np.array([9]), COST)):
         with pytest.raises(SeqloomError, match=f"unknown planner.*did you mean.*{near}"):
             ask(name)
-    with pytest.raises(SeqloomError, match="unknown planner"):
-        planner("nothing")
     with pytest.raises(SeqloomError, match="unknown planner"):
         plan_batches([name], [np.array([9])], COST)
 
 
 def test_planners_of_data_sets_plan_no_batch():
-    for ask in (parse_name, lambda name: make_plan(name, np.array([9]), COST)):
+    for ask in (parse_planner, lambda name: make_plan(name, np.array([9]), COST)):
         with pytest.raises(SeqloomError, match=r"packs a whole data set.*--tokens-per-step"):
             ask("hbp")
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("length", [1, 128, 40_000])
 def test_one_document(name, length):
     plan = make_plan(name, np.array([length]), cost_for(name))
-    assert plan.documents == (length,) and (name in ("pipeline", "strategies") or len(plan.pipelines[0].rounds) == 1)
+    assert plan.documents == (length,) and (name in ("pipeline", "hydraulis") or len(plan.pipelines[0].rounds) == 1)
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", OURS)
 def test_an_impossible_batch_is_refused_alike(name):
     with pytest.raises(SeqloomError, match="--max-length"):
         make_plan(name, np.array([10**8, 5]), cost_for(name))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cost import GroupShape, Variant
+from seqloom.cost import GroupShape, MemoryPolicy
 from seqloom.layout import Span
 from seqloom.plan import Pipeline, Round, StageMicroBatch
 from seqloom.planners.remap import with_remapping
@@ -33,9 +33,9 @@ def test_uneven_tokens_are_levelled_for_linear_layers():
     [work] = better.pipelines[0].rounds[0].work
     assert work.linear is not None
     assert cost.plan_ns(better) < 0.8 * cost.plan_ns(plan)
-    variant = Variant(work.checkpoint, better.reduce)
-    before = cost.round_times(plan.pipelines[0].rounds[0].work[0], variant).rank_ns
-    after = cost.round_times(work, variant).rank_ns
+    policy = MemoryPolicy(work.checkpoint, better.reduce)
+    before = cost.round_times(plan.pipelines[0].rounds[0].work[0], policy).rank_ns
+    after = cost.round_times(work, policy).rank_ns
     assert after.max() - after.min() < (before.max() - before.min()) // 4
 
 

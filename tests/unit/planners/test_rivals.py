@@ -12,7 +12,7 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.plan import Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import RIVAL_PLANNERS, hybrid_dp, megatron
+from seqloom.planners.published import hybrid_dp, megatron
 from seqloom.planners.published.tuned import Place, arrival_packs, capacities
 from seqloom.planners.published.verdicts import CLAIMS, Claim
 
@@ -44,8 +44,7 @@ def test_plans_are_valid_and_the_same_again(name, cost):
         assert cost.plan_ns(plan) > 0
 
 
-def test_names_are_those_of_the_registry_and_each_has_a_claim():
-    assert tuple(RIVAL_PLANNERS) == RIVALS
+def test_each_has_a_claim():
     assert set(CLAIMS) == {"flexsp", *RIVALS}
 
 
@@ -74,7 +73,7 @@ def test_capacities_halve_from_memory_to_the_mean_load():
     assert capacities(tokens(4_000, 4_000), COST) == [2_000, 1_000, 500]
     assert capacities(tokens(30_000), COST) == [2_000]
     free = cost_model("2x8xA800", "llama-7b")
-    held = {free.capacity(variant) for variant in free.variants}
+    held = {free.capacity(policy) for policy in free.policies}
     assert set(capacities(tokens(5), free, halved=False)) == held
     long = tokens(16 * max(held))
     assert capacities(long, free) == [max(held)]

@@ -29,7 +29,7 @@ def test_best_fit_takes_the_fullest_bin_that_fits():
 @pytest.mark.parametrize(("sharding", "budget"), [("full", None), ("hybrid", None), ("none", 150)])
 def test_price_of_rounds_is_the_plan_s(sharding, budget):
     cost = published(sharding, budget_gib=budget)
-    problem = Problem.of(LENGTHS, cost, cost.variants[0])
+    problem = Problem.of(LENGTHS, cost, cost.policies[0])
     for answer in homogeneous_answers([problem], problem.tables.degree.tolist()):
         plan = to_plan(problem, answer.rounds, "test")
         plan.validate()
@@ -47,7 +47,7 @@ def test_price_follows_the_checkpoint_that_each_round_gets(sharding):
             plan = to_plan(roomy, rounds, "test")
             assert pricer.step_ns(rounds) == cost.plan_ns(plan)
             upgraded |= {current.work[0].checkpoint for current in plan.pipelines[0].rounds}
-    assert upgraded - {roomy.variant.checkpoint}
+    assert upgraded - {roomy.policy.checkpoint}
 
 
 def test_degree_is_the_fastest_that_holds_the_longest_allowed():
@@ -90,7 +90,7 @@ def test_a_batch_that_fits_nowhere_is_refused():
 
 def test_bins_hold_nine_tenths_of_a_group():
     cost = published()
-    problem = Problem.of(np.full(2 * 64, 3_200), cost, cost.variants[0])
+    problem = Problem.of(np.full(2 * 64, 3_200), cost, cost.policies[0])
     (answer,) = homogeneous_answers([problem], [1])  # two fill 6400 of 6436 tokens, above nine tenths
     assert {len(seat.documents) for seats in answer.rounds for seat in seats} == {1}
     assert [len(seats) for seats in answer.rounds] == [64, 64]

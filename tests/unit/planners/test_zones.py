@@ -21,27 +21,27 @@ NODES = cost_model("4x8xH200", "llama3-8b")
 
 def test_near_the_best_of_all_placements():
     """Measured over these eight batches: 0.7 % above the optimum on average, 2.7 % at worst."""
-    variant = TINY.variants[0]
+    policy = TINY.policies[0]
     above = []
     for seed in range(8):
         random = np.random.default_rng(seed)
         lengths = np.exp(random.uniform(np.log(500), np.log(30_000), 3)).astype(np.int64)
-        best = shortest_overlapping_step(lengths, TINY, variant) + TINY.step_overhead_ns(variant)
-        above.append(TINY.plan_ns(plan_zones(lengths, TINY, only=variant)) / best - 1)
+        best = shortest_overlapping_step(lengths, TINY, policy) + TINY.step_overhead_ns(policy)
+        above.append(TINY.plan_ns(plan_zones(lengths, TINY, only=policy)) / best - 1)
     assert min(above) >= -1e-6  # nothing is better than the best
     assert np.mean(above) <= 0.01 and max(above) <= 0.04
 
 
 def test_its_clock_is_the_cost_models():
     lengths = sample("commoncrawl", 96, seed=3, max_length=200_000)
-    for variant in NODES.variants[:2]:
-        prices = Prices.of(Alone.of(lengths, NODES, variant))
+    for policy in NODES.policies[:2]:
+        prices = Prices.of(Alone.of(lengths, NODES, policy))
         answer = partition(prices, deal_apart(prices, 1), 3)
         plan = build_plan(prices, answer.rounds, lengths)
         for seating, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
             [work] = current.work
-            if work.checkpoint == variant.checkpoint:
-                expected = NODES.round_times(work, variant).rank_ns
+            if work.checkpoint == policy.checkpoint:
+                expected = NODES.round_times(work, policy).rank_ns
                 assert rank_times(prices, seating).tolist() == expected.tolist()
 
 
@@ -96,7 +96,7 @@ def test_full_memory_makes_more_rounds():
 @pytest.mark.parametrize("deal", [deal_apart, deal_together])
 def test_rounds_share_the_batch(deal):
     lengths = sample("prolong", 300, seed=4, max_length=60_000)
-    prices = Prices.of(Alone.of(lengths, NODES, NODES.variants[0]))
+    prices = Prices.of(Alone.of(lengths, NODES, NODES.policies[0]))
     dealt = deal(prices, 3)
     assert sorted(k for row in dealt for k in row) == list(range(300))
     tokens = [prices.tokens[row].sum() for row in dealt]
@@ -111,7 +111,7 @@ def test_rounds_share_the_batch(deal):
 
 def test_more_fillings_are_not_worse_for_a_round():
     lengths = sample("prolong", 48, seed=5, max_length=60_000)
-    prices = Prices.of(Alone.of(lengths, NODES, NODES.variants[0]))
+    prices = Prices.of(Alone.of(lengths, NODES, NODES.policies[0]))
     times = [partition(prices, deal_apart(prices, 1), fillings).ns for fillings in (1, 4, 24)]
     assert times == sorted(times, reverse=True)
 
@@ -142,9 +142,9 @@ def test_bounds_follow_the_network():
     bounds = []
     for cluster in (fast, slow):
         cost = CostModel(cluster, NODES.model)
-        bounds.append(zone_bounds(cost, cost.variants[0], 2_000_000_000, 0.02))
+        bounds.append(zone_bounds(cost, cost.policies[0], 2_000_000_000, 0.02))
     assert bounds[0].intra_pays == bounds[1].intra_pays and bounds[0].intra_pays is not None
     assert bounds[0].inter_pays is not None
     assert bounds[1].inter_pays is None or bounds[1].inter_pays > bounds[0].inter_pays
-    held = NODES.capacity(NODES.variants[0])
+    held = NODES.capacity(NODES.policies[0])
     assert bounds[0].intra_forced is not None and bounds[0].intra_forced <= held * 105 // 100  # a step of the grid

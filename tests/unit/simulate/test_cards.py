@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch
 from seqloom.simulate import simulate
 
-VARIANT = Variant(Checkpoint.FULL, Reduce.STEP)
+VARIANT = MemoryPolicy(Checkpoint.FULL, Reduce.STEP)
 
 
 def build(cluster="2x8xA800", sharding="full", model="qwen2.5-0.5b"):
@@ -50,7 +50,7 @@ def test_when_cards_are_in_use():
     )
     plan = plan_of(cost, ring_over_all(cost, True), local)
     found = simulate(plan, cost)
-    table = found.cards
+    table = found.nics
     assert set(table.node.tolist()) == {0, 1} and (table.stop > table.start).all()
     first = found.rounds[0].time_ns
     assert table.stop.max() <= first  # the second round stays inside the nodes
@@ -84,6 +84,6 @@ def test_ranks_with_tokens_in_linear_layers_only_take_part(sharding, remap):
     assert found.step_ns == cost.plan_ns(plan)
     assert found.busy_ns[:4].min() > found.busy_ns[4:].max() and found.comm_ns[:4].min() > found.comm_ns[4:].max()
     assert (found.busy_ns + found.comm_ns + found.idle_ns == found.step_ns).all()
-    assert (found.link_busy_ns[:4] > 0).all() and not found.nic_busy_ns.any() and not len(found.cards)
+    assert (found.link_busy_ns[:4] > 0).all() and not found.nic_busy_ns.any() and not len(found.nics)
     memory = cost.plan_memory(plan)
     assert memory[0] > memory[1] == memory[3] > memory[4]

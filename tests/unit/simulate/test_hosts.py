@@ -35,22 +35,22 @@ def with_links():
 
 def plan_of(cost, hosts, rows, degree=8):
     """One document of 16,000 tokens per round, on the first `degree` ranks of every stage."""
-    variant = cost.variants[0]
+    policy = cost.policies[0]
     layers = cost.model.layers // len(hosts)
     stages = tuple(Stage(ranks, (s * layers, (s + 1) * layers)) for s, ranks in enumerate(hosts))
     count = 1 + max(Action.parse(word).round for word in rows[0].split())
     rounds = []
     for r in range(count):
         groups = [Group(stage.ranks[:degree], degree, 1, (Span(r, 0, 16000),)) for stage in stages]
-        rounds.append(Round(tuple(StageMicroBatch((group,), variant.checkpoint) for group in groups)))
-    table = completed(stages, rows_with_messages(stages, rows), variant.reduce)
+        rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
+    table = completed(stages, rows_with_messages(stages, rows), policy.reduce)
     line = Pipeline(stages, tuple(rounds), table)
-    return Plan(cost.limits(variant.reduce), cost.sharding, variant.reduce, (16000,) * count, (line,), "hand")
+    return Plan(cost.limits(policy.reduce), cost.sharding, policy.reduce, (16000,) * count, (line,), "hand")
 
 
 def chunk_ns(cost, plan):
     """Forward and backward of a round on one of four equal stages."""
-    total = cost.group_parts(plan.pipelines[0].rounds[0].groups[0], cost.variants[0])
+    total = cost.group_cost(plan.pipelines[0].rounds[0].groups[0], cost.policies[0])
     return sum(value // 4 for name, value in total.as_dict().items() if name != "kv_gather")
 
 

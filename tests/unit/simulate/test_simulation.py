@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.simulate import EventKind, simulate
 
-VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
+VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 DOCUMENTS = [60000, 1000, 30000, 20000, 5000]
 ROUNDS = [[(0, 4, [0]), (4, 1, [1])], [(4, 4, [2])], [(0, 2, [3]), (4, 1, [4])]]
 
@@ -21,22 +21,22 @@ def build(sharding="full", profile=None, cluster="2x4xH200", model="qwen3-4b"):
     return CostModel(Cluster.parse(cluster), ModelSpec.load(model), profile, sharding=sharding)
 
 
-def plan_of(cost, documents, rounds, variant=VARIANT):
+def plan_of(cost, documents, rounds, policy=VARIANT):
     """``rounds``: lists of (first rank, degree, documents) with pure Ulysses groups."""
     built = []
     for entries in rounds:
         groups = tuple(
             Group(tuple(range(a, a + d)), d, 1, tuple(Span(k, 0, documents[k]) for k in held)) for a, d, held in entries
         )
-        built.append(Round((StageMicroBatch(groups, variant.checkpoint),)))
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, variant.reduce)
-    limits = cost.limits(variant.reduce)
-    return Plan(limits, cost.sharding, variant.reduce, tuple(documents), (pipeline,), "test")
+        built.append(Round((StageMicroBatch(groups, policy.checkpoint),)))
+    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, policy.reduce)
+    limits = cost.limits(policy.reduce)
+    return Plan(limits, cost.sharding, policy.reduce, tuple(documents), (pipeline,), "test")
 
 
-def group_ns(cost, plan, variant=VARIANT):
+def group_ns(cost, plan, policy=VARIANT):
     return [
-        [cost.group_parts(group, variant).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
+        [cost.group_cost(group, policy).total_ns for group in current.groups] for current in plan.pipelines[0].rounds
     ]
 
 
@@ -51,9 +51,9 @@ def test_step_is_the_closed_form(sharding):
 
 
 def test_the_end_of_the_step_counts_as_what_it_is():
-    cost, variant = build("hybrid"), Variant(Checkpoint.SELECTIVE, Reduce.STEP)
-    found = simulate(plan_of(cost, [1000], [[(0, 1, [0])]], variant), cost)
-    exchange = cost.step_communication_ns(variant)
+    cost, policy = build("hybrid"), MemoryPolicy(Checkpoint.SELECTIVE, Reduce.STEP)
+    found = simulate(plan_of(cost, [1000], [[(0, 1, [0])]], policy), cost)
+    exchange = cost.step_communication_ns(policy)
     assert 0 < exchange < found.end_ns  # gradients are reduced and summed, then the optimiser steps
     assert (found.comm_ns[1:] == exchange).all() and (found.busy_ns[1:] == found.end_ns - exchange).all()
 
@@ -116,7 +116,7 @@ def test_a_rank_in_two_groups_runs_them_in_turn():
     plan = plan_of(cost, [4000, 3000], [[(0, 2, [0]), (1, 1, [1])]])
     found = simulate(plan, cost)
     ((a, b),) = group_ns(cost, plan)
-    once = cost.group_parts(Group((0,), 1, 1, ()), VARIANT).fixed
+    once = cost.group_cost(Group((0,), 1, 1, ()), VARIANT).fixed
     assert found.step_ns == a + b - once + found.end_ns == cost.plan_ns(plan)
     mine = found.events.where(found.events.rank == 1)
     assert mine.group.tolist() == [0, 1, 0, 1, -1]  # forward of both, backward of both, end of the step
@@ -125,11 +125,11 @@ def test_a_rank_in_two_groups_runs_them_in_turn():
 
 def test_communication_of_the_additive_profile_is_ulysses():
     cost = build("full", "flexsp-a100", "2x8xA100-40G", "gpt-7b")
-    variant = cost.variants[0]
-    plan = plan_of(cost, [30000, 4000, 2000], [[(0, 8, [0]), (8, 4, [1])], [(0, 1, [2])]], variant)
+    policy = cost.policies[0]
+    plan = plan_of(cost, [30000, 4000, 2000], [[(0, 8, [0]), (8, 4, [1])], [(0, 1, [2])]], policy)
     found = simulate(plan, cost)
     groups = [group for current in plan.pipelines[0].rounds for group in current.groups]
-    expected = sum(group.degree * cost.group_parts(group, variant).ulysses for group in groups)
+    expected = sum(group.degree * cost.group_cost(group, policy).ulysses for group in groups)
     assert found.comm_ns.sum() == expected > 0
     assert found.end_ns == 0 and EventKind.STEP not in found.events.kind
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostBreakdown
-from seqloom.cost.plan_cost import NAMES
+from seqloom.cost.plan_cost import COST_COLUMNS
 from seqloom.plan import Checkpoint
 from seqloom.simulate.windows import FORWARD, computing_ns, forward_ns, weights_ns
 
@@ -19,7 +19,7 @@ CASES = [
 
 def random_parts(seed):
     draw = np.random.default_rng(seed)
-    return CostBreakdown(**{name: int(draw.integers(0, 10**9)) * int(draw.integers(0, 2)) for name in NAMES})
+    return CostBreakdown(**{name: int(draw.integers(0, 10**9)) * int(draw.integers(0, 2)) for name in COST_COLUMNS})
 
 
 def tables(entries):
@@ -59,4 +59,4 @@ def test_a_gather_that_hides_behind_the_backward_does_not_stretch_the_forward():
 
 
 def test_every_part_in_a_lane_has_a_share():
-    assert set(NAMES) - set(FORWARD[Checkpoint.NONE]) == {"reduce", "link"}
+    assert set(COST_COLUMNS) - set(FORWARD[Checkpoint.NONE]) == {"reduce", "link"}

@@ -45,7 +45,7 @@ def alive(plan, cost, host, rank):
             for u, entry in enumerate(pipeline.rounds):
                 work = entry.work[s]
                 tokens = int(tokens_on_ranks(cost, work)[rank])
-                each = memories[s].holding(work.checkpoint, work.offload)
+                each = memories[s].activation_bytes(work.checkpoint, work.offload)
                 if (F in kind[u] or (current == u and now.kind == F)) and not kind[u] & {B, I}:
                     units += each.held * tokens
                 if I in kind[u] and W not in kind[u]:
@@ -62,7 +62,7 @@ def alive(plan, cost, host, rank):
                 )
                 if rank not in group.ranks:
                     continue
-                keys, gradients = memories[s].carried_bytes(group, plan.documents[document])
+                keys, gradients = memories[s].kv_cache_bytes(group, plan.documents[document])
                 first, last = rounds[0], rounds[-1]
                 going = now.kind in (B, I) and now.stage == s
                 if (F in kind[first] or (current == first and now.kind == F)) and not kind[first] & {B, I}:

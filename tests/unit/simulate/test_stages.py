@@ -61,7 +61,7 @@ def row(stage, stages, order, reduce):
 
 
 def plan_of(cost, schedule, rounds, *, split=False, degree=NODE, stages=4):
-    variant = cost.variants[0]
+    policy = cost.policies[0]
     layers = cost.model.layers // stages
     parts = [Stage(tuple(range(s * NODE, (s + 1) * NODE)), (s * layers, (s + 1) * layers)) for s in range(stages)]
     made = []
@@ -69,19 +69,19 @@ def plan_of(cost, schedule, rounds, *, split=False, degree=NODE, stages=4):
         works = []
         for stage in parts:
             group = Group(stage.ranks[:degree], degree, 1, (Span(r, 0, 16000),))
-            works.append(StageMicroBatch((group,), variant.checkpoint))
+            works.append(StageMicroBatch((group,), policy.checkpoint))
         made.append(Round(tuple(works)))
     orders = [schedule(s, stages, rounds) for s in range(stages)]
     orders = [list(halves(order)) if split else order for order in orders]
-    rows = tuple(row(s, stages, order, variant.reduce) for s, order in enumerate(orders))
+    rows = tuple(row(s, stages, order, policy.reduce) for s, order in enumerate(orders))
     pipeline = Pipeline(tuple(parts), tuple(made), rows)
-    limits = cost.limits(variant.reduce)
-    return Plan(limits, cost.sharding, variant.reduce, (16000,) * rounds, (pipeline,), "test")
+    limits = cost.limits(policy.reduce)
+    return Plan(limits, cost.sharding, policy.reduce, (16000,) * rounds, (pipeline,), "test")
 
 
 def stage_ns(cost, plan, stages=4):
     """Forward and backward of a round on one stage, all stages being alike."""
-    total = cost.group_parts(plan.pipelines[0].rounds[0].groups[0], cost.variants[0])
+    total = cost.group_cost(plan.pipelines[0].rounds[0].groups[0], cost.policies[0])
     assert total.head == 0
     return sum(value // stages for name, value in total.as_dict().items() if name != "kv_gather")
 
@@ -106,7 +106,7 @@ def test_equal_rounds_match_the_closed_form(schedule, rounds, split):
 def test_stages_add_up_to_the_whole_model():
     cost = with_links()
     plan = plan_of(cost, gpipe, 1)
-    whole = cost.group_parts(plan.pipelines[0].rounds[0].groups[0], cost.variants[0])
+    whole = cost.group_cost(plan.pipelines[0].rounds[0].groups[0], cost.policies[0])
     (entry,) = simulate(plan, cost).rounds
     assert entry.time_ns == pytest.approx(whole.total_ns, rel=0.05)  # lanes are compared stage by stage
 

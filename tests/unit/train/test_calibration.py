@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from seqloom.cost import CostModel, Profile  # noqa: E402
-from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scaled  # noqa: E402
+from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scale_constants  # noqa: E402
 from seqloom.describe import Cluster, ModelSpec  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
@@ -30,7 +30,7 @@ def cost_of(profile, sharding="none", ranks=8):
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_a_machine_that_follows_the_cost_model_is_found_again(seed, sharding):
     rng = np.random.default_rng(seed)
-    machine = scaled(START, {name: float(rng.uniform(0.3, 4)) for name in CONSTANTS})
+    machine = scale_constants(START, {name: float(rng.uniform(0.3, 4)) for name in CONSTANTS})
     start, true = cost_of(START, sharding), cost_of(machine, sharding)
     trials = [Trial(plan, true.plan_ns(plan)) for plan in trial_plans(start, 4096)]
     found = calibrate(start, trials, {})

@@ -10,7 +10,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.plan import Stage
-from seqloom.planners.registry import Choice
+from seqloom.planners.registry import PlannerChoice
 from seqloom.simulate import predicted_ns
 from seqloom.train.config import Config, Data, Model, Pipelining, Planning, Run
 from seqloom.train.setup import Planners, Setup, number_of_stages
@@ -31,7 +31,7 @@ def cost(cluster="1x4xCPU", sharding="full", layers=4):
 
 def test_without_a_pipeline_the_config_s_planner_plans_and_static_stands_in():
     planners = Planners.of(config("flex"), cost(), 1)
-    assert planners == Planners((Stage((0, 1, 2, 3), (0, 4)),), Choice("flex", seed=3), Choice("static"))
+    assert planners == Planners((Stage((0, 1, 2, 3), (0, 4)),), PlannerChoice("flex", seed=3), PlannerChoice("static"))
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_a_run_that_was_left_open_goes_on_with_a_number():
 
 
 def test_a_choice_says_what_it_is():
-    assert str(Choice("static:4")) == "static:4"
-    assert str(Choice("pipeline", {"stages": 4, "schedule": "1f1b"})) == "pipeline:4,1f1b"
+    assert str(PlannerChoice("static:4")) == "static:4"
+    assert str(PlannerChoice("pipeline", {"stages": 4, "schedule": "1f1b"})) == "pipeline:4,1f1b"

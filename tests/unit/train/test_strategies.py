@@ -19,7 +19,7 @@ from seqloom.planners.hydraulis import (
 from seqloom.train.config import Config
 from seqloom.train.setup import FILE, Setup, kept, small_plans, tokens_of_step, told
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "strategies-cpu.toml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "hydraulis-cpu.toml"
 RANKS = 4
 SIDE_BY_SIDE = Strategy(
     (PipelineConfig(ParallelConfig(1, 2), (0, 1), 900), PipelineConfig(ParallelConfig(2, 1), (2, 3), 300))
@@ -58,7 +58,7 @@ def test_plans_may_have_any_stages_and_static_stands_in(tmp_path):
     planners = Setup.of(config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
     assert (planners.stages, planners.cut, planners.tensor_degrees) == ((), True, (1, 2))
     assert planners.fallback.name == "static"
-    assert str(planners.planner) == "strategies:2x1, 1x2"
+    assert str(planners.planner) == "hydraulis:2x1, 1x2"
 
 
 def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp_path):
@@ -71,14 +71,14 @@ def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp
 def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_path):
     planners = Setup.of(config(tmp_path, "plan.planner=auto", listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
     assert planners.strategies == (SIDE_BY_SIDE,) == planners.planner.options["strategies"]
-    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["strategies:2x1, 1x2", "auto:2x1, 1x2"]
+    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["hydraulis:2x1, 1x2", "auto:2x1, 1x2"]
     proposed = Setup.of(config(tmp_path, "plan.planner=auto"), RANKS).planners
     assert proposed.strategies == Setup.of(config(tmp_path), RANKS).planners.strategies
     assert Setup.of(config(tmp_path, "plan.planner=auto", "plan.sharding=full"), RANKS).planners.strategies == ()
 
 
 def test_strategies_that_hold_a_batch_are_its_alternatives(tmp_path):
-    short = replace(SIDE_BY_SIDE, pipelines=tuple(replace(each, longest=40) for each in SIDE_BY_SIDE.pipelines))
+    short = replace(SIDE_BY_SIDE, pipelines=tuple(replace(each, max_tokens=40) for each in SIDE_BY_SIDE.pipelines))
     planners = Setup.of(config(tmp_path, listed(tmp_path, SIDE_BY_SIDE, short)), RANKS).planners
     for longest, able in ((40, [SIDE_BY_SIDE, short]), (41, [SIDE_BY_SIDE]), (1000, [])):
         found = [each.options["strategies"] for each in planners.alternatives(np.array([longest, 3]))]
@@ -115,11 +115,11 @@ def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
     assert list(told(run, [], plain)) == [changed.format("1 other strategies")]
 
 
-def pipes(*schemes, longest=900):
+def pipes(*configs, max_tokens=900):
     found, first = [], 0
-    for scheme in map(lambda each: ParallelConfig(*each), schemes):
-        found.append(PipelineConfig(scheme, tuple(range(first, first + scheme.ranks)), longest))
-        first += scheme.ranks
+    for config in map(lambda each: ParallelConfig(*each), configs):
+        found.append(PipelineConfig(config, tuple(range(first, first + config.ranks)), max_tokens))
+        first += config.ranks
     return Strategy(tuple(found))
 
 
@@ -129,7 +129,7 @@ def pipes(*schemes, longest=900):
         (pipes((1, 2)), "leaves out rank 2"),
         (pipes((1, 2), (2, 2)), "names rank 4"),
         (pipes((1, 4)), "tensor"),
-        (pipes((4, 1), longest=200), "document .* has 300 tokens, but no pipeline of .* holds more than 200"),
+        (pipes((4, 1), max_tokens=200), "document .* has 300 tokens, but no pipeline of .* holds more than 200"),
         ("no file", "cannot be read"),
         ("{", "not JSON"),
         ('{"strategies": []}', "at least one"),
@@ -152,7 +152,7 @@ def test_a_list_that_cannot_be_is_refused_by_the_command(seqloom_here, tmp_path,
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (["plan.sharding=full"], "plan.planner = 'strategies' with plan.sharding = 'full'"),
+        (["plan.sharding=full"], "plan.planner = 'hydraulis' with plan.sharding = 'full'"),
         (["plan.planner=flex", "plan.strategies=list.json"], "which chooses from no list"),
         (["plan.strategies=list"], "give a .json of seqloom propose, or 'auto'"),
         (["pipeline.stages=2"], "beside pipeline.stages = 2"),

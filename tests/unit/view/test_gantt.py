@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from seqloom.simulate import CardTable, EventKind, EventTable, Simulation
+from seqloom.simulate import EventKind, EventTable, NicTable, Simulation
 from seqloom.view import gantt
 from seqloom.view.gantt import occupancy
 
@@ -35,7 +35,7 @@ def simulation_of(rows, ranks, step, node_size=8, cards=()):
     events = EventTable(rank, start, stop, kind, none, none, none, degree, none, none)
     zeros = np.zeros(ranks, dtype=np.int64)
     nodes = -(-ranks // node_size)
-    cards = CardTable(*np.array(cards, dtype=np.int64).reshape(-1, 4).T)
+    cards = NicTable(*np.array(cards, dtype=np.int64).reshape(-1, 4).T)
     return Simulation(
         step, 0, node_size, events, (), zeros, zeros, zeros, zeros, np.zeros((nodes, 2), np.int64), zeros, cards
     )

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from seqloom.view import length_histogram
-from seqloom.view.charts import bar, buckets
+from seqloom.view.format import bar
+from seqloom.view.tables import buckets
 
 
 class Ascii(StringIO):

@@ -1,4 +1,4 @@
-"""The chart of ranks: a letter per scheme, capital and small in turn, nodes apart; and the table of balance."""
+"""The chart of ranks: a letter per config, capital and small in turn, nodes apart; and the table of balance."""
 
 from io import StringIO
 
@@ -12,7 +12,7 @@ WIDE, PAIR, ONE = ParallelConfig(2, 2), ParallelConfig(1, 1, 2), ParallelConfig(
 
 
 def strategy(*pipes):
-    return Strategy(tuple(PipelineConfig(scheme, tuple(ranks), 100) for scheme, ranks in pipes))
+    return Strategy(tuple(PipelineConfig(config, tuple(ranks), 100) for config, ranks in pipes))
 
 
 def lines_of(renderable, width=80):

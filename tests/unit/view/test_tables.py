@@ -5,16 +5,16 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.simulate import simulate
 from seqloom.view import comparison_table, plan_table
-from seqloom.view.numbers import duration, milliseconds, percent, tokens
+from seqloom.view.format import duration, milliseconds, percent, tokens
 from seqloom.view.tables import degree_text, groups_of_round
 
-VARIANT = Variant(Checkpoint.SELECTIVE, Reduce.ROUND)
+VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 DOCUMENTS = [60000, 1000, 30000]
 
 

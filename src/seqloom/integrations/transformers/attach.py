@@ -54,11 +54,11 @@ class _Remapping:
                 f"{type(self).__name__} in a round that remaps around the MLP: none of its parts is called "
                 f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
             )
-        if context.around_mlp is None:  # nothing of this rank's shard group moves
+        if context.mlp_redistribute is None:  # nothing of this rank's shard group moves
             return own(*args, **options)
         with ExitStack() as standing:
             for part in found:
-                around = _Around(part, context.around_mlp, context.tokens)
+                around = _Around(part, context.mlp_redistribute, context.tokens)
                 standing.callback(part.register_forward_pre_hook(around.before, with_kwargs=True).remove)
                 standing.callback(part.register_forward_hook(around.after).remove)
             return own(*args, **options)
@@ -179,7 +179,7 @@ def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict
             f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
             f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
         )
-    if context.team is not None:  # tables of positions are for attention, which has the tokens of the whole team
+    if context.tp_group is not None:  # tables of positions are for attention, which has the tokens of the whole team
         positions = attention_context(context).positions
     ids, positions = (each if len(each) else each.new_zeros(1) for each in (ids, positions))
     return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "seqloom_context": context}

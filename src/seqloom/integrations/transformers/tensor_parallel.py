@@ -204,7 +204,7 @@ class _Teamed:
         """Run the layer's own forward."""
         own = super().forward  # pyrefly: ignore[missing-attribute]
         context = next((each for each in (*args, *options.values()) if isinstance(each, Context)), None)
-        if context is None or context.team is None:
+        if context is None or context.tp_group is None:
             return own(*args, **options)
         with ExitStack() as standing:
             for region in self.regions:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.planners.bounds.options import (
     PRECISION,
     ROUNDINGS,
@@ -20,7 +20,7 @@ from seqloom.planners.bounds.options import (
     steps,
 )
 from seqloom.planners.bounds.prices import Prices, price_all
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.problem import fitting_problems
 
 
@@ -229,9 +229,9 @@ def _crowded_rounds(options: Options, until: float, rounding: Rounding, rounds: 
 # ---- merged: planners.bounds.mixture
 # The bound from checkpointing: rounds that keep more are faster and hold less, and every round makes one choice.
 #
-# Under full sharding a plan has so many rounds of each variant. Rounds of a fast variant save at most so much per
+# Under full sharding a plan has so many rounds of each policy. Rounds of a fast policy save at most so much per
 # token
-# that they hold; enumerating the numbers of rounds of each variant gives a bound that a free choice for every
+# that they hold; enumerating the numbers of rounds of each policy gives a bound that a free choice for every
 # document
 # would miss.
 
@@ -241,13 +241,13 @@ MOST_ROUNDS = 12
 
 
 def mixture_bound(prices: Sequence[Prices], ranks: int) -> float:
-    """ns that no plan beats whose rounds, all over the whole cluster, each use one of these variants."""
+    """ns that no plan beats whose rounds, all over the whole cluster, each use one of these policies."""
     tokens = float(prices[0].tokens.sum())
     held = np.array([p.capacity * ranks for p in prices])  # tokens of one round
     fixed = np.stack([p.once for p in prices], axis=1)  # [L, V]
     work = np.stack([(p.cost * p.degree[:, None]).min(axis=1) for p in prices])  # [V, L, n]
     slowest = work.max(axis=0)
-    saved = ((slowest - work) / prices[0].tokens).max(axis=2).T  # [L, V] ns per token in a round of that variant
+    saved = ((slowest - work) / prices[0].tokens).max(axis=2).T  # [L, V] ns per token in a round of that policy
     best = np.inf
     for rounds in range(1, MOST_ROUNDS + 1):
         if rounds * fixed.min(axis=1).max() >= best:
@@ -262,13 +262,13 @@ def mixture_bound(prices: Sequence[Prices], ranks: int) -> float:
 
 
 def _most_saved(saved: np.ndarray, room: np.ndarray, tokens: float) -> np.ndarray:
-    """float64[L]: the most that can be saved in each lane if each variant's rounds hold so many tokens at most."""
+    """float64[L]: the most that can be saved in each lane if each policy's rounds hold so many tokens at most."""
     most = np.zeros(len(saved))
     for lane, rates in enumerate(saved):
         left = tokens
-        for variant in np.argsort(-rates, kind="stable"):
-            taken = min(left, room[variant])
-            most[lane] += rates[variant] * taken
+        for policy in np.argsort(-rates, kind="stable"):
+            taken = min(left, room[policy])
+            most[lane] += rates[policy] * taken
             left -= taken
     return most
 
@@ -282,13 +282,13 @@ def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
 
     SeqloomError if no plan can hold them.
     """
-    possible = {problem.variant.reduce for problem in fitting_problems(lengths, cost)}
-    return min(variants_bound(lengths, cost, [v for v in cost.variants if v.reduce == reduce]) for reduce in possible)
+    possible = {problem.policy.reduce for problem in fitting_problems(lengths, cost)}
+    return min(variants_bound(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible)
 
 
-def variants_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> int:
-    """The bound for plans whose rounds use any of these variants (which differ in checkpointing only)."""
-    prices = price_all(np.asarray(lengths, np.int64), cost, variants)
+def variants_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> int:
+    """The bound for plans whose rounds use any of these policies (which differ in checkpointing only)."""
+    prices = price_all(np.asarray(lengths, np.int64), cost, policies)
     lanes = [0] + [1] * any(p.rings for p in prices) + [2] * any(p.cost[2].any() or p.once[2] > 0 for p in prices)
     used = [Options.of(prices, cost.ranks, lane) for lane in lanes]
     best = used[0].longest
@@ -297,6 +297,6 @@ def variants_bound(lengths: np.ndarray, cost: CostModel, variants: Sequence[Vari
         best = max(best, timeline_bound(lane, best))
     if cost.shard_group_size == cost.ranks:
         best = max(best, lock_step_bound(used))
-        if len(variants) > 1:
+        if len(policies) > 1:
             best = max(best, mixture_bound(prices, cost.ranks))
-    return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in variants)
+    return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)

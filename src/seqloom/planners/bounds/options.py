@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from seqloom.planners.bounds.prices import Prices
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 
 PRECISION = 1e-7
 """Relative slack against rounding in floating point; the bound stays below the truth."""
@@ -132,7 +132,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Every way to run the documents of a batch, under all variants a plan may mix, in one lane. ns."""
+    """Every way to run the documents of a batch, under all policies a plan may mix, in one lane. ns."""
 
     blocks: tuple[Block, ...]
     once: float
@@ -140,14 +140,14 @@ class Options:
     density: float
     """Least that a token costs the rank that computes its linear part."""
     capacity: float
-    """Tokens a rank holds in one round, in the variant that holds most."""
+    """Tokens a rank holds in one round, in the policy that holds most."""
     ranks: int
     longest: float
     """No step is shorter than its most demanding document, run as fast as it can be."""
 
     @classmethod
     def of(cls, prices: Sequence[Prices], ranks: int, lane: int) -> Options:
-        """One lane of the priced variants; documents that are best off on one rank in any case have no other way."""
+        """One lane of the priced policies; documents that are best off on one rank in any case have no other way."""
         tokens = prices[0].tokens
         alone = np.concatenate([p.alone for p in prices])
         every = Block(
@@ -191,13 +191,13 @@ class Options:
         return self.least(lambda block: np.where(block.open_until(step), block.work, np.inf))
 
 
-def _settled(every: Block, variants: int, longest: float, step: float) -> np.ndarray:
-    """bool[n]: documents for which one rank (or team) is the best choice in every argument and under every variant.
+def _settled(every: Block, policies: int, longest: float, step: float) -> np.ndarray:
+    """bool[n]: documents for which one rank (or team) is the best choice in every argument and under every policy.
 
     It is open in any step, does the least work, and is too small for any rounding to see in a step of this length.
     """
     settled = np.ones(len(every.tokens), bool)
-    for rows in np.split(np.arange(len(every.degree)), variants):
+    for rows in np.split(np.arange(len(every.degree)), policies):
         first = rows[0]  # the least degree
         small = every.cost[first] + every.once[first] * every.share[first] < NEGLIGIBLE * step
         settled &= small & (every.share[first] < NEGLIGIBLE) & (every.alone[first] <= longest)

@@ -13,14 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.analytic import AnalyticEngine
-from seqloom.cost.communication import ACTIVATION_BYTES, Communication, remap_exchanges
+from seqloom.cost.communication import (
+    ACTIVATION_BYTES,
+    Communication,
+    GroupTraffic,
+    MessageCounts,
+    aligned_group_traffic,
+    remap_exchanges,
+)
 from seqloom.cost.profile import AdditiveProfile
-from seqloom.cost.shapes import LANES
-from seqloom.cost.traffic import GroupTraffic, MessageCounts, aligned_group_traffic
+from seqloom.cost.shapes import STREAMS
 from seqloom.plan import Method, Remap
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 
 EVERY_SIZE = 64
 """Clusters of up to so many ranks are looked at in every size of ring."""
@@ -107,7 +113,7 @@ def _spread(shape: GroupShape, blocks: int, nodes: int, cards: int, tensor: int)
 # How much of a token's linear time a second layout can take off the rank that has it in attention.
 
 
-def movable_ns(cost: CostModel, variant: Variant) -> float:
+def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
     """ns per token that leave a rank at best: what a token's own journey costs stays with it.
 
     0 where nothing can move: shard groups of one rank, and profiles that have no price for it.
@@ -116,17 +122,17 @@ def movable_ns(cost: CostModel, variant: Variant) -> float:
         return 0.0
     most = 0.0
     for remap in Remap:
-        moved = sum(linear for linear, _ in cost.engine.layout_rates(variant, remap).values())
-        most = max(most, moved - journey_ns(cost, cost.engine.links, variant, remap))
+        moved = sum(linear for linear, _ in cost.engine.layout_token_ns(policy, remap).values())
+        most = max(most, moved - journey_ns(cost, cost.engine.links, policy, remap))
     return most
 
 
-def journey_ns(cost: CostModel, links: Communication, variant: Variant, remap: Remap) -> float:
+def journey_ns(cost: CostModel, links: Communication, policy: MemoryPolicy, remap: Remap) -> float:
     """Least ns of a remap's exchanges per token that leaves a rank, in all layers, forward and backward.
 
     Where a shard group has several nodes, part of a rank's tokens may use the network beside the rest on NVLink.
     """
-    values, _ = remap_exchanges(cost.model, remap, variant.checkpoint)
+    values, _ = remap_exchanges(cost.model, remap, policy.checkpoint)
     near, far = links.message_ns(values * cost.model.layers * ACTIVATION_BYTES, "all_to_all")
     return near if cost.shard_group_size <= cost.node_size else near * far / (near + far)
 
@@ -144,13 +150,13 @@ ROUNDED = 4.0
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """One variant: ``D`` degrees, ``n`` documents, ``L = 3`` lanes. ns.
+    """One policy: ``D`` degrees, ``n`` documents, ``L = 3`` lanes. ns.
 
     Lane 0 is computing. Lane 1 is computing with ring messages in place of the attention that may hide them: that of
     the ring itself and that of documents on one rank. Lane 2 is the network.
     """
 
-    variant: Variant
+    policy: MemoryPolicy
     degree: np.ndarray
     """float64[D]"""
     cost: np.ndarray
@@ -180,20 +186,20 @@ class Rates(NamedTuple):
     fixed: np.ndarray
 
 
-def price_all(lengths: np.ndarray, cost: CostModel, variants: Sequence[Variant]) -> list[Prices]:
-    """The documents under each of the variants."""
-    return [price(cost.tokens(lengths).astype(float), cost, variant) for variant in variants]
+def price_all(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> list[Prices]:
+    """The documents under each of the policies."""
+    return [price(cost.padded_lengths(lengths).astype(float), cost, policy) for policy in policies]
 
 
-def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
+def price(tokens: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> Prices:
     """Price documents of so many tokens in every place, and keep the best of every degree."""
-    places = every_rate(cost, variant)
-    least = GroupShape(cost.tensor, 1), variant, GroupTraffic()  # one team, its exchanges left out
-    whole = cost.engine.rates(*least)
+    places = every_rate(cost, policy)
+    least = GroupShape(cost.tensor, 1), policy, GroupTraffic()  # one team, its exchanges left out
+    whole = cost.engine.token_ns(*least)
     linear = (whole["linear"] + whole.get("head", 0.0)) * cost.tensor
-    once = _once(cost, variant)
-    attention = {ring: cost.engine.attention(tokens, ring, variant) for ring in {p.shape.ring for p in places}}
-    capacity, movable = cost.capacity(variant), movable_ns(cost, variant)
+    once = _once(cost, policy)
+    attention = {ring: cost.engine.attention_ns(tokens, ring, policy) for ring in {p.shape.ring for p in places}}
+    capacity, movable = cost.capacity(policy), movable_ns(cost, policy)
     degrees, rows = sorted({place.shape.degree for place in places}), []
     for degree in degrees:
         pool = movable * tokens / degree
@@ -203,8 +209,8 @@ def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
                 continue
             lanes = place.token[:, None] * tokens
             computing = attention[place.shape.ring] * cost.engine.attention_share(place.shape)
-            computing = computing + cost.engine.document_calls(tokens, place.shape.kernels, variant)
-            lanes[: 1 if place.shape.hides else 2] += computing
+            computing = computing + cost.engine.kernel_call_ns(tokens, place.shape.kernel_calls, policy)
+            lanes[: 1 if place.shape.overlaps_kv else 2] += computing
             if degree == 1:
                 lanes[1] = linear * tokens  # its attention may be what a ring hides behind
             lanes, extra = np.maximum(lanes - ROUNDED, 0.0), np.maximum(place.fixed - once - ROUNDED, 0.0)
@@ -215,7 +221,7 @@ def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
         rows.append((*best, pool))
     lanes, extra, alone, pools = (np.stack(values) for values in zip(*rows, strict=True))
     return Prices(
-        variant=variant,
+        policy=policy,
         degree=np.array(degrees, float),
         cost=lanes.transpose(1, 0, 2),
         extra=extra.T,
@@ -225,34 +231,34 @@ def price(tokens: np.ndarray, cost: CostModel, variant: Variant) -> Prices:
         linear=linear,
         tokens=tokens,
         capacity=float(capacity),
-        rings=any(place.shape.hides for place in places),
+        rings=any(place.shape.overlaps_kv for place in places),
     )
 
 
 @lru_cache(maxsize=32)
-def every_rate(cost: CostModel, variant: Variant) -> tuple[Rates, ...]:
+def every_rate(cost: CostModel, policy: MemoryPolicy) -> tuple[Rates, ...]:
     """The rates of every shape, lane by lane the least of its reaches."""
     found = []
     for shape, reaches in every_place(cost):
         token, fixed = [], []
         for reach in reaches:
             routed = shape._replace(routed=reach.proxies > 0)
-            token.append(_lanes(cost.engine.rates(routed, variant, reach), shape.hides))
-            fixed.append(_lanes(cost.engine.fixed(routed, variant, reach._replace(slices=1)), shape.hides))
+            token.append(_lanes(cost.engine.token_ns(routed, policy, reach), shape.overlaps_kv))
+            fixed.append(_lanes(cost.engine.fixed_ns(routed, policy, reach._replace(slices=1)), shape.overlaps_kv))
         found.append(Rates(shape, np.min(token, axis=0), np.min(fixed, axis=0)))
     return tuple(found)
 
 
-def _once(cost: CostModel, variant: Variant) -> np.ndarray:
+def _once(cost: CostModel, policy: MemoryPolicy) -> np.ndarray:
     """float64[L]: what a round costs a rank whatever its groups."""
-    fixed = cost.engine.fixed(GroupShape(cost.tensor, 1), variant, GroupTraffic())
+    fixed = cost.engine.fixed_ns(GroupShape(cost.tensor, 1), policy, GroupTraffic())
     fixed.pop("tensor", None)
     return np.array(_lanes(fixed, hides=False)) - 1
 
 
 def _lanes(parts: dict[str, float], hides: bool) -> list[float]:
     """The parts of each lane; what has no ring hides nothing, so that its lane 1 is its lane 0."""
-    names = (LANES[0], LANES[1] if hides else LANES[0], LANES[2])
+    names = (STREAMS[0], STREAMS[1] if hides else STREAMS[0], STREAMS[2])
     return [sum(parts.get(name, 0.0) for name in lane) for lane in names]
 
 

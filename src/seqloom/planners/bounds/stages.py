@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
-from seqloom.cost.resharding import priced_passes, reshard_times
-from seqloom.cost.shapes import LANES
-from seqloom.cost.stages import stage_end_ns
-from seqloom.cost.traffic import GroupTraffic
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.communication import GroupTraffic
+from seqloom.cost.resharding import reshard_times, unshard_times_by_stage
+from seqloom.cost.shapes import STREAMS
+from seqloom.cost.stages import stage_overhead_ns
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.lower import lower_bound
 from seqloom.planners.bounds.options import PRECISION
 from seqloom.planners.bounds.prices import ROUNDED, every_rate
-from seqloom.simulate.windows import slowest_end, stage_shares
+from seqloom.simulate.windows import stage_layers, step_overhead
 
 
 class Whole(NamedTuple):
@@ -53,7 +53,7 @@ def side_by_side_bound(plan: Plan, cost: CostModel) -> int | None:
     ranks = sum(len(pipeline.ranks) for pipeline in plan.pipelines)
     best = max(float(work.sum()) / ranks, float(chain.max()))
     relay = reshard_times(cost, plan.pipelines)
-    return int(best * (1 - PRECISION)) + slowest_end(plan, cost)[0] + int(relay.first + relay.last)
+    return int(best * (1 - PRECISION)) + step_overhead(plan, cost)[0] + int(relay.first + relay.last)
 
 
 def _pipeline(cost: CostModel, pipeline: Pipeline, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -77,14 +77,14 @@ def _pipeline(cost: CostModel, pipeline: Pipeline, lengths: np.ndarray) -> tuple
 def _priced(cost: CostModel, lengths: tuple[int, ...]) -> Whole:
     """Everything kept, at the least that any place of a shape costs."""
     engine = cost.engine
-    variant = Variant(engine.variants[0].checkpoint, Reduce.STEP, resident=True)
-    tokens = cost.tokens(np.array(lengths)).astype(np.float64)
-    rates = every_rate(cost, variant)
-    attention = {ring: engine.attention(tokens, ring, variant) for ring in {rate.shape.ring for rate in rates}}
+    policy = MemoryPolicy(engine.policies[0].checkpoint, Reduce.STEP, resident=True)
+    tokens = cost.padded_lengths(np.array(lengths)).astype(np.float64)
+    rates = every_rate(cost, policy)
+    attention = {ring: engine.attention_ns(tokens, ring, policy) for ring in {rate.shape.ring for rate in rates}}
     degree, layers, head = [], [], []
     for shape, token, _ in rates:
-        each = engine.rates(shape, variant, GroupTraffic()).get("head", 0.0)
-        calls = engine.document_calls(tokens, shape.kernels, variant)
+        each = engine.token_ns(shape, policy, GroupTraffic()).get("head", 0.0)
+        calls = engine.kernel_call_ns(tokens, shape.kernel_calls, policy)
         computing = attention[shape.ring] * engine.attention_share(shape) + calls
         degree.append(shape.degree)
         head.append(np.maximum(each * tokens - 1.0, 0.0))
@@ -131,7 +131,7 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
     pass, which leaves more memory: `side_by_side_bound`.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if len(stages) == 1 and not priced_passes(cost, plan.pipelines[0]):
+    if len(stages) == 1 and not unshard_times_by_stage(cost, plan.pipelines[0]):
         spans = sum(len(group.spans) for entry in plan.pipelines[0].rounds for group in entry.groups)
         own = cost.with_tensor(stages[0].tensor)
         return None if spans > len(plan.documents) else lower_bound(np.array(plan.documents), own)
@@ -143,7 +143,7 @@ def plan_bound(plan: Plan, cost: CostModel) -> int | None:
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     """ns that no plan for the documents of `plan` on the stages of `pipeline` beats."""
     layers, head, degree = _prices(np.array(plan.documents, dtype=np.int64), cost)
-    shares = stage_shares(pipeline)
+    shares = stage_layers(pipeline)
     best, end = 0.0, 0
     for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
         own = [share for stage in pipeline.stages_of(host) if (share := shares[stage]) is not None]
@@ -153,19 +153,19 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
         work = (degree[fits, None] * time).min(axis=0).sum() / len(ranks)
         best = max(best, float(work), float(time.min(axis=0).max()))
         shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
-        end = max(end, stage_end_ns(cost, own, len(ranks), min(map(len, shard_groups)))[0])
+        end = max(end, stage_overhead_ns(cost, own, len(ranks), min(map(len, shard_groups)))[0])
     return int(best * (1 - PRECISION)) + end
 
 
 def _prices(lengths: np.ndarray, cost: CostModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(layers, head, degree): float64[S, n] ns of every document in every shape, everything kept; int64[S]."""
-    checkpoint = cost.engine.variants[0].checkpoint
-    variant = Variant(checkpoint, Reduce.STEP, resident=True)
+    checkpoint = cost.engine.policies[0].checkpoint
+    policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
     shapes = cost.engine.shapes
-    tokens = cost.tokens(lengths)
-    parts = cost.document_parts(tokens, [(shape, cost.aligned(shape)) for shape in shapes], variant)
+    tokens = cost.padded_lengths(lengths)
+    parts = cost.document_ns(tokens, [(shape, cost.aligned_traffic(shape)) for shape in shapes], policy)
     zero = np.zeros((len(shapes), len(lengths)))
     head = parts.get("head", zero)
-    layers = sum((values for name, values in parts.items() if name in LANES[0] and name != "head"), zero)
+    layers = sum((values for name, values in parts.items() if name in STREAMS[0] and name != "head"), zero)
     degree = np.array([shape.degree for shape in shapes], dtype=np.int64)
     return layers.astype(np.float64), head.astype(np.float64), degree

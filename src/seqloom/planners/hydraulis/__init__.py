@@ -1,26 +1,22 @@
-"""Planner ``strategies``: pipelines of different shape side by side, another list of them at every step.
+"""Planner ``hydraulis``: pipelines of different parallel configs side by side, others at every step.
 
 Before a run, the lengths of its data give a short list of strategies (`propose_strategies`). At every step, the batch
-picks one of them, in two stages: documents to pipelines, then documents to micro-batches (`plan_strategies`).
+takes one of them, in two stages: dispatch documents to pipelines, then pack micro-batches (`plan_strategies`).
 """
 
-from seqloom.planners.hydraulis.config import (
-    ConfigCost,
+from seqloom.planners.hydraulis.costs import check_strategies
+from seqloom.planners.hydraulis.planner import plan_strategies, propose_strategies
+from seqloom.planners.hydraulis.strategy import (
     ParallelConfig,
     PipelineConfig,
-    SchemeCosts,
     Strategy,
     strategies_from_json,
     strategies_to_json,
 )
-from seqloom.planners.hydraulis.costs import check_strategies
-from seqloom.planners.hydraulis.planner import plan_strategies, propose_strategies
 
 __all__ = [
-    "ConfigCost",
     "ParallelConfig",
     "PipelineConfig",
-    "SchemeCosts",
     "Strategy",
     "check_strategies",
     "plan_strategies",

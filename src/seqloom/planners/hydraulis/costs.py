@@ -1,11 +1,15 @@
-"""The schemes that a cluster and a model allow, with prices fitted to the cost model.
+"""Parallel configs that a cluster and a model allow, with costs fitted to the cost model; and what a switch costs.
 
-A scheme's stages run its documents in groups as wide as the stage. Each document is priced under the choice of what is
-kept that is fastest for it: what keeps more runs faster, but a micro-batch holds less, so its constant counts for
-fewer tokens. Two numbers, for the squared and the plain length, are fitted to these prices over all lengths that fit.
+The stages of a config run documents in groups as wide as the stage. Each document is priced under the checkpointing
+that is fastest for it: one that keeps more runs faster, but a micro-batch holds less, so its constant counts for fewer
+tokens. Two numbers, for the squared and the plain length, are fitted to these prices over all lengths that fit.
 
-Where memory makes a scheme recompute, or leaves no room for the longest document, the same scheme with parameters
-gathered for every pass is looked at too. It holds more, and every micro-batch pays for the messages.
+Where memory makes a config recompute, or leaves no room for the longest document, the same config with
+`reshard_after_forward` is considered too: its parameters are gathered for every pass. It holds more, and every
+micro-batch pays for the messages. All ranks of a stage take part in every pass, so its plan has one group as wide as
+the stage in every round, for the micro-batches of the assignment, in 1F1B order where there are several stages:
+
+    0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
 """
 
 from __future__ import annotations
@@ -13,32 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from functools import lru_cache
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, Variant
-from seqloom.cost.resharding import pass_times, reshard_times, tokens_in_passes
-from seqloom.cost.stages import StageMemory, host_bytes, pipeline_checkpoints
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.resharding import microbatch_tokens, reshard_times, unshard_times
+from seqloom.cost.stages import StageMemory, pipeline_checkpoints, pp_rank_bytes
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import (
-    Action,
-    ActionKind,
-    Checkpoint,
-    Group,
-    Limits,
-    Pipeline,
-    Plan,
-    Reduce,
-    Round,
-    Stage,
-    StageMicroBatch,
-)
+from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.plan.pipeline import gathered_for_passes
-from seqloom.planners.hydraulis.assign import estimate
-from seqloom.planners.hydraulis.config import (
+from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
     ParallelConfig,
     PipelineConfig,
@@ -46,153 +36,92 @@ from seqloom.planners.hydraulis.config import (
     check_placement,
     fits_nodes,
 )
-from seqloom.planners.pipeline.stage_layout import line_of, shard_group_of
+from seqloom.planners.loops import estimate_pipeline_ns
+from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import schedule_of
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of stages that are looked at."""
+"""Numbers of stages to consider."""
 SHORTEST = 128
-"""Tokens of the shortest document that prices are fitted to."""
+"""Tokens of the shortest document that costs are fitted to."""
 PROBES = 12
-"""Lengths that prices are fitted to."""
+"""Lengths that costs are fitted to."""
 LOADS = (1, 2**14, 2**18)
-"""Tokens of the loads by which schemes are compared, at least one document each."""
+"""Tokens of the loads by which configs are compared, at least one document each."""
 NEAR_PERCENT = 103
-
-_known: WeakKeyDictionary[CostModel, dict[ParallelConfig, ConfigCost | None]] = WeakKeyDictionary()
-_held: WeakKeyDictionary[CostModel, dict[tuple[int, bool], dict[Variant, int]]] = WeakKeyDictionary()
+"""A config this near to the fastest stands for it."""
 
 
-class Keeping(NamedTuple):
-    """One choice of what is kept of a micro-batch: tokens that fit on all ranks of a stage, and the price."""
+def config_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCost]:
+    """Fit the costs of the configs worth considering for documents up to `longest` tokens.
 
-    tokens: int
-    fixed: int
-    """ns before any document."""
-    variant: Variant
-
-
-def scheme_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCost]:
-    """Prices of the schemes worth considering for documents up to `longest` tokens. Times are those of a stage.
-
-    SeqloomError if no scheme holds a token.
+    SeqloomError if no config holds a token.
     """
     fitted = {}
-    for scheme in legal_schemes(cost):
-        sharing = [scheme._replace(gathered=True)] if may_gather(cost, scheme, longest) else []
-        for each in (scheme, *sharing):
-            if (priced := fit(cost, each)) is not None:
+    for config in legal_configs(cost):
+        resharding = [config._replace(reshard_after_forward=True)] if gains_memory(cost, config, longest) else []
+        for each in (config, *resharding):
+            if (priced := fit_config(cost, each)) is not None:
                 fitted[each] = priced
     if not fitted:
         raise SeqloomError(
             f"no pipeline on {cost.ranks} ranks holds the state of {cost.model.name} and one token in "
             f"{cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget or use more GPUs"
         )
-    return useful_schemes(fitted, longest)
+    return prune_configs(fitted, longest)
 
 
-def legal_schemes(cost: CostModel) -> Iterator[ParallelConfig]:
-    """Every scheme that the model's heads, widths and layers and the cluster's nodes allow.
+def legal_configs(cost: CostModel) -> Iterator[ParallelConfig]:
+    """Yield every config that the model's heads, widths and layers and the cluster's nodes allow.
 
     Tensor ranks stay inside a node. Beyond them a stage spreads documents over heads as far as these reach, in its
     node where it can, and over positions from there on.
     """
     node = cost.node_size
-    for tensor in cost.model.tensor_degrees:
-        if tensor > node or node % tensor:
-            continue
+    for tensor in (degree for degree in cost.model.tensor_degrees if degree <= node and node % degree == 0):
         for stages in (count for count in STAGES if count <= cost.model.layers):
-            for width in cost.family.sizes:
-                if width % tensor == 0 and fits_nodes(
-                    ParallelConfig(stages, tensor, width // tensor), cost.ranks, node
-                ):
-                    inside = cost.on_ranks(stages * width, tensor)
-                    shapes = [s for s in inside.engine.shapes if s.degree == width and not s.routed]
-                    for ulysses, ring in dict.fromkeys((shape.ulysses, shape.ring) for shape in shapes):
+            for width in (size for size in cost.family.sizes if size % tensor == 0):
+                if fits_nodes(ParallelConfig(stages, tensor, width // tensor), cost.ranks, node):
+                    shapes = cost.for_submesh(stages * width, tensor).engine.shapes
+                    own = dict.fromkeys((s.ulysses, s.ring) for s in shapes if s.degree == width and not s.routed)
+                    for ulysses, ring in own:
                         yield ParallelConfig(stages, tensor, ulysses // tensor, ring)
 
 
-def fit(cost: CostModel, scheme: ParallelConfig) -> ConfigCost | None:
-    """Prices of one scheme, None if it holds no token; made once per cost model."""
-    known = _known.setdefault(cost, {})
-    if scheme not in known:
-        known[scheme] = _fitted(cost.on_ranks(scheme.ranks, scheme.tensor), scheme)
-    return known[scheme]
-
-
-def _fitted(inside: CostModel, scheme: ParallelConfig) -> ConfigCost | None:
-    ulysses = scheme.tensor * scheme.ulysses
-    shapes = [s for s in inside.engine.shapes if (s.ulysses, s.ring, s.routed) == (ulysses, scheme.ring, False)]
+@lru_cache(maxsize=4096)
+def fit_config(cost: CostModel, config: ParallelConfig) -> ConfigCost | None:
+    """Fit the costs of one config; None if it holds no token."""
+    inside = cost.for_submesh(config.ranks, config.tensor)
+    shapes = _shapes(inside, config)
     if not shapes:
-        legal = dict.fromkeys(f"{s.ulysses} x {s.ring}" for s in inside.engine.shapes if s.degree == scheme.width)
+        width = config.ranks_per_stage
+        legal = dict.fromkeys(f"{s.ulysses} x {s.ring}" for s in inside.engine.shapes if s.degree == width)
         raise SeqloomError(
-            f"pipeline {scheme}: no groups of Ulysses {ulysses} (tensor included) x ring {scheme.ring} here; of "
-            f"{scheme.width} ranks there are {', '.join(legal) or 'none'}"
+            f"pipeline {config}: no groups of Ulysses {config.tensor * config.ulysses} (tensor included) x ring "
+            f"{config.ring} here; of {width} ranks there are {', '.join(legal) or 'none'}"
         )
-    kept = list(keepings(inside, scheme, shapes))
-    longest = max((keeping.tokens for keeping in kept), default=0)
-    if longest < 1:
+    capacity = {
+        v: config.ranks_per_stage * tokens for v, tokens in token_capacity(inside, config).items() if tokens > 0
+    }
+    if not capacity:
         return None
+    longest = max(capacity.values())
+    constants = [inside.tables([1], policy, shapes).fixed.max(axis=0).min() // config.stages for policy in capacity]
+    fixed = int(min(constants)) + gathering_ns(inside, config)
     lengths = np.unique(np.geomspace(min(SHORTEST, longest), longest, PROBES).astype(np.int64))
-    fixed = min(keeping.fixed for keeping in kept)
     prices = np.full(len(lengths), np.inf)
-    for keeping in kept:
-        tables = inside.tables(lengths, keeping.variant, shapes)
-        own = tables.cost.max(axis=0).min(axis=0) / scheme.stages
-        own = own + fixed * lengths * (1.0 / keeping.tokens - 1.0 / longest)
-        prices = np.where(lengths <= keeping.tokens, np.minimum(prices, own), prices)
+    for policy, tokens in capacity.items():
+        own = inside.tables(lengths, policy, shapes).cost.max(axis=0).min(axis=0) / config.stages
+        own = own + fixed * lengths * (1.0 / tokens - 1.0 / longest)
+        prices = np.where(lengths <= tokens, np.minimum(prices, own), prices)
     square, linear = relative_fit(lengths.astype(np.float64), prices)
     return ConfigCost(square, linear, fixed, longest)
 
 
-def may_gather(cost: CostModel, scheme: ParallelConfig, longest: int) -> bool:
-    """Whether memory binds a scheme, for documents up to `longest` tokens, and gathering for every pass leaves more."""
-    if scheme.width == scheme.tensor:
-        return False
-    inside = cost.on_ranks(scheme.ranks, scheme.tensor)
-    stays, shared = (
-        {variant.checkpoint: tokens for variant, tokens in holdings(inside, scheme._replace(gathered=each)).items()}
-        for each in (False, True)
-    )
-    everything = stays.get(Checkpoint.NONE, 0) * scheme.width
-    return everything < longest and any(tokens > stays.get(checkpoint, 0) for checkpoint, tokens in shared.items())
-
-
-def keepings(inside: CostModel, scheme: ParallelConfig, shapes: list[GroupShape]) -> Iterator[Keeping]:
-    """The choices of what is kept that hold a token of a micro-batch, as many in flight as 1F1B has."""
-    moved = unit_passes_ns(inside, scheme)
-    for variant, capacity in holdings(inside, scheme).items():
-        if capacity > 0:
-            fixed = inside.tables([1], variant, shapes).fixed.max(axis=0).min() // scheme.stages
-            yield Keeping(capacity * scheme.width, int(fixed) + moved, variant)
-
-
-def holdings(inside: CostModel, scheme: ParallelConfig) -> dict[Variant, int]:
-    """Tokens of a micro-batch that a rank can hold under every choice of what is kept; made once per cost model."""
-    known, key = _held.setdefault(inside, {}), (scheme.stages, scheme.gathered)
-    if key not in known:
-        known[key] = (gathered_holdings if scheme.gathered else _holdings)(inside, scheme.stages)
-    return known[key]
-
-
-def _holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
-    """The same of parameters that stay for the step."""
-    holding: dict[Variant, int] = {}
-    if stages == 1:
-        with suppress(SeqloomError):  # none holds a token
-            holding = {variant: inside.capacity(variant) for variant in inside.variants}
-    else:
-        line = line_of(inside, stages)
-        for checkpoint in pipeline_checkpoints(inside):
-            least = []
-            for host, shares in enumerate(line.of_hosts):
-                room = inside.budget_bytes - host_bytes(inside, shares, shard_group_of(inside, line))
-                own = [StageMemory(inside, share).holding(checkpoint, offload=False) for share in shares]
-                held = (stages - host) * sum(each.held for each in own)
-                least.append(int(room // (held + max(max(each.forward, each.backward) for each in own))))
-            if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
-                holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(least)
-    return holding
+def _shapes(inside: CostModel, config: ParallelConfig) -> list[GroupShape]:
+    """Group shapes of a config's stages: the ways to share keys and values under its degrees."""
+    wanted = (config.tensor * config.ulysses, config.ring, False)
+    return [shape for shape in inside.engine.shapes if (shape.ulysses, shape.ring, shape.routed) == wanted]
 
 
 def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]:
@@ -206,45 +135,95 @@ def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]
     return float(a), float(b)
 
 
-def useful_schemes(costs: dict[ParallelConfig, ConfigCost], longest: int) -> dict[ParallelConfig, ConfigCost]:
-    """Of every number of ranks as few schemes as possible, such that one is near the fastest at any load.
+def gains_memory(cost: CostModel, config: ParallelConfig, longest: int) -> bool:
+    """Whether memory binds a config for documents up to `longest` tokens, and resharding after forward leaves more."""
+    if config.ranks_per_stage == config.tensor:
+        return False
+    inside = cost.for_submesh(config.ranks, config.tensor)
+    stays, resharded = (
+        {v.checkpoint: tokens for v, tokens in token_capacity(inside, own).items()}
+        for own in (config, config._replace(reshard_after_forward=True))
+    )
+    if stays.get(Checkpoint.NONE, 0) * config.ranks_per_stage >= longest:
+        return False
+    return any(tokens > stays.get(checkpoint, 0) for checkpoint, tokens in resharded.items())
 
-    Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens. Schemes that are
-    gathered for every pass are taken for loads at which no other is near them.
+
+def token_capacity(inside: CostModel, config: ParallelConfig) -> dict[MemoryPolicy, int]:
+    """Tokens of a micro-batch that a rank holds under every policy, with as many in flight as 1F1B has."""
+    return _token_capacity(inside, config.stages, config.reshard_after_forward)
+
+
+@lru_cache(maxsize=4096)
+def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) -> dict[MemoryPolicy, int]:
+    capacity: dict[MemoryPolicy, int] = {}
+    if stages == 1 and not reshard_after_forward:
+        with suppress(SeqloomError):  # no policy holds a token
+            capacity = {policy: inside.capacity(policy) for policy in inside.policies}
+        return capacity
+    layout = StageLayout.of(inside, stages)
+    replicas = layout.ranks_per_stage // layout.tensor
+    for checkpoint in pipeline_checkpoints(inside):
+        if checkpoint == Checkpoint.STAGE:  # no faster than running its layers again
+            continue
+        tokens = []
+        for pp_rank, layers in enumerate(layout.layer_ranges):
+            in_flight = stages - pp_rank
+            if reshard_after_forward:
+                tokens.append(microbatch_tokens(inside, layers, replicas, checkpoint, in_flight))
+            else:
+                free = inside.budget_bytes - pp_rank_bytes(inside, (layers,), layout.shard_group_size(inside))
+                own = StageMemory(inside, layers).activation_bytes(checkpoint, offload=False)
+                tokens.append(int(free // (in_flight * own.held + max(own.forward, own.backward))))
+        capacity[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(tokens)
+    return capacity
+
+
+def gathering_ns(inside: CostModel, config: ParallelConfig) -> int:
+    """ns that gathering parameters for every pass adds to a micro-batch on the slowest stage; 0 where they stay."""
+    if not config.reshard_after_forward:
+        return 0
+    layout = StageLayout.of(inside, config.stages)
+    times = [unshard_times(inside, *each) for each in zip(layout.stages, layout.layer_ranges, strict=True)]
+    return max(2 * each.gather + each.sum for each in times)
+
+
+def prune_configs(costs: dict[ParallelConfig, ConfigCost], longest: int) -> dict[ParallelConfig, ConfigCost]:
+    """Take as few configs as possible of every number of ranks, such that one is near the fastest at any load.
+
+    Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens. Configs that
+    reshard after forward are taken for loads at which no other is near them.
     """
-    kept: list[ParallelConfig] = []
-    for ranks in sorted({scheme.ranks for scheme in costs}):
+    taken: list[ParallelConfig] = []
+    for ranks in sorted({config.ranks for config in costs}):
         reached: np.ndarray | float = np.inf
-        for gathered in (False, True):
-            own = sorted(scheme for scheme in costs if scheme.ranks == ranks and scheme.gathered == gathered)
+        for reshard in (False, True):
+            own = sorted(each for each in costs if (each.ranks, each.reshard_after_forward) == (ranks, reshard))
             if not own:
                 continue
-            times = np.stack([_loads_ns(scheme, costs[scheme], longest) for scheme in own])
+            times = np.stack([_load_times(config, costs[config], longest) for config in own])
             best = times.min(axis=0)
             near = (times * 100 <= best * NEAR_PERCENT) & np.isfinite(best)
-            open_ = np.isfinite(best) & (best * NEAR_PERCENT < np.multiply(reached, 100))
-            while open_.any():
-                pick = int((near & open_).sum(axis=1).argmax())
-                kept.append(own[pick])
-                open_ = open_ & ~near[pick]
+            uncovered = np.isfinite(best) & (best * NEAR_PERCENT < np.multiply(reached, 100))
+            while uncovered.any():
+                pick = int((near & uncovered).sum(axis=1).argmax())
+                taken.append(own[pick])
+                uncovered = uncovered & ~near[pick]
             reached = best
-    return {scheme: costs[scheme] for scheme in sorted(kept)}
+    return {config: costs[config] for config in sorted(taken)}
 
 
-def _loads_ns(scheme: ParallelConfig, cost: ConfigCost, most: int) -> np.ndarray:
+def _load_times(config: ParallelConfig, cost: ConfigCost, longest: int) -> np.ndarray:
     """float64[loads] ns per document of several amounts of several lengths; infinite where one is too long."""
     times = []
-    lengths = [*(2**k for k in range(7, 40) if 2**k < most), most]
+    lengths = [*(2**k for k in range(7, 40) if 2**k < longest), longest]
     for length, own in zip(lengths, cost.documents_ns(np.array(lengths)).tolist(), strict=True):
         for tokens in LOADS:
             count = max(1, tokens // length)
-            done = estimate(own * count, length * count, own, count, cost.fixed, cost.longest, scheme.stages, False)
-            times.append(done / count if length <= cost.longest else np.inf)
+            documents = own * count, length * count, own, count
+            ns = estimate_pipeline_ns(*documents, cost.fixed, cost.max_tokens, config.stages, False)
+            times.append(ns / count if length <= cost.max_tokens else np.inf)
     return np.array(times)
-
-
-# ---- merged: planners.strategies.check
-# Are given strategies legal here? And what do their schemes cost?
 
 
 def check_strategies(strategies: Sequence[Strategy], cost: CostModel) -> None:
@@ -254,137 +233,91 @@ def check_strategies(strategies: Sequence[Strategy], cost: CostModel) -> None:
     model = cost.model
     for strategy in strategies:
         check_placement(strategy, cost.ranks, cost.node_size)
-        for scheme in dict.fromkeys(pipe.scheme for pipe in strategy.pipelines):
-            if scheme.stages > model.layers:
+        for config in dict.fromkeys(pipe.parallel for pipe in strategy.pipelines):
+            if config.stages > model.layers:
                 raise SeqloomError(
-                    f"pipeline {scheme} of strategy {strategy} has {scheme.stages} stages for the {model.layers} "
+                    f"pipeline {config} of strategy {strategy} has {config.stages} stages for the {model.layers} "
                     f"layers of {model.name}: every stage needs a layer; use at most {model.layers} stages"
                 )
-            model.check_tensor(scheme.tensor)
-            if scheme.tensor * scheme.ulysses > model.heads:
+            model.check_tensor(config.tensor)
+            if config.tensor * config.ulysses > model.heads:
                 raise SeqloomError(
-                    f"pipeline {scheme} of strategy {strategy} spreads the {model.heads} heads of {model.name} over "
-                    f"{scheme.tensor * scheme.ulysses} ranks: each needs one; use a ring for the rest"
+                    f"pipeline {config} of strategy {strategy} spreads the {model.heads} heads of {model.name} over "
+                    f"{config.tensor * config.ulysses} ranks: each needs one; use a ring for the rest"
                 )
 
 
 def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[ParallelConfig, ConfigCost]:
-    """Prices of every scheme in these strategies; SeqloomError for one whose state does not fit in memory."""
+    """Fit the costs of every config in these strategies; SeqloomError for one whose state does not fit in memory."""
     costs = {}
-    for scheme in dict.fromkeys(pipe.scheme for strategy in strategies for pipe in strategy.pipelines):
-        priced = fit(cost, scheme)
-        if priced is None:
+    for config in dict.fromkeys(pipe.parallel for strategy in strategies for pipe in strategy.pipelines):
+        fitted = fit_config(cost, config)
+        if fitted is None:
             raise SeqloomError(
-                f"pipeline {scheme} has no room for a token of {cost.model.name} beside its parameters and gradients "
+                f"pipeline {config} has no room for a token of {cost.model.name} beside its parameters and gradients "
                 f"in {cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget, or propose strategies anew"
             )
-        costs[scheme] = priced
+        costs[config] = fitted
     return costs
 
 
-# ---- merged: planners.strategies.gathered
-# A pipeline whose parameters are gathered for every pass: what it holds, what that costs, and its plan.
-#
-# All ranks of a stage meet in every pass, so every round is one group as wide as the stage: the micro-batches of
-# the
-# assignment, in 1F1B order where there are several stages.
-#
-#     0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
+def switch_ns(strategy: Strategy, cost: CostModel) -> int:
+    """ns that moving parameters and gradients between steps adds at least to a step under free sharding.
+
+    Most of the move hides behind the step's own work, which depends on the plan. Embedding and first layer, there and
+    back, never hide. Strategies are chosen with that; full plans are compared with all of it.
+    """
+    times = reshard_times(cost, [_empty_pipeline(pipe, cost) for pipe in strategy.pipelines])
+    return int(np.rint(times.first + times.last))
 
 
-def gathered_holdings(inside: CostModel, stages: int) -> dict[Variant, int]:
-    """Tokens of a micro-batch that a rank can hold, by what is kept; as many are in flight as 1F1B has."""
-    line = line_of(inside, stages)
-    column = line.width // line.tensor
-    holding = {}
-    for checkpoint in pipeline_checkpoints(inside):
-        if checkpoint != Checkpoint.STAGE:  # no faster than running its layers again
-            rooms = [
-                tokens_in_passes(inside, part, column, checkpoint, stages - host)
-                for host, part in enumerate(line.shares)
-            ]
-            holding[Variant(checkpoint, Reduce.STEP, resident=True)] = min(rooms)
-    return holding
+def _empty_pipeline(pipe: PipelineConfig, cost: CostModel) -> Pipeline:
+    """A pipeline without rounds, whose actions only say whether its stages are gathered for every pass."""
+    layout = StageLayout.of(cost.for_submesh(len(pipe.ranks), pipe.parallel.tensor), pipe.parallel.stages)
+    stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in layout.stages)
+    gathers = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.parallel.stages))
+    return Pipeline(tuple(stages), (), gathers if pipe.parallel.reshard_after_forward else ())
 
 
-def unit_passes_ns(inside: CostModel, scheme: ParallelConfig) -> int:
-    """ns that gathering for every pass adds to a micro-batch on the slowest stage; nothing where parameters stay."""
-    if not scheme.gathered:
-        return 0
-    line = line_of(inside, scheme.stages)
-    times = [pass_times(inside, *each) for each in zip(line.stages, line.shares, strict=True)]
-    return max(2 * each.gather + each.sum for each in times)
-
-
-def plan_gathered(
-    lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, scheme: ParallelConfig
+def plan_resharding_pipeline(
+    lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, config: ParallelConfig
 ) -> Plan:
-    """Plan micro-batches of documents for a pipeline that is gathered for every pass.
+    """Plan given micro-batches for a pipeline that reshards after forward.
 
     Args:
         lengths: int64[n] tokens.
         batches: documents of every micro-batch, in running order.
-        cost: prices of the pipeline's ranks.
-        scheme: of the pipeline.
+        cost: of the pipeline's ranks.
+        config: of the pipeline.
     """
-    holding = {variant: tokens for variant, tokens in gathered_holdings(cost, scheme.stages).items() if tokens > 0}
-    needs = [-(-int(cost.tokens(lengths[list(batch)]).sum()) // scheme.width) for batch in batches]
-    if scheme.stages > 1:  # several are in flight, and each may have as much of the memory as the largest
+    width = config.ranks_per_stage
+    capacity = {policy: tokens for policy, tokens in token_capacity(cost, config).items() if tokens > 0}
+    needs = [-(-int(cost.padded_lengths(lengths[list(batch)]).sum()) // width) for batch in batches]
+    if config.stages > 1:  # several are in flight, and each may have as much of the memory as the largest
         needs = [max(needs)] * len(needs)
-    stages = line_of(cost, scheme.stages).stages
+    stages = StageLayout.of(cost, config.stages).stages
+    shapes = _shapes(cost, config)
     rounds = []
     for batch, need in zip(batches, needs, strict=True):
-        fitting = [variant for variant, tokens in holding.items() if tokens >= need]
-        if not fitting:
+        policy = next((policy for policy, tokens in capacity.items() if tokens >= need), None)
+        if policy is None:
             raise SeqloomError(
-                f"a micro-batch of {need * scheme.width} tokens for pipeline {scheme}, which holds "
-                f"{max(holding.values(), default=0) * scheme.width}; raise the memory budget or use more GPUs"
+                f"a micro-batch of {need * width} tokens for pipeline {config}, which holds "
+                f"{max(capacity.values(), default=0) * width}; raise the memory budget or use more GPUs"
             )
-        shape = _fastest(lengths[list(batch)], cost, scheme, fitting[0])
+        tables = cost.tables(lengths[list(batch)], policy, shapes)
+        times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
+        shape = shapes[times.index(min(times))]
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
-        rounds.append(Round(tuple(_work(stage, shape, spans, fitting[0].checkpoint) for stage in stages)))
-    rows = schedule_of("1f1b", scheme.stages, len(batches)).rows_of_plan()
-    capacity = tuple((variant.checkpoint, tokens) for variant, tokens in holding.items())
+        groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
+        rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
+    rows = schedule_of("1f1b", config.stages, len(batches)).rows_of_plan()
+    limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())
     return Plan(
-        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, capacity, cost.granule),
+        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.pad_multiple),
         sharding=cost.sharding,
         reduce=Reduce.STEP,
         documents=tuple(lengths.tolist()),
         pipelines=(gathered_for_passes(Pipeline(stages, tuple(rounds), rows)),),
-        planner="strategies",
+        planner="hydraulis",
     )
-
-
-def _fastest(lengths: np.ndarray, cost: CostModel, scheme: ParallelConfig, variant: Variant) -> GroupShape:
-    """The scheme's groups, with the way of sharing keys and values that is fastest for these documents."""
-    wanted = (scheme.tensor * scheme.ulysses, scheme.ring, False)
-    shapes = [shape for shape in cost.engine.shapes if (shape.ulysses, shape.ring, shape.routed) == wanted]
-    tables = cost.tables(lengths, variant, shapes)
-    everything = np.arange(len(lengths))
-    return min(shapes, key=lambda shape: tables.group_ns(shapes.index(shape), everything))
-
-
-def _work(stage: Stage, shape: GroupShape, spans: tuple[Span, ...], checkpoint: Checkpoint) -> StageMicroBatch:
-    return StageMicroBatch((Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method),), checkpoint)
-
-
-# ---- merged: planners.strategies.switch
-# What it costs to bring parameters where a strategy computes, and gradients back, whatever the documents are.
-#
-# Most of it hides behind the step's own work, which depends on the plan. What never hides is known beforehand:
-# embedding
-# and first layer, there and back. Strategies are chosen with that; full plans are compared with all of it.
-
-
-def switch_ns(strategy: Strategy, cost: CostModel) -> int:
-    """ns of a step under free sharding that moving parameters and gradients adds at least."""
-    relay = reshard_times(cost, [_outline(pipe, cost) for pipe in strategy.pipelines])
-    return int(np.rint(relay.first + relay.last))
-
-
-def _outline(pipe: PipelineConfig, cost: CostModel) -> Pipeline:
-    """The stages of a pipeline, without anything to do but to say whether they are gathered for every pass."""
-    line = line_of(cost.on_ranks(len(pipe.ranks), pipe.scheme.tensor), pipe.scheme.stages)
-    stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in line.stages)
-    gathers = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.scheme.stages))
-    return Pipeline(tuple(stages), (), gathers if pipe.scheme.gathered else ())

@@ -1,31 +1,79 @@
-"""Planner ``pipeline``: stages, pieces, packs and their order, by the same prices as everything else."""
+"""Planner ``pipeline``: stages, pieces of long sequences, packs of short documents, and their schedule.
+
+Micro-batches that take longer make fewer messages and fuller kernels; shorter ones fill the pipeline sooner. Several
+sizes are tried, each with several schedules, and the fastest by `play` is taken. Where memory binds, micro-batches
+store less: the list schedule obeys the memory cap by itself, under others they take cheaper policies until they fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from seqloom.cost import CostModel
-from seqloom.cost.stages import pipeline_limits
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.stages import StageMemory, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError
-from seqloom.plan import Pipeline, Plan, Reduce, Round
-from seqloom.planners.pipeline.placement import work_of
-from seqloom.planners.pipeline.search import (
-    FOLDED,
-    NEAR_PERCENT,
-    Answer,
-    Search,
-    longest_document,
-    names_of,
-    require_order,
-    too_long,
+from seqloom.errors import PlanError, SeqloomError, unknown
+from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
+from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
+from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
+from seqloom.planners.pipeline.recompute_offload import (
+    ActivationMemory,
+    ActivationPolicy,
+    Choice,
+    MicroBatchCosts,
+    policies_of,
+    stage_micro_batch,
 )
-from seqloom.planners.pipeline.stage_layout import check_stages, line_of, shard_group_of
+from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages, stage_group_shapes
+from seqloom.schedules import NAMES, Schedule, Times, play, schedule_of
+from seqloom.schedules.search import BUDGET, balanced
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
+V_SHAPED = ("zb-v", "v-half", "v-min")
+"""Schedules whose stages go down the pp_ranks and up again; they run uncut sequences only."""
+UNCUT = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *V_SHAPED)
+"""Schedules that cut no sequence unless memory asks for it."""
+PIECEWISE = ("seq1f1b", "seq1f1b-i")
+"""Names of the same schedules where sequences come in pieces."""
+SCHEDULES = tuple(dict.fromkeys((*NAMES, "balanced")))
+
+PIECES = (1, 2, 4, 8, 16, 32)
+"""Pieces of the longest document to try."""
+ROUNDS_PER_STAGE = (2, 4)
+"""Micro-batches per stage to try, where the batch and not its longest document decides how coarse they are."""
+DISTINCT_PERCENT = 140
+"""Of target times nearer to each other than this only one is tried."""
+WORTH_PERCENT = 105
+"""Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
+NEAR_PERCENT = 101
+"""Candidates this near to the fastest may be taken in its place; nothing slower is worth a try."""
+MOST_MICRO_BATCHES = 64
+"""Micro-batches per stage that a plan may have."""
+BINDING_PERCENT = 90
+"""A plan that fills less of the memory than this gains nothing by storing less."""
+QUICK = 3
+"""Schedules that every size is tried with; the others are tried with the best size."""
+SIZE_CHANGES: tuple[Callable[[MicroBatchSize], MicroBatchSize], ...] = (
+    lambda size: size._replace(later_percent=150, pack_percent=200, warmup=6, max_tokens=size.max_tokens * 4 // 3),
+    lambda size: size._replace(max_tokens=size.max_tokens * 4 // 3),
+    lambda size: size._replace(warmup=size.warmup // 2),
+    lambda size: size._replace(target_ns=max(1, size.target_ns * 5 // 6)),
+    lambda size: size._replace(target_ns=size.target_ns * 7 // 6),
+    lambda size: size._replace(warmup=max(2, size.warmup)),
+    lambda size: size._replace(later_percent=150),
+    lambda size: size._replace(pack_percent=150),
+    lambda size: size._replace(pack_percent=200),
+    lambda size: size._replace(max_tokens=max(1, size.max_tokens * 3 // 4)),
+    lambda size: size._replace(max_tokens=max(1, size.max_tokens // 2)),
+)
+"""Changes of the best size that are tried one after the other."""
+GIB = 1024**3
+PROBE = 1 << 20
+"""Tokens of the document whose keys and values are measured; they grow in proportion."""
 
 
 def plan_pipeline(
@@ -43,70 +91,380 @@ def plan_pipeline(
     Args:
         lengths: int64[n] tokens.
         cost: prices.
-        stages: hosts that work side by side, each with an equal part of the ranks; None takes the best of 2, 4 and 8.
-        chunks: stages of every host.
-        pieces: into how many pieces the longest document is cut; None tries several.
-        schedule: name of the order, or ``auto`` for the best of several.
+        stages: that work side by side, each with an equal part of the ranks; None takes the best of 2, 4 and 8.
+        chunks: stages of every pp_rank.
+        pieces: of the longest document; None tries several numbers.
+        schedule: name of a schedule, or ``auto`` for the best of several.
         layers: of every stage; None levels the stages' times, see `stage_layers`.
     """
     array = Batch.of(lengths).lengths
-    given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
     if stages is None:
-        return _best_of(lambda n: plan_pipeline(array, cost, stages=n, **given), _usual(cost, chunks), cost)
+        given = {"chunks": chunks, "pieces": pieces, "schedule": schedule, "layers": layers}
+        return _best_number_of_stages(lambda n: plan_pipeline(array, cost, stages=n, **given), cost, chunks)
     check_stages(cost, stages, chunks)
-    names = names_of(schedule, chunks)
-    require_order(schedule, stages, chunks)
+    schedules = schedules_to_try(schedule, chunks)
+    check_schedule(schedule, stages, chunks)
     if pieces is not None and not 1 <= pieces <= int(array.max()):
         raise SeqloomError(
             f"{pieces} pieces of a longest sequence of {array.max()} tokens; give 1 to {array.max()}, or leave it out"
         )
-    line = line_of(cost, stages, chunks, layers, folded=schedule in FOLDED)
-    limits = pipeline_limits(cost, line.of_hosts, shard_group_of(cost, line))
-    search = Search(cost, line, limits, array, names, pieces)
-    answers = search.answers() if int(array.max()) <= longest_document(search) else []
-    if not answers:
-        raise too_long(search)
-    near = [answer for answer in answers if answer.makespan * 100 <= answers[0].makespan * NEAR_PERCENT]
-    plans = [build(search, answer) for answer in near]
+    layout = StageLayout.of(cost, stages, chunks, layers, v_shape=schedule in V_SHAPED)
+    search = PipelineSearch(cost, layout, array, schedules, pieces)
+    candidates = search.run() if int(array.max()) <= search.longest_document() else []
+    if not candidates:
+        raise search.too_long()
+    near = [each for each in candidates if each.makespan_ns * 100 <= candidates[0].makespan_ns * NEAR_PERCENT]
+    plans = [search.plan(candidate) for candidate in near]
     return plans[0] if len(plans) == 1 else min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
-def _best_of(make: Callable[[int], Plan], options: Sequence[int], cost: CostModel) -> Plan:
-    """The fastest plan over numbers of stages; the last refusal where all are refused."""
-    plans: list[Plan] = []
-    for stages in options:
-        try:
-            plans.append(make(stages))
-        except SeqloomError:
-            if not plans and stages == options[-1]:
-                raise
-    return min(plans, key=lambda plan: predicted_ns(plan, cost))
-
-
-def _usual(cost: CostModel, chunks: int) -> list[int]:
-    """Numbers of stages to choose from."""
+def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks: int) -> Plan:
+    """The fastest plan over the usual numbers of stages; the last refusal where all are refused."""
     options = [n for n in USUAL_STAGES if cost.ranks % (n * cost.tensor) == 0 and n * chunks <= cost.model.layers]
     if not options:
         raise SeqloomError(
             f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "
             "say how many there shall be (pipeline:3), or plan without a pipeline (auto)"
         )
-    return options
+    plans: list[Plan] = []
+    for stages in options:
+        try:
+            plans.append(plan(stages))
+        except SeqloomError:
+            if not plans and stages == options[-1]:
+                raise
+    return min(plans, key=lambda plan: predicted_ns(plan, cost))
 
 
-def build(search: Search, answer: Answer) -> Plan:
-    """The plan of an answer."""
-    cost, line = search.cost, search.line
-    rounds = []
-    for unit, seats in enumerate(answer.draft.seats):
-        levels = [search.levels[k] for k in answer.choice[:, unit].tolist()]
-        works = [work_of(cost, line, seats, host, level) for host, level in zip(line.places, levels, strict=True)]
-        rounds.append(Round(tuple(works)))
-    return Plan(
-        limits=search.limits,
-        sharding=cost.sharding,
-        reduce=Reduce.STEP,
-        documents=tuple(search.lengths.tolist()),
-        pipelines=(Pipeline(line.stages, tuple(rounds), answer.order.rows_of_plan()),),
-        planner="pipeline",
-    )
+def schedules_to_try(schedule: str, chunks: int) -> tuple[str, ...]:
+    """Names of the schedules to try where a run asks for this one: all that suit the chunks, or the one it names."""
+    if schedule not in ("auto", *SCHEDULES):
+        raise unknown("schedule", schedule, ("auto", *SCHEDULES))
+    if schedule != "auto":
+        return (schedule,)
+    if chunks == 1:
+        return ("1f1b", "seq1f1b", "balanced", "seq1f1b-zb")
+    return ("interleaved", "seq1f1b-i", "balanced")
+
+
+def check_schedule(name: str, pp_size: int, chunks: int) -> None:
+    """Refuse a named schedule that such a pipeline cannot have, before any planning."""
+    if name not in ("auto", "balanced"):
+        schedule_of(name, pp_size, 1, 1, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Micro-batches of a batch in one schedule.
+
+    Attributes:
+        choice: the activation policy of every micro-batch on every stage.
+        makespan_ns: without the step's end.
+        memory_share: of the memory for micro-batches that is in use at most, on the fullest pp_rank.
+    """
+
+    micro_batches: MicroBatches
+    schedule: Schedule
+    choice: Choice
+    makespan_ns: int
+    memory_share: float
+
+
+class PipelineSearch:
+    """Search over micro-batch sizes, schedules and activation policies of one batch on one layout of stages."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        layout: StageLayout,
+        lengths: np.ndarray,
+        schedules: Sequence[str],
+        pieces: int | None = None,
+    ) -> None:
+        """Take the names of the schedules to try, and the pieces of the longest document; None: several are tried."""
+        self.cost, self.layout, self.lengths = cost, layout, lengths
+        self.schedules, self.pieces = tuple(schedules), pieces
+        self.limits: Limits = pipeline_limits(cost, layout.ranges_by_pp_rank, layout.shard_group_size(cost))
+        self.policies = policies_of(self.limits)
+        wanted = len(lengths) * (pieces or 0)  # as many as documents and pieces ask for
+        self.most_micro_batches = max(wanted, MOST_MICRO_BATCHES * layout.pp_size)
+        self.best: dict[str, Candidate] = {}
+        self._tried: set[tuple[int, tuple[StageGroups, ...]]] = set()
+        self._costs: dict[MicroBatches, MicroBatchCosts] = {}
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The fastest candidate so far."""
+        return min(self.best.values(), key=lambda candidate: candidate.makespan_ns, default=None)
+
+    def run(self) -> list[Candidate]:
+        """Find the best candidate of every schedule, fastest first; none where nothing fits.
+
+        Where memory binds, all micro-batches begin with a policy that stores less. Running a stage again and
+        offloading are no faster than running its layers again, and are begun with only where nothing else fits.
+        """
+        for base, policy in enumerate(self.policies):
+            if self.best and (policy.offload or policy.checkpoint == Checkpoint.STAGE):
+                break
+            for in_flight in (1, self.layout.pp_size):
+                if in_flight == 1 or self._memory_binds():
+                    for micro_batches in self._sizes(base, in_flight):
+                        self._try(micro_batches, base, self.schedules[:QUICK])
+            if self.fastest is not None and (not self._memory_binds() or self._no_gain(self.fastest, base + 1)):
+                break
+        for base in reversed(range(0 if self.best else len(self.policies))):  # the smallest pieces, the least stored
+            for micro_batches in self._smallest(base):
+                self._try(micro_batches, base, self.schedules[:QUICK])
+        if (chosen := self.fastest) is not None:
+            base = int(chosen.choice.min())
+            again = [name for name in self.schedules if name == "balanced" or name in self.schedules[QUICK:]]
+            self._try(chosen.micro_batches, base, again, budget=BUDGET)
+            if "balanced" in self.schedules and self.pieces is None:
+                self._refine(base)
+        return sorted(self.best.values(), key=lambda candidate: candidate.makespan_ns)
+
+    def _memory_binds(self) -> bool:
+        return self.fastest is None or self.fastest.memory_share * 100 >= BINDING_PERCENT
+
+    def _no_gain(self, fastest: Candidate, base: int) -> bool:
+        """Whether the same micro-batches would take longer under the next policy even without any waiting."""
+        return base == len(self.policies) or self._busiest_ns(fastest.micro_batches, base) >= fastest.makespan_ns
+
+    def _busiest_ns(self, micro_batches: MicroBatches, base: int) -> int:
+        """ns that the busiest pp_rank works on micro-batches under one policy: no schedule is faster."""
+        times = self._costs_of(micro_batches).times_under(self.policies[base])
+        work = np.zeros(self.layout.pp_size, dtype=np.int64)
+        np.add.at(work, list(self.layout.pp_rank_of_stage), sum(column.sum(axis=1) for column in times[:3]))
+        return int(work.max())
+
+    def _costs_of(self, micro_batches: MicroBatches) -> MicroBatchCosts:
+        if micro_batches not in self._costs:
+            costs = MicroBatchCosts(self.cost, self.layout, micro_batches, self.lengths, self.policies)
+            self._costs[micro_batches] = costs
+        return self._costs[micro_batches]
+
+    def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
+        """(the batch priced under a policy, tokens that a rank may hold in a micro-batch)."""
+        checkpoint = self.policies[base].checkpoint
+        memory_policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+        return DocumentCosts.of(self.lengths, self.cost, self.layout, memory_policy), dict(self.limits.capacity)[
+            checkpoint
+        ]
+
+    def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
+        """Micro-batches of every size to try, so small that a rank could hold `in_flight` of them at a time.
+
+        The first pp_rank holds the micro-batches that all others work at: nearly two per pp_rank. The smaller
+        micro-batches are, the more work they are: once that alone takes longer than the best candidate, none is tried.
+        """
+        costs, capacity = self._document_costs(base)
+        max_tokens = max(self.cost.pad_multiple, capacity // in_flight)
+        seen = set()
+        if int(costs.tokens.max()) > max_tokens * self.layout.ranks_per_stage * self.most_micro_batches:
+            return  # more pieces than a plan may have micro-batches
+        for degree in self._degrees(costs):
+            for target_ns in self._targets(costs, degree):
+                made = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
+                if made.groups in seen or len(made.units) > self.most_micro_batches:
+                    continue
+                seen.add(made.groups)
+                fastest = self.fastest
+                if fastest is not None and self._busiest_ns(made, base) * 100 > fastest.makespan_ns * NEAR_PERCENT:
+                    break
+                yield made
+
+    def _degrees(self, costs: DocumentCosts) -> list[int]:
+        """Degrees of groups of sequences in pieces: a whole stage, a node, or as narrow as the longest can do with.
+
+        A document may take half of what a pp_rank works in a step. Narrow groups exchange less and have others beside
+        them; where that is little, the widest are enough.
+        """
+        half = costs.total_work // (2 * self.layout.ranks_per_stage)
+        fast = [degree for degree in costs.degrees if costs.longest_ns(degree) <= half]
+        widest = costs.degrees[-1]
+        narrow = [degree for degree in (self.cost.node_size, *fast[:1]) if degree in fast and degree < widest]
+        spent = {degree: degree * costs.longest_ns(degree) for degree in (widest, *narrow)}
+        return [widest, *(d for d in dict.fromkeys(narrow) if spent[widest] * 100 > spent[d] * WORTH_PERCENT)]
+
+    def _targets(self, costs: DocumentCosts, degree: int) -> list[int]:
+        """Times of a micro-batch to try, ns, the longest first."""
+        longest = max(1, costs.longest_ns(degree))
+        if self.pieces is not None:
+            return [-(-longest // self.pieces)]
+        wanted = [-(-longest // k) for k in PIECES]
+        wanted += [costs.total_work // (self.cost.ranks * rounds) for rounds in ROUNDS_PER_STAGE]
+        if all(name in UNCUT for name in self.schedules):
+            wanted = [max(longest, target) for target in wanted]
+        targets: list[int] = []
+        for target in sorted({max(1, w) for w in wanted}, reverse=True):
+            if not targets or targets[-1] * 100 >= target * DISTINCT_PERCENT:
+                targets.append(target)
+        return targets
+
+    def _smallest(self, base: int) -> Iterator[MicroBatches]:
+        """Ever smaller micro-batches, for batches that nothing else holds."""
+        costs, capacity = self._document_costs(base)
+        degree = costs.degrees[-1]
+        target_ns = max(1, 2 * costs.longest_ns(degree) // self.most_micro_batches)
+        least = -(-2 * int(costs.tokens.max()) // (degree * self.most_micro_batches))
+        sizes = [max(self.cost.pad_multiple, min(capacity, size)) for size in (capacity // 4, capacity // 16, least)]
+        for max_tokens in dict.fromkeys(sizes):
+            made = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
+            if self.pieces is None and len(made.units) <= 4 * self.most_micro_batches:
+                yield made
+
+    def _refine(self, base: int) -> None:
+        """Try changes of the best size, one after the other, and go on from whatever is faster.
+
+        Where memory has made micro-batches smaller than their target, a target that they nearly reach is changed.
+        """
+        costs, capacity = self._document_costs(base)
+        for change in SIZE_CHANGES:
+            fastest = self.fastest
+            assert fastest is not None
+            size, count = fastest.micro_batches.size, len(fastest.micro_batches.units)
+            reached = costs.total_work // (self.layout.ranks_per_stage * count)
+            size = change(size._replace(target_ns=max(1, min(size.target_ns, reached * 3 // 2))))
+            made = make_micro_batches(costs, size._replace(max_tokens=min(size.max_tokens, capacity)))
+            if len(made.units) <= self.most_micro_batches:
+                self._try(made, base, ("balanced",))
+
+    def _try(self, micro_batches: MicroBatches, base: int, schedules: Sequence[str], budget: int = 1) -> None:
+        """Run micro-batches in these schedules, and take candidates that beat the best of their schedule."""
+        if budget == 1 and (base, micro_batches.groups) in self._tried:
+            return
+        self._tried.add((base, micro_batches.groups))
+        memory = ActivationMemory(self._costs_of(micro_batches), self.limits)
+        in_pieces = any(unit.pieces > 1 for unit in micro_batches.units)
+        for name in schedules:
+            if len(self.schedules) > 1 and name in (UNCUT if in_pieces else PIECEWISE):
+                continue  # it is the same schedule by another name
+            found = self._candidate(name, memory, base, budget)
+            if found is not None:
+                known = self.best.get(found.schedule.name)
+                if known is None or found.makespan_ns < known.makespan_ns:
+                    self.best[found.schedule.name] = found
+
+    def _candidate(self, name: str, memory: ActivationMemory, base: int, budget: int) -> Candidate | None:
+        """Micro-batches in one schedule, under policy `base` or cheaper ones where memory asks; None: too much."""
+        costs = memory.costs
+        choice = np.full((len(self.layout.layers), len(costs.micro_batches.units)), base, dtype=np.int64)
+        schedule = self._schedule(name, memory, choice, budget)
+        if schedule is None:
+            return None
+        if any(peak > free for peak, free in zip(memory.peaks(schedule, choice), memory.free, strict=True)):
+            choice = memory.fit(schedule, choice)
+            if choice is None:
+                return None
+        shares = [peak / max(free, 1) for peak, free in zip(memory.peaks(schedule, choice), memory.free, strict=True)]
+        makespan = play(schedule, costs.times(choice), message=costs.message_ns).makespan
+        return Candidate(costs.micro_batches, schedule, choice, makespan, max(shares))
+
+    def _schedule(self, name: str, memory: ActivationMemory, choice: Choice, budget: int) -> Schedule | None:
+        """The schedule of that name, of `budget` list schedules the best; None where it cannot hold micro-batches."""
+        costs, pp_ranks = memory.costs, self.layout.pp_rank_of_stage
+        units, times = costs.micro_batches.units, costs.times(choice)
+        if name == "balanced":
+            fused = memory.fuses_backward(choice)
+            held, caps = memory.held(choice), memory.caps(choice)
+            try:
+                found = balanced(
+                    pp_ranks, units, _fuse_times(times, fused), held, caps, message=costs.message_ns, budget=budget
+                )
+            except PlanError:
+                return None
+            return _fuse_backward(found, fused)
+        pieces = [unit.pieces for unit in units if unit.piece == 0]
+        if name in V_SHAPED and max(pieces) > 1:
+            return None
+        chunks = len(pp_ranks) // self.layout.pp_size
+        return schedule_of(name, self.layout.pp_size, len(pieces), pieces, chunks, times)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate."""
+        rounds = []
+        for number, groups in enumerate(candidate.micro_batches.groups):
+            policies = [self.policies[k] for k in candidate.choice[:, number].tolist()]
+            stages = zip(self.layout.pp_rank_of_stage, policies, strict=True)
+            rounds.append(Round(tuple(stage_micro_batch(self.cost, self.layout, groups, *each) for each in stages)))
+        return Plan(
+            limits=self.limits,
+            sharding=self.cost.sharding,
+            reduce=Reduce.STEP,
+            documents=tuple(self.lengths.tolist()),
+            pipelines=(Pipeline(self.layout.stages, tuple(rounds), candidate.schedule.rows_of_plan()),),
+            planner="pipeline",
+        )
+
+    def longest_document(self) -> int:
+        """Tokens of the longest document that fits on every pp_rank: whole, or in pieces with its keys and values."""
+        shapes = stage_group_shapes(self.cost, self.layout)
+        whole = max(shape.degree for shape in shapes) * max(tokens for _, tokens in self.limits.capacity)
+        in_pieces = [
+            self._longest_in_pieces(Group(tuple(range(shape.degree)), shape.ulysses, shape.ring, ()), policy)
+            for policy in self.policies
+            for shape in shapes
+        ]
+        return max(whole, *in_pieces)
+
+    def _longest_in_pieces(self, group: Group, policy: ActivationPolicy) -> int:
+        """Tokens that a group holds under one policy, in the smallest pieces that a document may have."""
+        cost, shard_group = self.cost, self.layout.shard_group_size(self.cost)
+        fits = []
+        for ranges in self.layout.ranges_by_pp_rank:
+            free = float(cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group))
+            per_token = working = 0.0
+            for layers in ranges:
+                memory = StageMemory(cost, layers)
+                own = memory.activation_bytes(*policy)
+                working = max(working, own.forward, own.backward)
+                per_token += own.held / group.degree + sum(memory.kv_cache_bytes(group, PROBE)) / PROBE
+            first_piece = 2 / (group.degree * self.most_micro_batches)  # share of the tokens, on a rank
+            fits.append(int(max(0.0, free) / max(per_token + first_piece * working, 1.0)))
+        return min(fits) - min(fits) % cost.pad_multiple
+
+    def too_long(self) -> SeqloomError:
+        """The error that says which document no candidate holds, and what would fit."""
+        longest, fits, pp_size = int(self.lengths.argmax()), self.longest_document(), self.layout.pp_size
+        tokens = int(self.lengths[longest])
+        if tokens > fits:
+            return SeqloomError(
+                f"sequence {longest} has {tokens} tokens, more than the {pp_size} stages of "
+                f"{self.layout.ranks_per_stage} ranks hold even in pieces, recomputed and in host memory (about {fits} "
+                f"tokens); drop longer sequences (--max-length {max(fits, 1)}), raise the memory budget, use more "
+                "stages or more GPUs"
+            )
+        if len(self.schedules) > 1:
+            return SeqloomError(
+                f"{len(self.lengths)} sequences of {int(self.lengths.sum())} tokens need more than "
+                f"{self.most_micro_batches} micro-batches in the memory of {pp_size} stages; put fewer sequences into "
+                "a step, raise the memory budget (or the capacity, if one is set), or use more stages or more GPUs"
+            )
+        return SeqloomError(
+            f"schedule {self.schedules[0]!r} cannot run this batch in {self.cost.budget_bytes / GIB:.1f} GiB per GPU: "
+            f"sequence {longest} of {tokens} tokens is near what {pp_size} stages hold (about {fits}); take schedule "
+            "'auto', raise the memory budget, use more stages, or drop longer sequences (--max-length)"
+        )
+
+
+def _fuse_times(times: Times, fused: np.ndarray) -> Times:
+    """The same work with nothing left for the weight half where backwards shall be whole, bool[stages, units]."""
+    late = np.where(fused, times.weights, 0)
+    return Times(times.forward, times.backward + late, times.weights - late, np.where(fused, 0, times.apart))
+
+
+def _fuse_backward(schedule: Schedule, fused: np.ndarray) -> Schedule:
+    """The schedule with whole backwards in place of their halves, where the input half is."""
+    if not fused.any():
+        return schedule
+    table = fused.tolist()
+
+    def joined(row: Sequence[Action]) -> Iterator[Action]:
+        for action in row:
+            halves = action.kind in (ActionKind.I, ActionKind.W) and table[action.stage][action.round or 0]
+            if not halves:
+                yield action
+            elif action.kind is ActionKind.I:
+                yield Action(action.stage, ActionKind.B, action.round)
+
+    return replace(schedule, rows=tuple(tuple(joined(row)) for row in schedule.rows))

@@ -1,4 +1,4 @@
-"""The line that units flow along: hosts of equal size, the stages on them, and how many layers each stage has."""
+"""Stages of a pipeline: which ranks and layers each has, and how layers are levelled so that stages take equal time."""
 
 from __future__ import annotations
 
@@ -7,31 +7,65 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from seqloom.cost import CostModel, GroupShape, Variant
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Group, LayerRange, Reduce, Sharding, Stage
 
 TYPICAL_LENGTH = 8192
-"""Tokens of the document by whose times the layers are levelled when a run does not say how long its documents are."""
+"""Tokens of the document by whose times layers are levelled when a run does not say how long its documents are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """`hosts` hosts of `width` ranks each, in order of ranks, and the stages in the order in which units meet them."""
+class StageLayout:
+    """`pp_size` pp_ranks of `ranks_per_stage` ranks each, in order of ranks, and the stages that they run.
 
-    hosts: int
-    width: int
-    places: tuple[int, ...]
-    """The host of every stage."""
+    Attributes:
+        pp_rank_of_stage: in the order in which micro-batches pass the stages.
+        layers: of every stage.
+        tensor: ranks that split a stage's weights.
+    """
+
+    pp_size: int
+    ranks_per_stage: int
+    pp_rank_of_stage: tuple[int, ...]
     layers: tuple[int, ...]
-    """Layers of every stage."""
     tensor: int = 1
-    """Ranks of a team that splits a stage's weights."""
+
+    @classmethod
+    def of(
+        cls,
+        cost: CostModel,
+        pp_size: int,
+        chunks: int = 1,
+        layers: Sequence[int] | None = None,
+        *,
+        v_shape: bool = False,
+    ) -> StageLayout:
+        """Divide the ranks into pp_ranks and the layers into stages; SeqloomError if that cannot be.
+
+        Args:
+            cost: prices the layers.
+            pp_size: stages that work side by side.
+            chunks: stages of every pp_rank; they take turns, 0 1 0 1.
+            layers: of every stage; None levels the stages' times.
+            v_shape: whether two stages per pp_rank go down the pp_ranks and up again, 0 1 1 0.
+        """
+        check_stages(cost, pp_size, chunks)
+        down = tuple(range(pp_size))
+        pp_ranks = down + down[::-1] if v_shape and chunks == 2 else down * chunks
+        counts = stage_layers(cost, pp_size, chunks, pp_ranks) if layers is None else tuple(layers)
+        if len(counts) != pp_size * chunks or min(counts) < 1 or sum(counts) != cost.model.layers:
+            raise SeqloomError(
+                f"layers per stage {list(counts)}: {pp_size} pp_ranks x {chunks} stages need {pp_size * chunks} "
+                f"numbers of at least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them "
+                "out to level them"
+            )
+        return cls(pp_size, cost.ranks // pp_size, pp_ranks, counts, cost.tensor)
 
     @property
-    def shares(self) -> tuple[LayerRange, ...]:
-        """What every stage has of the model."""
+    def layer_ranges(self) -> tuple[LayerRange, ...]:
+        """Layers of every stage."""
         edges = pairwise(accumulate(self.layers, initial=0))
         return tuple(LayerRange(first, stop, sum(self.layers)) for first, stop in edges)
 
@@ -39,141 +73,109 @@ class Line:
     def stages(self) -> tuple[Stage, ...]:
         """The stages as a plan lists them."""
         return tuple(
-            Stage(self.ranks(host), (share.first, share.stop), self.tensor)
-            for host, share in zip(self.places, self.shares, strict=True)
+            Stage(self.ranks(pp_rank), (layers.first, layers.stop), self.tensor)
+            for pp_rank, layers in zip(self.pp_rank_of_stage, self.layer_ranges, strict=True)
         )
 
     @property
-    def of_hosts(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """What every host has of the model, stage by stage."""
-        shares = self.shares
-        return tuple(
-            tuple(share for share, place in zip(shares, self.places, strict=True) if place == host)
-            for host in range(self.hosts)
-        )
+    def ranges_by_pp_rank(self) -> tuple[tuple[LayerRange, ...], ...]:
+        """Layers of every pp_rank, stage by stage."""
+        stages = list(zip(self.layer_ranges, self.pp_rank_of_stage, strict=True))
+        return tuple(tuple(layers for layers, own in stages if own == pp_rank) for pp_rank in range(self.pp_size))
 
-    def ranks(self, host: int) -> tuple[int, ...]:
-        """Ranks of a host."""
-        return tuple(range(host * self.width, (host + 1) * self.width))
+    def ranks(self, pp_rank: int) -> tuple[int, ...]:
+        """Ranks of the cluster that run the stages of a pp_rank."""
+        return tuple(range(pp_rank * self.ranks_per_stage, (pp_rank + 1) * self.ranks_per_stage))
 
-
-def line_of(
-    cost: CostModel, hosts: int, chunks: int = 1, layers: Sequence[int] | None = None, *, folded: bool = False
-) -> Line:
-    """Cut the ranks into hosts and the layers into stages; SeqloomError if that cannot be.
-
-    Args:
-        cost: prices the layers.
-        hosts: stages that work side by side.
-        chunks: stages of every host; they take turns, 0 1 0 1.
-        layers: of every stage; None levels the stages' times.
-        folded: whether two stages per host go down the hosts and up again, 0 1 1 0.
-    """
-    check_stages(cost, hosts, chunks)
-    row = tuple(range(hosts))
-    places = row + row[::-1] if folded and chunks == 2 else row * chunks
-    levelled = stage_layers(cost, hosts, chunks, places) if layers is None else tuple(layers)
-    if len(levelled) != hosts * chunks or min(levelled) < 1 or sum(levelled) != cost.model.layers:
-        raise SeqloomError(
-            f"layers per stage {list(levelled)}: {hosts} hosts x {chunks} stages need {hosts * chunks} numbers of at "
-            f"least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them out to level them"
-        )
-    return Line(hosts, cost.ranks // hosts, places, levelled, cost.tensor)
+    def shard_group_size(self, cost: CostModel) -> int:
+        """Ranks of the smallest shard group of any pp_rank."""
+        if cost.sharding in (Sharding.NONE, Sharding.FREE):
+            return 1
+        if cost.sharding == Sharding.FULL:
+            return self.ranks_per_stage
+        nodes = [Counter(rank // cost.node_size for rank in self.ranks(pp_rank)) for pp_rank in range(self.pp_size)]
+        return min(min(counts.values()) for counts in nodes)
 
 
-def shard_group_of(cost: CostModel, line: Line) -> int:
-    """Ranks that share parameter shards: of the host's smallest shard group."""
-    if cost.sharding in (Sharding.NONE, Sharding.FREE):
-        return 1
-    if cost.sharding == Sharding.FULL:
-        return line.width
-    nodes = [Counter(rank // cost.node_size for rank in line.ranks(host)) for host in range(line.hosts)]
-    return min(min(counts.values()) for counts in nodes)
-
-
-def check_stages(cost: CostModel, hosts: int, chunks: int) -> None:
+def check_stages(cost: CostModel, pp_size: int, chunks: int) -> None:
     """Refuse a number of stages that the layers or the ranks do not allow."""
     layers, ranks = cost.model.layers, cost.ranks
-    if hosts < 1 or chunks < 1:
-        raise SeqloomError(f"{hosts} stages with {chunks} chunks each; give 1 or more of both")
-    if hosts * chunks > layers:
-        name = f"{hosts} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+    if pp_size < 1 or chunks < 1:
+        raise SeqloomError(f"{pp_size} stages with {chunks} chunks each; give 1 or more of both")
+    if pp_size * chunks > layers:
+        name = f"{pp_size} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
         raise SeqloomError(
-            f"{name} for the {layers} layers of {cost.model.name}: every stage needs a layer; "
-            f"use at most {max(1, layers // chunks)} stages" + (f" or {max(1, layers // hosts)} chunks" * (chunks > 1))
+            f"{name} for the {layers} layers of {cost.model.name}: every stage needs a layer; use at most "
+            f"{max(1, layers // chunks)} stages" + (f" or {max(1, layers // pp_size)} chunks" * (chunks > 1))
         )
-    if ranks % (hosts * cost.tensor):
-        teams = ranks // cost.tensor
-        legal = [count for count in range(1, teams + 1) if teams % count == 0 and count * chunks <= layers]
-        nearest = min(legal, key=lambda count: (abs(count - hosts), count))
-        whole = f", in whole teams of {cost.tensor}" if cost.tensor > 1 else ""
+    if ranks % (pp_size * cost.tensor):
+        tp_groups = ranks // cost.tensor
+        legal = [count for count in range(1, tp_groups + 1) if tp_groups % count == 0 and count * chunks <= layers]
+        nearest = min(legal, key=lambda count: (abs(count - pp_size), count))
+        whole = f", in whole tensor groups of {cost.tensor}" if cost.tensor > 1 else ""
         raise SeqloomError(
-            f"{hosts} stages on {ranks} ranks: every stage has as many ranks as the others{whole}; use {nearest} stages"
+            f"{pp_size} stages on {ranks} ranks: every stage has as many ranks as the others{whole}; use {nearest} "
+            "stages"
         )
 
 
 def stage_layers(
     cost: CostModel,
-    hosts: int,
+    pp_size: int,
     chunks: int = 1,
-    places: Sequence[int] | None = None,
+    pp_rank_of_stage: Sequence[int] | None = None,
     length: int | None = None,
 ) -> tuple[int, ...]:
-    """Layers of every stage such that the slowest host is as fast as can be: the last stage has the head too.
+    """Level layers over stages such that the slowest pp_rank is as fast as can be: the last stage has the head too.
 
-    They depend on no batch, because a run keeps its layers where they are. The longer documents are, the fewer layers
+    The layers depend on no batch, because a run keeps them where they are. The longer documents are, the fewer layers
     the vocabulary projection is worth.
 
     Args:
         cost: prices the layers.
-        hosts: stages that work side by side.
-        chunks: stages of every host.
-        places: the host of every stage; None: in turns, 0 1 0 1.
+        pp_size: stages that work side by side.
+        chunks: stages of every pp_rank.
+        pp_rank_of_stage: None: in turns, 0 1 0 1.
         length: tokens of a typical document of the run; None: 8K, or the longest length if that is shorter.
     """
-    check_stages(cost, hosts, chunks)
-    places = tuple(range(hosts)) * chunks if places is None else tuple(places)
+    check_stages(cost, pp_size, chunks)
+    stages = pp_size * chunks
+    pp_ranks = tuple(range(pp_size)) * chunks if pp_rank_of_stage is None else tuple(pp_rank_of_stage)
     typical = min(cost.max_length or TYPICAL_LENGTH, TYPICAL_LENGTH) if length is None else length
-    variant = Variant(cost.engine.variants[0].checkpoint, Reduce.STEP, resident=True)
-    team = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
-    parts = cost.group_parts(team, variant)
+    policy = MemoryPolicy(cost.engine.policies[0].checkpoint, Reduce.STEP, resident=True)
+    tp_group = Group(tuple(range(cost.tensor)), cost.tensor, 1, (Span(0, 0, typical),))
+    parts = cost.group_cost(tp_group, policy)
     layer = max(parts.total_ns - parts.head, 1)  # of all layers: loads are in units of 1 / layers
-    stages = hosts * chunks
     counts = [1] * stages
-    load = [layer * chunks] * hosts
-    load[places[-1]] += parts.head * cost.model.layers
+    load = [layer * chunks] * pp_size
+    load[pp_ranks[-1]] += parts.head * cost.model.layers
     for _ in range(cost.model.layers - stages):
-        host = min(range(hosts), key=lambda h: (load[h], -h))  # late hosts hold fewer units at a time
-        stage = min((s for s in range(stages) if places[s] == host), key=lambda s: (counts[s], s))
+        pp_rank = min(range(pp_size), key=lambda p: (load[p], -p))  # late ones hold fewer micro-batches at a time
+        stage = min((s for s in range(stages) if pp_ranks[s] == pp_rank), key=lambda s: (counts[s], s))
         counts[stage] += 1
-        load[host] += layer
+        load[pp_rank] += layer
     return tuple(counts)
 
 
-def host_shapes(cost: CostModel, line: Line) -> dict[GroupShape, tuple[int, ...]]:
-    """Shapes that fit in every host, with the offsets in the host at which their groups may begin.
+def stage_group_shapes(cost: CostModel, layout: StageLayout) -> dict[GroupShape, tuple[int, ...]]:
+    """Group shapes that fit in the ranks of every pp_rank, with the offsets there at which such groups may begin.
 
-    Groups lie on blocks of the group family. Keys and values stay inside the host: no routes. Beside the shapes that
+    Groups lie on blocks of the group family. Keys and values stay inside the pp_rank: no routes. Beside the shapes that
     the cost model finds useful for whole documents there is Ulysses of every degree: a document in pieces would send
     the keys and values of its prefix round a ring again with every piece.
     """
+    width = layout.ranks_per_stage
+    heads = [size for size in cost.family.sizes if size <= min(width, cost.model.heads)]
+    ulysses = [shape for shape in (GroupShape(size, 1) for size in heads) if shape in cost.engine.shapes]
     shapes: dict[GroupShape, tuple[int, ...]] = {}
-    heads = [size for size in cost.family.sizes if size <= min(line.width, cost.model.heads)]
-    plain = [shape for shape in (GroupShape(size, 1) for size in heads) if shape in cost.engine.shapes]
-    for shape in dict.fromkeys((*cost.shapes, *plain)):
-        starts = [
-            offset
-            for offset in range(0, line.width - shape.degree + 1)
-            if all(_fits(cost, host * line.width + offset, shape) for host in range(line.hosts))
-        ]
-        apart: list[int] = []
-        for start in starts:
-            if not apart or start >= apart[-1] + shape.degree:
-                apart.append(start)
-        if apart and not shape.routed:
-            shapes[shape] = tuple(apart)
+    for shape in dict.fromkeys((*cost.shapes, *ulysses)):
+        degree = shape.degree
+        offsets: list[int] = []
+        for offset in range(0, width - degree + 1):
+            disjoint = not offsets or offset >= offsets[-1] + degree
+            starts = range(offset, layout.pp_size * width, width)
+            if disjoint and (degree == 1 or all(cost.family.contains(start, degree) for start in starts)):
+                offsets.append(offset)
+        if offsets and not shape.routed:
+            shapes[shape] = tuple(offsets)
     return shapes
-
-
-def _fits(cost: CostModel, start: int, shape: GroupShape) -> bool:
-    return shape.degree == 1 or cost.family.contains(start, shape.degree)

@@ -29,7 +29,7 @@ def plan_hybrid_dp(lengths: np.ndarray, cost: CostModel) -> Plan:
         lengths: int64[n] tokens.
         cost: prices the batch.
     """
-    each = flops(cost.tokens(lengths), cost.model)
+    each = flops(cost.padded_lengths(lengths), cost.model)
     return tuned_plan(lengths, cost, "hybrid-dp", lambda tokens, room: hand_out(tokens, each, room, cost.ranks))
 
 

@@ -56,7 +56,7 @@ def tuned_plan(
     plans: list[Plan] = []
     for capacity in capacities(tokens, cost, halved):
         rounds = placement(tokens, capacity)
-        for reduce in dict.fromkeys(variant.reduce for variant in cost.variants):
+        for reduce in dict.fromkeys(policy.reduce for policy in cost.policies):
             plan = _plan(lengths, tokens, cost, rounds, reduce, name, finished)
             if plan is not None:
                 plans.append(plan)
@@ -64,12 +64,12 @@ def tuned_plan(
 
 
 def capacities(tokens: np.ndarray, cost: CostModel, halved: bool = True) -> list[int]:
-    """Settings to try, descending: what memory holds under every variant, and halves of the largest.
+    """Settings to try, descending: what memory holds under every policy, and halves of the largest.
 
     All ranks together hold the longest document under each, and the whole batch under the halves.
     """
-    found = {cost.capacity(variant) for variant in cost.variants}
-    half, granule = max(found), cost.granule
+    found = {cost.capacity(policy) for policy in cost.policies}
+    half, granule = max(found), cost.pad_multiple
     least = max(-(-int(tokens.sum()) // cost.ranks), granule)
     while halved and (half := half // 2 // granule * granule) >= least:
         found.add(half)
@@ -104,7 +104,7 @@ def _plan(
     finished: Callable[[StageMicroBatch], StageMicroBatch] | None,
 ) -> Plan | None:
     """The plan of these rounds under one way to reduce; None where its memory does not hold them."""
-    capacity = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == reduce}
+    capacity = {v.checkpoint: cost.capacity(v) for v in cost.policies if v.reduce == reduce}
     built = []
     for places in rounds:
         joined = _joined(places)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import GroupShape
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.zones.prices import Prices
 
 Ranks = tuple[int, ...]

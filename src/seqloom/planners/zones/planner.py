@@ -9,7 +9,7 @@ from itertools import repeat
 
 import numpy as np
 
-from seqloom.cost import CostModel, Variant
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -23,8 +23,8 @@ from seqloom.planners.zones.search import best_filling
 
 def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
     """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
-    cost, reduce = prices.cost, prices.variant.reduce
-    capacities = {v.checkpoint: cost.capacity(v) for v in cost.variants if v.reduce == reduce}
+    cost, reduce = prices.cost, prices.policy.reduce
+    capacities = {v.checkpoint: cost.capacity(v) for v in cost.policies if v.reduce == reduce}
     size = lengths.tolist()
     built = []
     for seating in rounds:
@@ -113,7 +113,7 @@ def deal_together(prices: Prices, rounds: int) -> list[list[int]]:
 
 
 # ---- merged: planners.zones.planner
-# Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best variant.
+# Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best policy.
 
 
 EVALUATIONS = 1_200
@@ -132,7 +132,7 @@ WORTH = 200
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A partition of the batch under one variant, and the step it leads to."""
+    """A partition of the batch under one policy, and the step it leads to."""
 
     ns: int
     prices: Prices
@@ -140,14 +140,14 @@ class Answer:
 
 
 def plan_zones(
-    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, only: Variant | None = None
+    lengths: np.ndarray, cost: CostModel, *, evaluations: int | None = None, only: MemoryPolicy | None = None
 ) -> Plan:
     """Plan a batch with groups that may share ranks.
 
     Args:
         lengths: int64[n] tokens.
         evaluations: fillings of each round; None chooses by size.
-        only: the one variant to plan for; None tries all that can still win.
+        only: the one policy to plan for; None tries all that can still win.
     """
     if cost.tensor > 1:
         raise SeqloomError(
@@ -155,10 +155,10 @@ def plan_zones(
             "use planner flex, static or pipeline"
         )
     array = Batch.of(lengths).lengths
-    variants = [variant for variant in cost.variants if only in (None, variant)]
-    holding = [Alone.of(array, cost, variant) for variant in variants if holds(array, cost, variant)]
+    policies = [policy for policy in cost.policies if only in (None, policy)]
+    holding = [Alone.of(array, cost, policy) for policy in policies if holds(array, cost, policy)]
     if not holding:
-        widest = max(variants, key=cost.capacity)
+        widest = max(policies, key=cost.capacity)
         raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
     best: Answer | None = None
     quick = evaluations is None and len(array) >= QUICK_FROM
@@ -178,10 +178,10 @@ def plan_zones(
     return plan if quick else with_remapping(plan, cost)
 
 
-def holds(lengths: np.ndarray, cost: CostModel, variant: Variant) -> bool:
+def holds(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> bool:
     """Whether the largest group holds the longest document."""
-    most = max(shape.degree for shape in cost.shapes) * cost.capacity(variant)
-    return int(cost.tokens(lengths.max(keepdims=True))[0]) <= most
+    most = max(shape.degree for shape in cost.shapes) * cost.capacity(policy)
+    return int(cost.padded_lengths(lengths.max(keepdims=True))[0]) <= most
 
 
 def rounds_to_try(alone: Alone, quick: bool) -> list[int]:
@@ -217,4 +217,4 @@ def partition(prices: Prices, dealt: list[list[int]], evaluations: int) -> Answe
                 waiting[0] = sorted([*waiting[0], *seating.left], key=lambda k: (-int(prices.whole[k]), k))
             else:
                 waiting.append(seating.left)
-    return Answer(int(ready.max()) + prices.cost.step_overhead_ns(prices.variant), prices, seated)
+    return Answer(int(ready.max()) + prices.cost.step_overhead_ns(prices.policy), prices, seated)

@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, GroupShape, Variant
+from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.layout import Span
 from seqloom.plan import Group
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 
 WHOLE = GroupShape(1, 1)
 PROBE = 1 << 16
@@ -21,17 +21,17 @@ CUTTABLE_SHARE = 8
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """One batch under one variant, every document whole on one rank: enough to see whether the variant can win."""
+    """One batch under one policy, every document whole on one rank: enough to see whether the policy can win."""
 
     lengths: np.ndarray
     cost: CostModel
-    variant: Variant
+    policy: MemoryPolicy
     tables: CostTables
 
     @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, variant: Variant) -> Alone:
+    def of(cls, lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> Alone:
         """Price the documents on one rank, whether it holds them or not."""
-        return cls(lengths, cost, variant, cost.tables(lengths, variant, (WHOLE,)))
+        return cls(lengths, cost, policy, cost.tables(lengths, policy, (WHOLE,)))
 
     @property
     def rounds(self) -> int:
@@ -42,15 +42,15 @@ class Alone:
         """Step in ns if every rank were busy all the time, in so many rounds."""
         fixed, _, floor = self.tables.fixed[:, 0].tolist()
         work = int(self.tables.cost[0, 0].sum()) // self.cost.ranks + rounds * fixed
-        return max(work, rounds * floor) + self.cost.step_overhead_ns(self.variant)
+        return max(work, rounds * floor) + self.cost.step_overhead_ns(self.policy)
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """One batch under one variant. Times in ns per rank; ``n`` documents, ``m`` long ones, ``S`` shapes."""
+    """One batch under one policy. Times in ns per rank; ``n`` documents, ``m`` long ones, ``S`` shapes."""
 
     cost: CostModel
-    variant: Variant
+    policy: MemoryPolicy
     capacity: int
     """Tokens a rank holds in one round."""
     tokens: np.ndarray
@@ -80,19 +80,19 @@ class Prices:
     @classmethod
     def of(cls, alone: Alone) -> Prices:
         """Price a batch; only documents that may be worth cutting are priced in every shape."""
-        cost, variant, tables = alone.cost, alone.variant, alone.tables
+        cost, policy, tables = alone.cost, alone.policy, alone.tables
         whole, capacity = tables.cost[0, 0], tables.capacity
         order = np.argsort(-whole, kind="stable")
         least = int(whole.sum()) // (cost.ranks * alone.rounds * CUTTABLE_SHARE)
         long = order[(whole[order] > least) | (tables.tokens[order] > capacity)]
-        cut = cost.tables(alone.lengths[long], variant)
+        cut = cost.tables(alone.lengths[long], policy)
         fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
         fixed = int(tables.fixed[0, 0])
-        probe = cost.group_parts(Group((0,), 1, 1, (Span(0, 0, PROBE),)), variant)
+        probe = cost.group_cost(Group((0,), 1, 1, (Span(0, 0, PROBE),)), policy)
         linear = tables.tokens * (probe.linear + probe.head) // PROBE
         return cls(
             cost=cost,
-            variant=variant,
+            policy=policy,
             capacity=capacity,
             tokens=tables.tokens,
             whole=whole,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, Variant
+from seqloom.cost import CostModel, CostTables, MemoryPolicy
 from seqloom.cost.plan_cost import finish_round, join_shard_groups
-from seqloom.planners.fill import NEVER
+from seqloom.planners.loops import NEVER
 from seqloom.planners.zones.fill import Aim, Seating, fill, level
 from seqloom.planners.zones.prices import Prices
 
@@ -86,16 +86,16 @@ class ZoneBounds:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def zone_bounds(cost: CostModel, variant: Variant, round_ns: int, break_even: float) -> ZoneBounds:
-    """The bounds of one cost model and variant.
+def zone_bounds(cost: CostModel, policy: MemoryPolicy, round_ns: int, break_even: float) -> ZoneBounds:
+    """The bounds of one cost model and policy.
 
     Args:
         round_ns: when the round ends.
         break_even: share of the rank-time of an uncut document that a cut may cost.
     """
     steps = SHORTEST * 2 ** (np.arange(OCTAVES * STEPS) / STEPS)
-    lengths = np.unique(cost.tokens(np.rint(steps).astype(np.int64)))
-    tables = cost.tables(lengths, variant)
+    lengths = np.unique(cost.padded_lengths(np.rint(steps).astype(np.int64)))
+    tables = cost.tables(lengths, policy)
     local = tables.degree == 1
     inside = (tables.degree > 1) & (tables.degree <= cost.node_size)
     across = tables.degree > cost.node_size

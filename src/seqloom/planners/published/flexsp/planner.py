@@ -132,7 +132,7 @@ def plan_flexsp(
 
 
 def _fastest_variant(lengths: np.ndarray, cost: CostModel) -> Problem:
-    """The variant under which homogeneous groups are fastest: the published solver knows only one."""
+    """The policy under which homogeneous groups are fastest: the published solver knows only one."""
     problems = fitting_problems(lengths, cost)
     if len(problems) == 1:
         return problems[0]

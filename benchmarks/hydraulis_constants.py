@@ -1,0 +1,92 @@
+"""Published constants of Hydraulis: costs of parallel configs, and the memory formula of the longest micro-batch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from seqloom.errors import unknown
+from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig
+
+MIB = 1024**2
+ROUNDED_TO = 128
+"""Tokens: longest lengths are rounded down to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """One published model: sizes, memory constants and the cost of every parallel config.
+
+    Attributes:
+        optimiser: (data parallel, tensor, stages) of the layout in which the optimiser's share of the state lies.
+        activation_bytes: per token x hidden / tensor x layer, by tensor degree.
+        configs: (tensor, stages) to (a ms per token squared, b ms per token, c ms).
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    device_mib: int
+    gap_mib: int
+    safety_gib: int
+    state_bytes: int
+    optimiser_share: float
+    optimiser: tuple[int, int, int]
+    activation_bytes: dict[int, int]
+    configs: dict[tuple[int, int], tuple[float, float, float]]
+
+    def state(self, tensor: int, stages: int) -> float:
+        """Bytes of a GPU before any token: the optimiser's share in its own layout, the rest as the config computes."""
+        replicas, own_tensor, own_stages = self.optimiser
+        kept = self.optimiser_share / replicas
+        layers = self.layers * self.hidden**2 * self.state_bytes
+        tables = self.hidden * self.vocabulary
+        own = layers / (own_stages * own_tensor) * kept + tables / own_tensor * _table_bytes(own_stages) * kept
+        rest = layers / (stages * tensor) + tables / tensor * _table_bytes(stages)
+        return own + rest * (1 - self.optimiser_share)
+
+    def longest(self, tensor: int, stages: int) -> int:
+        """Tokens of the longest micro-batch; stages do not help, since 1F1B keeps one micro-batch per stage."""
+        room = (self.device_mib - self.safety_gib * 1024 - self.gap_mib) * MIB - self.state(tensor, stages)
+        each = self.layers * self.hidden / tensor * self.activation_bytes[tensor]
+        return max(0, int(room // each) // ROUNDED_TO * ROUNDED_TO)
+
+    def costs(self) -> dict[ParallelConfig, ConfigCost]:
+        """Costs of every published config that holds a token, in ns."""
+        return {
+            ParallelConfig(stages, tensor): ConfigCost(a * 1e6, b * 1e6, round(c * 1e6), self.longest(tensor, stages))
+            for (tensor, stages), (a, b, c) in self.configs.items()
+            if self.longest(tensor, stages) > 0
+        }
+
+
+def published_model(name: str) -> PublishedModel:
+    """Return the published constants of ``7b``, ``13b`` or ``32b``."""
+    known = _tables()
+    if name not in known:
+        raise unknown("published model", name, known)
+    return known[name]
+
+
+def _table_bytes(stages: int) -> int:
+    """Bytes per entry of embedding and head; with several stages no GPU has both."""
+    return 32 if stages == 1 else 16
+
+
+@cache
+def _tables() -> dict[str, PublishedModel]:
+    content = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return {name: _model(content["common"] | entry) for name, entry in content["models"].items()}
+
+
+def _model(entry: dict[str, Any]) -> PublishedModel:
+    rows = {(tensor, stages): tuple(prices) for tensor, stages, *prices in entry["schemes"]}
+    own: dict[str, Any] = {
+        "optimiser": tuple(entry["optimiser"]),
+        "activation_bytes": {int(tensor): size for tensor, size in entry["activation_bytes"].items()},
+        "configs": rows,
+    }
+    return PublishedModel(**{key: value for key, value in (entry | own).items() if key != "schemes"})

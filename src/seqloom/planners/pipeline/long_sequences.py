@@ -1,0 +1,241 @@
+"""Long sequences in a pipeline (Seq1F1B): cut each into pieces of equal time, and run several side by side.
+
+A token attends to all tokens before it, so equal time means ever shorter pieces. With C(x) the cost of the first x
+tokens, a piece from x to y costs C(y) - C(x), and the borders of k pieces of n tokens are where C(x) = C(n) * i / k:
+
+    C(x)  |                /      n = 8, k = 3
+          |- - - - - - - -/       borders 0 4 6 8
+          |            . /
+          |- - - - - -/
+          |      . /
+          |__/________________ x
+             0     4   6 8
+
+A sequence in pieces stays in one group from its first piece to its last. Groups narrower than a stage leave ranks for
+others beside them: with groups of half a stage, a chain of six micro-batches may carry
+
+    first half    A1 A2 A3 A4 A5 A6        A in six pieces,
+    second half   B1 B2 B3 C1 C2           B in three and then C in two; short documents take what is left
+
+To the schedule a chain is one sequence: forward through all its micro-batches, backward from the last to the first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.shapes import STREAMS
+from seqloom.errors import PlanError
+from seqloom.layout import Span
+from seqloom.plan import Method
+from seqloom.planners.pipeline.stage_layout import StageLayout, stage_group_shapes
+
+GRID = 512
+"""Points at which the cost of a sequence up to a token is computed; between them it is taken as linear."""
+
+
+class StageGroup(NamedTuple):
+    """A group of a micro-batch, on the same ranks of every stage."""
+
+    shape: GroupShape
+    offset: int
+    """Its first rank, counted from the first rank of the stage."""
+    spans: tuple[Span, ...]
+
+
+StageGroups = tuple[StageGroup, ...]
+"""Groups of one micro-batch, side by side."""
+Chain = list[list[StageGroup]]
+"""Micro-batches one after the other that pieces flow through: the groups of each."""
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentCosts:
+    """Time of every document of a batch in every group shape S that fits in a stage.
+
+    Times are ns of forward and backward of all layers, without the fixed cost of a micro-batch.
+
+    Attributes:
+        lengths: int64[n] tokens.
+        tokens: int64[n] tokens that documents occupy, padding included.
+        offsets: for every shape where its groups may begin in a stage.
+        degree: int64[S].
+        streams: int64[streams, S, n] what a document adds to every stream of its group.
+        prefix: float64[streams, S] what every token before a piece adds.
+    """
+
+    cost: CostModel
+    layout: StageLayout
+    policy: MemoryPolicy
+    lengths: np.ndarray
+    tokens: np.ndarray
+    shapes: tuple[GroupShape, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    degree: np.ndarray
+    streams: np.ndarray
+    prefix: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy) -> DocumentCosts:
+        """Price the documents under a policy."""
+        offsets = stage_group_shapes(cost, layout)
+        tables = cost.tables(lengths, policy, tuple(offsets))
+        prefix = np.array([_prefix_rates(cost, shape, policy) for shape in tables.shapes]).T
+        starts = tuple(offsets.values())
+        return cls(
+            cost, layout, policy, lengths, tables.tokens, tables.shapes, starts, tables.degree, tables.cost, prefix
+        )
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees that the group of a document in pieces may have."""
+        return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
+
+    @cached_property
+    def document_ns(self) -> np.ndarray:
+        """int64[S, n]: time of a whole document."""
+        return self.streams.max(axis=0)
+
+    @property
+    def total_work(self) -> int:
+        """rank-ns of all documents, each in its cheapest shape."""
+        return int((self.degree[:, None] * self.document_ns).min(axis=0).sum())
+
+    def least_ns(self, document: int, degree: int) -> int:
+        """ns of a whole document in its fastest group of this degree."""
+        return int(self.document_ns[self._shapes_of(degree), document].min())
+
+    def longest_ns(self, degree: int) -> int:
+        """ns of the longest document, whole, in its fastest group of this degree."""
+        return self.least_ns(int(self.lengths.argmax()), degree)
+
+    def fastest_shape(self, document: int, degree: int, target_ns: int) -> int:
+        """The shape of this degree that is fastest for a document in pieces of about `target_ns`.
+
+        In a ring the prefix of every piece goes round once more: of k pieces about (k - 1) / 2 times the document.
+        """
+        rows = self._shapes_of(degree)
+        pieces = -(-self.document_ns[rows, document] // target_ns)
+        again = (pieces - 1) * int(self.tokens[document]) / 2
+        streams = self.streams[:, rows, document] + np.rint(self.prefix[:, rows] * again)
+        return rows[int(streams.max(axis=0).argmin())]
+
+    def _shapes_of(self, degree: int) -> list[int]:
+        return [s for s, shape in enumerate(self.shapes) if shape.method == Method.RING and shape.degree == degree]
+
+
+def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> list[float]:
+    """ns per token of a prefix, by stream."""
+    if shape.ring == 1:
+        return [0.0] * len(STREAMS)
+    rates = cost.engine.prefix_token_ns(shape, policy, cost.aligned_traffic(shape))
+    return [sum(rate for name, rate in rates.items() if name in stream) for stream in STREAMS]
+
+
+def equal_cuts(
+    length: int, pieces: int, cost: Callable[[int], int], *, multiple: int = 1, floor: int = 1
+) -> tuple[int, ...]:
+    """Cut a document into pieces of equal cost, by bisection in integers, so that every machine cuts alike.
+
+    Args:
+        length: tokens of the document.
+        pieces: how many are wanted; fewer come back where they would be shorter than `floor`.
+        cost: of the first x tokens: 0 for none, never falling, in any unit.
+        multiple: borders inside the document are rounded to multiples of this; borders that meet become one.
+        floor: least tokens of a piece, below which kernels lose efficiency; a shorter document stays whole.
+
+    Returns:
+        Borders: 0, .., `length`, one more than pieces.
+    """
+    if not 1 <= pieces <= length:
+        raise PlanError(
+            f"{length:,} tokens cannot be cut into {pieces:,} pieces; take between 1 and {max(1, length):,} pieces",
+            rule="pieces",
+        )
+    total, count = cost(length), 1
+    if length >= 2 * floor:  # the last piece is the shortest
+        last = total - cost(length - floor)
+        count = max(1, min(pieces, length // floor, total // last if last else pieces))
+    while True:
+        ideal = [bisect_right(range(length + 1), total * i, key=lambda x: cost(x) * count) - 1 for i in range(1, count)]
+        inner = {(border + multiple // 2) // multiple * multiple for border in ideal}
+        borders = (0, *sorted(border for border in inner if 0 < border < length), length)
+        if count == 1 or min(end - begin for begin, end in pairwise(borders)) >= floor:
+            return borders
+        count -= 1
+
+
+def cut_document(
+    costs: DocumentCosts, document: int, shape: GroupShape, pieces: int, max_tokens: int
+) -> tuple[Span, ...]:
+    """Cut a document into pieces of equal time, at multiples that the ranks of its group share evenly.
+
+    Args:
+        costs: of the batch.
+        document: its number.
+        shape: of its group.
+        pieces: how many are wanted; more where one would not fit, fewer where they would be too short.
+        max_tokens: that a rank may hold in a micro-batch.
+    """
+    length = int(costs.lengths[document])
+    multiple = costs.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
+    step = max(multiple, -(-length // GRID))
+    grid = np.minimum(np.arange(0, length + step, step), length)
+    time = costs.cost.tables(grid, costs.policy, (shape,)).cost.max(axis=0)[0].tolist()
+
+    def upto(tokens: int) -> int:
+        at = min(tokens // step, len(time) - 2)
+        width = min(length, (at + 1) * step) - at * step
+        return time[at] + (time[at + 1] - time[at]) * (tokens - at * step) // width
+
+    most = max_tokens * shape.degree
+    while True:
+        edges = equal_cuts(length, min(pieces, length), upto, multiple=multiple, floor=min(multiple, length))
+        longest = max(b - a for a, b in pairwise(edges))
+        if longest <= most or longest <= multiple or pieces >= length:
+            return tuple(Span(document, a, b) for a, b in pairwise(edges))
+        pieces = max(pieces + 1, min(length, -(-pieces * longest // most)))
+
+
+def place_long_sequences(
+    costs: DocumentCosts, targets_ns: Mapping[int, int], degree: int, max_tokens: int
+) -> list[Chain]:
+    """Cut documents that are too long for one micro-batch, and place them in chains, those with most pieces first.
+
+    Args:
+        costs: of the batch.
+        targets_ns: time of a piece of every such document.
+        degree: of their groups.
+        max_tokens: that a rank may hold in a micro-batch.
+    """
+    cuts = {}
+    for k, target_ns in targets_ns.items():
+        shape = costs.fastest_shape(k, degree, target_ns)
+        by_memory = -(-int(costs.tokens[k]) // (max_tokens * degree))
+        pieces = max(-(-int(costs.document_ns[shape, k]) // target_ns), by_memory)
+        cuts[k] = shape, cut_document(costs, k, costs.shapes[shape], pieces, max_tokens)
+    chains: list[Chain] = []
+    used: list[list[int]] = []  # micro-batches of every chain that pieces have taken, by place in the stage
+    for k in sorted(cuts, key=lambda k: (-len(cuts[k][1]), -int(costs.tokens[k]), k)):
+        shape, spans = cuts[k]
+        offsets = costs.offsets[shape]
+        for number, taken in enumerate(used):
+            place = min(range(len(taken)), key=lambda o: (taken[o], o))
+            if taken[place] + len(spans) <= len(chains[number]):
+                break
+        else:
+            number, place = len(chains), 0
+            chains.append([[] for _ in spans])
+            used.append([0] * len(offsets))
+        for micro_batch, span in enumerate(spans, used[number][place]):
+            chains[number][micro_batch].append(StageGroup(costs.shapes[shape], offsets[place], (span,)))
+        used[number][place] += len(spans)
+    return chains
