@@ -120,9 +120,7 @@ def flash_forward(
     return operator(q, k, v, *lengths, 0.0, causal, False, scale=scale, **windows)[:2]
 
 
-def flash_backward(
-    dout: torch.Tensor, saved: tuple[torch.Tensor, ...], arguments: VarlenArguments
-) -> Gradients:
+def flash_backward(dout: torch.Tensor, saved: tuple[torch.Tensor, ...], arguments: VarlenArguments) -> Gradients:
     """Run the backward of `flash_forward`; `saved` is q, k, v, out and lse."""
     *lengths, scale, causal, left, right = arguments
     windows = {"window_size_left": left, "window_size_right": right}
@@ -182,5 +180,5 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
 
 
 def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the mesh and placements of `like` and this local shard; ten times faster than from_local."""
+    """Return a DTensor with the mesh and placements of `like` and this shard; ten times faster than from_local."""
     return type(like)(local, like._spec, requires_grad=False)

@@ -254,9 +254,7 @@ def _forward_groups(
     return out, lse, found
 
 
-def _forward_group(
-    groups: Groups, number: int, inputs: Tensors, queue: OverlapQueue
-) -> tuple[torch.Tensor, Saved]:
+def _forward_group(groups: Groups, number: int, inputs: Tensors, queue: OverlapQueue) -> tuple[torch.Tensor, Saved]:
     """Return the output [rows, heads, dim] of a group's rows, and what its backward needs."""
     group, inner = groups[number], groups[number].inner
     q, k, v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
@@ -298,9 +296,7 @@ def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> 
     return totals[0], totals[1], totals[2]
 
 
-def _backward_group(
-    groups: Groups, number: int, dout: torch.Tensor, saved: Saved, queue: OverlapQueue
-) -> Gradients:
+def _backward_group(groups: Groups, number: int, dout: torch.Tensor, saved: Saved, queue: OverlapQueue) -> Gradients:
     """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
     group, inner, dtype = groups[number], groups[number].inner, saved.q.dtype
     if group.ulysses is not None:
@@ -353,7 +349,7 @@ class SavedAttention:
     """Attention results that selective checkpointing keeps of one layer; its recomputation replays them in order.
 
     The first run of the layer records. A replay runs no kernel, no ring and no gather; q, k and v are recomputed, and
-    exchanged once more where there is Ulysses or another layout, unless `keep_exchanged` spends the memory to keep them.
+    exchanged once more where there is Ulysses or another layout, unless `keep_exchanged` spends memory to keep them.
     """
 
     def __init__(self, keep_exchanged: bool) -> None:

@@ -1,4 +1,4 @@
-"""The attention plan of a rank: from a bound round to what it computes for every group, built once and used by all layers.
+"""The attention plan of a rank: what it computes for every group of a round, built once and used by all layers.
 
 `plan_attention` checks a call before anything is communicated (value, rule, way out), then does the index work: which
 kernel computes which segments, which rows go to whom, and which local documents overlap which messages. The context of

@@ -162,9 +162,7 @@ class GatherSchedule(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-def gather_schedule(
-    chunks: Sequence[ZigzagChunks], index: int, *, causal: bool, window: int | None
-) -> GatherSchedule:
+def gather_schedule(chunks: Sequence[ZigzagChunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
     """Return what ring index `index` sends, receives and computes when keys are gathered.
 
     Args:

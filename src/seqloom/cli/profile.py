@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
+    from seqloom.attention.kernels.dispatch import Measurement, TimePoint
     from seqloom.attention.kernels.interface import AttentionShape, Kernel
-    from seqloom.attention.kernels.tables import Measurement, Point
     from seqloom.cost import CostModel
     from seqloom.profiling.kernels import Effort
 
@@ -219,7 +219,7 @@ def profile(
         wanted = Wanted(model, cluster, sharding, capacity, max_length, dtype, show=not json)
         profile_machine(wanted, ranks, output, json)
         return
-    from seqloom.attention.kernels.tables import KernelTable, default_path
+    from seqloom.attention.kernels.dispatch import KernelTable, default_table_path
     from seqloom.cli.shared import steps
     from seqloom.profiling.kernels import measure
 
@@ -227,7 +227,7 @@ def profile(
     shape = make_shape(heads, kv_heads, dim, dtype, place)
     chosen, left_out = choose_kernels(kernels, shape)
     effort = make_effort(max_length, quick, place.type)
-    path = default_path() if output is None else output
+    path = default_table_path() if output is None else output
     table = KernelTable.load(path) if path.is_file() else KernelTable()
     with steps("warming up", len(chosen) * 2 * len(effort.lengths)) as step:
         report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
@@ -297,13 +297,13 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
 
     Without names: all that can run here and take the shape, except for the reference, which is slow on purpose.
     """
-    from seqloom.attention.kernels.dispatch import available, make_kernel, missing
+    from seqloom.attention.kernels.dispatch import available_kernels, make_kernel, unavailable_kernels
 
-    here = {kernel.ability.name: kernel for kernel in available(shape.device)}
-    absent = missing(shape.device)
+    here = {kernel.capabilities.name: kernel for kernel in available_kernels(shape.device)}
+    absent = unavailable_kernels(shape.device)
     if names is None:
         wanted = [name for name in here if name != "reference"]
-        refusals = {name: here[name].ability.refuse_shape(shape) for name in wanted}
+        refusals = {name: here[name].capabilities.unsupported_shape(shape) for name in wanted}
         absent |= {name: refusal for name, refusal in refusals.items() if refusal is not None}
         chosen = [here[name] for name in wanted if refusals[name] is None]
         if not chosen:
@@ -313,7 +313,7 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
     if not wanted:
         raise SeqloomError(f"no kernel in {names!r}; name at least one, for example {next(iter(here))}")
     for name in wanted:
-        refusal = make_kernel(name).ability.refuse_shape(shape) or absent.get(name)
+        refusal = make_kernel(name).capabilities.unsupported_shape(shape) or absent.get(name)
         if refusal is not None:
             raise SeqloomError(f"kernel {name!r} cannot be measured: {refusal}; here: {', '.join(here)}")
     return [here[name] for name in wanted], {}
@@ -358,7 +358,7 @@ def fastest(measurement: Measurement, mask: str) -> list[tuple[int, str]]:
     return [(points[0].length, names[_best(points)]) for points in columns]
 
 
-def _best(points: Sequence[Point]) -> int:
+def _best(points: Sequence[TimePoint]) -> int:
     return min(range(len(points)), key=lambda index: points[index].forward_ns + points[index].backward_ns)
 
 

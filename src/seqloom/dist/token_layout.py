@@ -230,6 +230,8 @@ class Context:
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
+        saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
+            None: nothing is kept. Set on a copy of the context, for one layer.
     """
 
     __slots__ = (
@@ -242,6 +244,7 @@ class Context:
         "node_size",
         "pieces",
         "positions",
+        "saved_attention",
         "spans",
         "tp_group",
         "transport",
@@ -258,7 +261,6 @@ class Context:
         groups: tuple[BoundGroup, ...],
         node_size: int | None = None,
         crossing: TokenRedistribute | None = None,
-        kept: dict[Hashable, object] | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
         kv_cache: object | None = None,
         tp_group: TPGroup | None = None,
@@ -268,7 +270,6 @@ class Context:
         Args:
             work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, tp_group: see the attributes.
             crossing: from the linear to the attention layout; None where these are the same.
-            kept: what was built from all this already, shared with another view of it.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
@@ -276,7 +277,8 @@ class Context:
         around = work.remap if crossing is not None else None
         self.attention_redistribute = crossing if around == Remap.ATTENTION else None
         self.mlp_redistribute = crossing.reversed() if crossing is not None and around == Remap.MLP else None
-        self._kept: dict[Hashable, object] = {} if kept is None else kept
+        self.saved_attention: object | None = None
+        self._kept: dict[Hashable, object] = {}
 
     @property
     def rank(self) -> int:

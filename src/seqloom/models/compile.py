@@ -64,7 +64,7 @@ def _compiled_body(layer_class: type[nn.Module], backend: str) -> Callable[..., 
 def _run_compiled(
     body: Callable[..., Any], layer: nn.Module, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    number = None
+    number: Any = None
     if context.pieces:  # the number of the layer in the model, as its attention knows it
         number = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
     call = LayerCall(context, number)
@@ -155,7 +155,8 @@ class _SavedCall(NamedTuple):
         found = []
         for group, tensors in zip(self.groups, self.tensors, strict=True):
             if not isinstance(tensors, Saved):
-                tensors = Saved(*(take(x, group.rows) for x in (q, k, v, out)), tensors)
+                rows = group.rows
+                tensors = Saved(take(q, rows), take(k, rows), take(v, rows), take(out, rows), tensors)
                 if isinstance(group.inner, PrefixAttention):
                     tensors = group.inner.saved_for_backward(tensors, exchanged=False)
             found.append(tensors)

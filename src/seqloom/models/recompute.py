@@ -42,8 +42,8 @@ from seqloom.plan import Checkpoint
 
 T = TypeVar("T")
 KEEP_ALL = (Checkpoint.NONE, Checkpoint.STAGE, Checkpoint.PROFILE)
-LayerHooks = Callable[[nn.Module, Context], AbstractContextManager[object]]
-"""Puts hooks on parts of a layer for one call with a context; they are removed at the exit."""
+LayerHooks = Callable[[nn.Module, Context], AbstractContextManager[object] | None]
+"""Puts hooks on parts of a layer for one call with a context, removed at the exit; None: this call needs none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,11 +89,11 @@ def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs:
         if context.mlp_redistribute is None and context.tp_group is None:
             return wrapper.compiled(layer, context, args, kwargs)
     context = next((each for each in (*args, *kwargs.values()) if isinstance(each, Context)), None)
-    if context is None or not wrapper.hooks:
-        return forward(layer, *args, **kwargs)
     with ExitStack() as stack:
         for hooks in wrapper.hooks.values():
-            stack.enter_context(hooks(layer, context))
+            manager = None if context is None else hooks(layer, context)
+            if manager is not None:
+                stack.enter_context(manager)
         return forward(layer, *args, **kwargs)
 
 

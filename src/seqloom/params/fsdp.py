@@ -25,7 +25,7 @@ from seqloom.attention.lse import sum_dtype
 from seqloom.compat import inherit_timeout
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.interface import check_fixed, local, squared_norm, sum_gradients, trained
@@ -74,7 +74,7 @@ class FSDPParameters:
             adapter.materialize([(names[id(each)], each) for each in layer.parameters() if each.is_meta])
             fully_shard(layer, **options, reshard_after_forward=not keep_gathered)
         self._adapter, self._compute, self._weights = adapter, param_dtype, WeightGradients()
-        self._loss = LossOf(adapter, chunk)
+        self._loss = ModelWithLoss(adapter, chunk)
         adapter.materialize()
         self._root = fully_shard(self._loss, **options)  # what is in no layer: the table of tokens, norm, head
         self._parts = [part for part in self._loss.modules() if isinstance(part, FSDPModule)]

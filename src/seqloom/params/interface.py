@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.plan import LayerRange, Plan, Sharding
@@ -135,7 +135,7 @@ class ReplicatedParameters:
         adapter.materialize()
         self._adapter, self._transport = adapter, transport
         self._head = HeadGradients()
-        self._loss = LossOf(adapter, chunk, self._head)
+        self._loss = ModelWithLoss(adapter, chunk, self._head)
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:

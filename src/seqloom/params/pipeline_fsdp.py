@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from seqloom.compat import inherit_timeout
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.fsdp import check_job, device_of, reduce_dtype
@@ -94,7 +94,7 @@ class PipelineFSDP:
         self._ready: set[LayerRange] = set()  # acquired
         self._due: set[LayerRange] = set()  # have run, and are to be reduced
         self._adapter, self._device, self._head = adapter, device, HeadGradients()
-        self._loss = LossOf(adapter, chunk, self._head)
+        self._loss = ModelWithLoss(adapter, chunk, self._head)
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:

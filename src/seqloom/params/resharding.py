@@ -28,7 +28,7 @@ from seqloom.dist.reshard_index import Box, boxes_of
 from seqloom.dist.resharding import Pending, Resharder
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.fsdp import device_of, reduce_dtype
@@ -480,7 +480,7 @@ class ReshardingParameters:
         self._departures: GradReduce | None = None
         self._last = False  # inside the last backward of the step
         self._head = HeadGradients()
-        self._loss = LossOf(adapter, chunk, self._head)
+        self._loss = ModelWithLoss(adapter, chunk, self._head)
         self._watch()
 
     @property

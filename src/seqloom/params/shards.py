@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from seqloom.attention.lse import sum_dtype
-from seqloom.compat import inherit_timeout, dtensor_like
+from seqloom.compat import dtensor_like, inherit_timeout
 from seqloom.dist import Transport
 from seqloom.dist.reshard_index import Box
 from seqloom.errors import SeqloomError

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
+from seqloom.attention.kernels.dispatch import KernelTimes, Measurement, TimePoint, device_name, dtype_name
 from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
-from seqloom.attention.kernels.tables import Measurement, Point, Times, device_name, dtype_name
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -49,7 +49,7 @@ def measure(
         SeqloomError: when a kernel refuses the shape.
     """
     for kernel in kernels:
-        refusal = kernel.ability.refuse_shape(shape)
+        refusal = kernel.capabilities.unsupported_shape(shape)
         if refusal is not None:
             raise SeqloomError(refusal)
     times = tuple(_times(kernel, shape, effort, report) for kernel in kernels)
@@ -57,19 +57,21 @@ def measure(
     return Measurement(device_name(shape.device), torch.__version__, *sizes, dtype_name(shape.dtype), times)
 
 
-def _times(kernel: Kernel, shape: AttentionShape, effort: Effort, report: Callable[[str, int], None] | None) -> Times:
+def _times(
+    kernel: Kernel, shape: AttentionShape, effort: Effort, report: Callable[[str, int], None] | None
+) -> KernelTimes:
     """Measure one kernel."""
     calls = {causal: _pack(kernel, shape, SMALLEST, 1, causal, effort.repeats) for causal in (True, False)}
-    curves: dict[bool, list[Point]] = {True: [], False: []}
+    curves: dict[bool, list[TimePoint]] = {True: [], False: []}
     for causal, points in curves.items():
         for length in effort.lengths:
             if report is not None:
-                report(kernel.ability.name, length)
+                report(kernel.capabilities.name, length)
             documents = max(1, effort.tokens // length)
             whole = _pack(kernel, shape, length, documents, causal, effort.repeats)
             share = [max(0, round((ns - empty) / documents)) for ns, empty in zip(whole, calls[causal], strict=True)]
-            points.append(Point(length, *share))
-    return Times(kernel.ability.name, *calls[True], tuple(curves[True]), tuple(curves[False]))
+            points.append(TimePoint(length, *share))
+    return KernelTimes(kernel.capabilities.name, *calls[True], tuple(curves[True]), tuple(curves[False]))
 
 
 def _pack(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqloom.attention import attention, attention_with_lse, prepare_attention
-from seqloom.attention.kernels.reference import REFERENCE, Reference
+from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist.counting import CountingTransport
 from seqloom.dist.single_rank import bind_single_rank
 from seqloom.dist.threads import run_ranks
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 class Watching:
     """The reference kernel, with a record of what it was asked."""
 
-    ability = REFERENCE
+    capabilities = Reference.capabilities
 
     def __init__(self):
         self.prepared, self.seen = [], []

@@ -10,7 +10,7 @@ from seqloom.dist import CountingTransport, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import TransformerOptions
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
@@ -48,7 +48,7 @@ def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, b
             options = {"pieces": pieces, "kv_cache": kv_cache, "tensor": tensor}
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             adapter.prepare(context, step.dtype)
-            losses.append(LossOf(adapter)(*step.rows()(context), context) / step.valid)
+            losses.append(ModelWithLoss(adapter)(*step.rows()(context), context) / step.valid)
         for number, loss in reversed(list(enumerate(losses))):
             if split:
                 with adapter.weight_gradients.deferred(number):
@@ -104,7 +104,7 @@ def in_float64(step):
         def model(self):
             return step.model().double()
 
-    return Wide(step.lengths, step.spec, step.details)
+    return Wide(step.lengths, step.spec, step.options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,7 +128,7 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
         counting, adapter = CountingTransport(transport), GROUPED.model_adapter()
         slice_parameters(adapter, 2, transport.rank)
         context = bind(StageMicroBatch((one_group(2),), Checkpoint.NONE), counting, tensor=2)
-        LossOf(adapter)(*GROUPED.rows()(context), context).backward()
+        ModelWithLoss(adapter)(*GROUPED.rows()(context), context).backward()
         return counting.traffic("exchange").calls
 
     assert run_ranks(2, body, strict=True) == [2 * 2 * 2 * GROUPED.spec.layers] * 2

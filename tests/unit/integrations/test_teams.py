@@ -13,9 +13,9 @@ from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
-from seqloom.integrations.transformers.tensor_parallel import Region, team_layers
+from seqloom.integrations.transformers.tensor_parallel import Region, tp_layers
 from seqloom.layout import Span
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
@@ -55,8 +55,8 @@ def assert_same(
             none = [torch.empty(0, dtype=torch.int64)]
             given, wanted = (torch.cat([each[d][a:b] for d, a, b in context.spans] or none) for each in (ids, labels))
             if stages:
-                given = LossOf(own)(given, None, context, LayerRange(0, 1, 2))
-            losses.append(LossOf(own)(given, wanted, context, LayerRange(1, 2, 2) if stages else None))
+                given = ModelWithLoss(own)(given, None, context, LayerRange(0, 1, 2))
+            losses.append(ModelWithLoss(own)(given, wanted, context, LayerRange(1, 2, 2) if stages else None))
         with own.weight_gradients.deferred(0):
             sum(losses).backward()
         assert not split or own.layers[0].mlp.down_proj.weight.grad is None
@@ -189,7 +189,7 @@ class Sum(nn.Module):
 def test_layers_that_cannot_run_in_a_team(call, rows, words):
     def body(transport):
         layer = Odd(*call)
-        team_layers([layer], [(Region("mlp", ("mlp.up",), ("mlp.down",)),)])
+        tp_layers([layer], [(Region("mlp", ("mlp.up",), ("mlp.down",)),)])
         layer.mlp.up.weight.data = layer.mlp.up.weight.data[:rows]
         context = bind(StageMicroBatch((Group((0, 1), 2, 1, SPANS),), Checkpoint.NONE), transport, tensor=2)
         with pytest.raises(SeqloomError, match=words):

@@ -1,4 +1,4 @@
-"""KV cache of documents in pieces (Seq1F1B): keys and values of earlier pieces, and the gradients that come back for them.
+"""KV cache of documents in pieces (Seq1F1B): keys and values of earlier pieces, and their gradients from later ones.
 
 A later piece reads the keys of all earlier ones, so its backward has gradients for them. Forwards ascend, and backwards
 descend:
@@ -108,8 +108,8 @@ class KVCache:
             layer, document = min(self._documents)
             piece = self._documents[layer, document].next_backward
             raise SeqloomError(
-                f"keys and values of {len(self._documents)} documents x layers are left, such as document {document} in "
-                f"layer {layer}, whose piece {piece} has not gone backward: every piece that goes forward goes "
+                f"keys and values of {len(self._documents)} documents x layers are left, such as document {document} "
+                f"in layer {layer}, whose piece {piece} has not gone backward: every piece that goes forward goes "
                 "backward in the same step; evaluate with KVCache(backward=False), and call clear() after an error"
             )
 
@@ -171,7 +171,7 @@ class KVCache:
         return None if gradient is None else gradient[first : piece.start]
 
     def take_gradient(self, layer: int, piece: Piece, total: torch.Tensor) -> None:
-        """Add the gradient that later pieces left for a piece to `total` [its rows, 2 * kv heads, dim]; end the piece."""
+        """Add the gradient that later pieces left for a piece to `total` [rows, 2 * kv heads, dim]; end the piece."""
         cached = self._cached(layer, piece)
         if cached.gradient is not None:
             total += cached.gradient[piece.start : piece.stop]
@@ -291,9 +291,7 @@ class PrefixAttention(Ring):
         """Return, where nothing travels, the gradients in the cache, to be added to in place."""
         if self.size > 1:
             return [None for _ in self.keys]
-        started = [
-            self.kv_cache.partial_gradient(self.layer, each.piece, each.first_rows[0]) for each in self.prefixes
-        ]
+        started = [self.kv_cache.partial_gradient(self.layer, each.piece, each.first_rows[0]) for each in self.prefixes]
         return [None, *started]
 
     def _finish_gradients(self, gradients: Tensors, started: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -324,9 +322,7 @@ class _Run(NamedTuple):
     row: int
 
 
-def _local_pieces(
-    group: Group, index: int, spans: Sequence[Span], pieces: Mapping[int, Sequence[Span]]
-) -> list[Piece]:
+def _local_pieces(group: Group, index: int, spans: Sequence[Span], pieces: Mapping[int, Sequence[Span]]) -> list[Piece]:
     """Return the documents in pieces that a group works on, as ring index `index` sees them.
 
     Args:

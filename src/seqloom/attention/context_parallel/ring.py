@@ -111,8 +111,7 @@ class Ring(ContextParallelAttention):
             transfer = None if self.routed is None else self.routed.backward[step]
             handle = self._send_to_next(transfer, (held if incoming else [], incoming), (gradients, arriving))
             parts = [
-                backward_tiles(keys.steps[step], dout, saved, kv, dq)
-                for keys, kv in zip(self.keys, held, strict=True)
+                backward_tiles(keys.steps[step], dout, saved, kv, dq) for keys, kv in zip(self.keys, held, strict=True)
             ]
             overlap(step)
             handle.wait()

@@ -1,8 +1,8 @@
 """Routed exchanges of a ring or gather: messages between nodes go through proxy ranks, so that all NICs share them.
 
-All ranks of the group and its proxies derive the same moves, and from them each its own part. An element of these moves
-is `unit` bytes: a key and a value of one head, as they lie in a message. Gradients are the same number of elements, or a
-multiple of it where they are wider.
+All ranks of the group and its proxies derive the same moves, and from them each its own part. An element of these
+moves is `unit` bytes: a key and a value of one head, as they lie in a message. Gradients are the same number of
+elements, or a multiple of it where they are wider.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class UlyssesExchange:
         """Send every rank its rows of `tensor` [all rows, own width, dim].
 
         Returns:
-            The received elements, flat, and the same as [own rows, width, dim] of every rank (none when heads are even).
+            The received elements, flat, and as [own rows, width, dim] of every rank (none when heads are even).
         """
         if self.inverse_order is not None:
             tensor = tensor.index_select(0, self.inverse_order)

@@ -1,7 +1,7 @@
 """cuDNN's attention on a fixed set of shapes: the fastest kernel on Hopper from short documents up.
 
-cuDNN builds an execution plan for every new shape, about 0.1 s each time, and lengths in training are almost always new.
-So lengths are rounded up to a few classes, and a warm-up builds all of them before the first step. There are two kinds:
+cuDNN builds an execution plan for every new shape, about 0.1 s each time, and lengths in training are almost always
+new. So lengths are rounded up to a few classes, and a warm-up builds all of them before the first step:
 
     packed   documents of one octave (513..1024 tokens, say) in one call, true lengths read from the GPU: exact, and
              nothing is computed for the surplus. Missing documents of a call have length 0.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -466,7 +466,7 @@ class Cudnn:
     graphs: GraphCache = field(default_factory=GraphCache)
     streams: dict[int, list[torch.cuda.Stream]] = field(default_factory=dict)
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    capabilities = Capabilities(
         name="cudnn",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),

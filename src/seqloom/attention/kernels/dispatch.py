@@ -340,7 +340,7 @@ class _PlacedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedSplit:
-    """Segments split over several kernels. The first makes the result buffers, the others write their rows, in order."""
+    """Segments split over several kernels. The first makes the result buffers, the others write rows into them."""
 
     forward_parts: tuple[_PlacedPart, ...]
     backward_parts: tuple[_PlacedPart, ...]

@@ -1,9 +1,9 @@
 """Flash attention over packed sequences: torch's own operator, and the flash-attn packages 2 and 3 where installed.
 
-The causal mask ends at the last query and the last key, so squares and pieces with their prefix go into one call for any
-number of documents. Unmasked segments under a causal rule go into a second call. Segments that do not lie one after the
-other are gathered. The packages (flash-attn 2.7, flash-attn 3.0) are called below their autograd functions, because a
-ring's backward needs the log-sum-exp of all keys, not of the keys of one call.
+The causal mask ends at the last query and the last key, so squares and pieces with their prefix go into one call for
+any number of documents. Unmasked segments under a causal rule go into a second call. Segments that do not lie one after
+the other are gathered. The packages (flash-attn 2.7, flash-attn 3.0) are called below their autograd functions, because
+a ring's backward needs the log-sum-exp of all keys, not of the keys of one call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ PACKAGES = {"flash_attn_2": "flash_attn.flash_attn_interface", "flash_attn_3": "
 def _capabilities(name: str, *, tested: bool) -> Capabilities:
     """Squares, pieces with their prefix, windows over both, and unmasked segments."""
     dtypes = (torch.bfloat16, torch.float16)
-    return Capabilities(name, ("cuda",), dtypes, max_dim=256, dim_multiple=8, offsets=False, prefixes=True, tested=tested)
+    return Capabilities(
+        name, ("cuda",), dtypes, max_dim=256, dim_multiple=8, offsets=False, prefixes=True, tested=tested
+    )
 
 
 class VarlenFunctions(Protocol):
@@ -223,8 +225,9 @@ def varlen_calls(segments: Segments, shape: AttentionShape) -> tuple[VarlenCall,
             window = part.window if causal and part.windowed().any() else None
             rows, keys = device_rows(part.q_start, part.q_stop, device), device_rows(part.k_start, part.k_stop, device)
             lengths = part.q_len, part.k_len
-            starts = (on_device(np.concatenate([[0], np.cumsum(n)]).astype(np.int32), device) for n in lengths)
-            longest = (int(n.max()) for n in lengths)
+            cu_q, cu_k = (on_device(np.concatenate([[0], np.cumsum(n)]).astype(np.int32), device) for n in lengths)
+            max_q, max_k = (int(n.max()) for n in lengths)
             mask = compat.flash_mask(causal, window)
-            calls.append(VarlenCall(rows, keys, compat.VarlenArguments(*starts, *longest, shape.scale, *mask)))
+            arguments = compat.VarlenArguments(cu_q, cu_k, max_q, max_k, shape.scale, *mask)
+            calls.append(VarlenCall(rows, keys, arguments))
     return tuple(calls)

@@ -1,7 +1,7 @@
 """What an attention kernel is: capabilities that can be asked beforehand, and masks prepared once and run many times.
 
-`Kernel.prepare` does the index work for the `Segments` of a round; the `PreparedAttention` it returns serves every layer,
-forward and backward. `dispatch.py` decides which kernel runs.
+`Kernel.prepare` does the index work for the `Segments` of a round; the `PreparedAttention` it returns serves every
+layer, forward and backward. `dispatch.py` decides which kernel runs.
 """
 
 from __future__ import annotations

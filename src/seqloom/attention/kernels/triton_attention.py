@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -248,7 +248,7 @@ class TritonSegments:
 
     pick: Pick = default_config
     result_dtype: torch.dtype | None = None
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    capabilities = Capabilities(
         name="triton",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
