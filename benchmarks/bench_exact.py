@@ -20,7 +20,7 @@ from seqloom.api import cost_model
 from seqloom.cost import CostModel
 from seqloom.planners.bounds import variants_bound
 from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
-from seqloom.planners.problem import Problem
+from seqloom.planners.problem import BatchProblem
 from support.brute_force import shortest_step
 
 SETTINGS: list[dict[str, Any]] = [
@@ -52,7 +52,7 @@ def case(lengths: np.ndarray, cost: CostModel) -> dict[str, Any]:
     exact_s = time.perf_counter() - begin
     bound = variants_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)
     begin = time.perf_counter()
-    tables = Problem.of(lengths, cost, policy).search
+    tables = BatchProblem.of(lengths, cost, policy).batch_tables
     quick_bound = work_bound(tables)
     flex = finish_searches(start_searches(tables, quick_bound), quick_bound, None, 0).best_ns
     flex_s = time.perf_counter() - begin

@@ -27,10 +27,10 @@ from hydraulis_constants import published_model
 from record import write
 
 from seqloom.describe import lengths_from
-from seqloom.planners.compiled import kernels
 from seqloom.planners.hydraulis.dispatch import rank_strategies
 from seqloom.planners.hydraulis.propose import propose
 from seqloom.planners.hydraulis.strategy import ParallelConfig, Strategy, place_pipelines
+from seqloom.planners.packing import first_fit
 
 GPUS, NODE, TOKENS = 64, 8, 200_000
 SHOWN = ("s", "hidden_s", "choose_ms", "choose_ms_most")
@@ -62,8 +62,8 @@ def cut_steps(lengths: np.ndarray, context: int, count: int) -> list[np.ndarray]
 def fixed_packing_s(step: np.ndarray, context: int) -> float:
     """The baseline, seconds."""
     falling = np.sort(step)[::-1].copy()
-    batch, wide = np.empty(len(falling), np.int64), COSTS[ParallelConfig(1, 16)]
-    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(kernels().first_fit(falling, context, batch))]
+    batch, wide = first_fit(falling, context), COSTS[ParallelConfig(1, 16)]
+    packs = [wide.micro_batch_ns(falling[batch == k]) for k in range(batch.max() + 1)]
     return max(sum(packs[k::4]) for k in range(4)) / 1e9
 
 

@@ -58,7 +58,7 @@ def figures(plan: Plan, cost: CostModel, planning_s: float) -> Figures:
 
 def held_tokens(plan: Plan) -> int:
     """The most tokens that a stage holds at once."""
-    tokens = [sum(group.tokens for group in each.work[0].groups) for each in plan.pipelines[0].rounds]
+    tokens = [sum(group.tokens for group in each.by_stage[0].groups) for each in plan.pipelines[0].rounds]
     signs = {ActionKind.F: 1, ActionKind.B: -1, ActionKind.W: -1}
     rows = [[signs[a.kind] * tokens[a.round or 0] for a in row if a.kind in signs] for row in plan.pipelines[0].actions]
     return max(int(np.cumsum(row).max()) for row in rows)

@@ -1,7 +1,7 @@
 """Real pipelines on CPU processes of one core each: plans side by side, measured beside predicted.
 
 Fixed before measuring: Wikipedia lengths cut at 4K, 2 sequences a rank and step, one of them 4K, the model below. The
-machine is measured first (`seqloom.train.calibration`): plans of one stage, and what a handover takes. Then every batch
+machine is measured first (`profiling.calibration`): plans of one stage, and what a handover takes. Then every batch
 is run on 4 and on 8 stages: whole documents packed (1F1B), chunks of equal tokens, Seq1F1B with 4 pieces, and what the
 planner chooses. All sides of a batch run once to warm up, then in turns, and the fastest step of each counts. A step is
 bind, forward, backward, reduction, clipping and AdamW; its time is that of the slowest rank.
@@ -28,8 +28,7 @@ from seqloom.dist import TorchTransport
 from seqloom.plan import Plan
 from seqloom.planners.pipeline import plan_pipeline
 from seqloom.planners.pipeline.stage_layout import StageLayout
-from seqloom.profiling.calibration import Machine
-from seqloom.profiling.trials import StepTimer
+from seqloom.profiling.calibration import Calibrator, StepTimer
 from seqloom.simulate import simulate
 
 LONGEST, PER_RANK, STEPS, STAGES, REPEATS = 4_096, 2, 3, (4, 8), 3
@@ -58,9 +57,9 @@ def plans_of(lengths: np.ndarray, cost: CostModel, stages: int) -> dict[str, Pla
 
 def busy(timer: StepTimer) -> list[float]:
     """Seconds that every rank spent in forwards and backwards of the last step."""
-    assert timer.last is not None
+    assert timer.last_result is not None
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, timer.last.forward_s + timer.last.backward_s)
+    dist.all_gather_object(every, timer.last_result.forward_s + timer.last_result.backward_s)
     return every
 
 
@@ -70,8 +69,8 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
     longest, steps = (QUICK["longest"], QUICK["steps"]) if quick else (LONGEST, arguments.steps)
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
     limits: dict[str, Any] = {"sharding": "none", "max_length": longest, "capacity": longest}
-    machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(longest, say, widest=ranks // min(STAGES), stages=min(ranks, max(STAGES)))
+    calibrator = Calibrator(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
+    found = calibrator.calibrate(longest, say, widest=ranks // min(STAGES), stages=min(ranks, max(STAGES)))
     cost = CostModel(*where, found.profile, **(limits | {"capacity": None}))
     say(f"calibrated, {max(map(abs, found.errors)):.0%} off at most")
     report = Report(found, {"ranks": ranks, "model": SIZES, "longest": longest, "sequences": PER_RANK * ranks})

@@ -3,7 +3,7 @@
 Fixed before measuring: the model below, two documents a rank and step, Wikipedia lengths cut at 512 tokens, but the
 first of a step has 512, 2K and 8K tokens in turn: so the mix changes from step to step. Plans may use so much memory
 that a process with all parameters holds 256 tokens: a copy of the parameters has its price, as on GPUs. The machine is
-measured first (`seqloom.train.calibration`); strategies are proposed for all lengths together. Three passes over the
+measured first (`profiling.calibration`); strategies are proposed for all lengths together. Three passes over the
 batches take turns, several times, and the fastest step of a batch in a pass counts:
 
     switching   every step under the strategy that is predicted to be fastest for it
@@ -34,10 +34,9 @@ from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint, Plan, Reduce
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.hydraulis import Strategy, plan_strategies, propose_strategies
-from seqloom.profiling.calibration import Machine
-from seqloom.profiling.trials import StepTimer
+from seqloom.profiling.calibration import Calibrator, StepTimer
 from seqloom.simulate import predicted_ns
 
 CUT, FIRSTS, PER_RANK, ROOM, STEPS, REPEATS = 512, (512, 2_048, 8_192), 2, 256, 9, 6
@@ -106,8 +105,8 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
     where = (Cluster.parse(f"1x{ranks}xCPU"), ModelSpec("small", gated=True, tied=False, **SIZES))
     limits: dict[str, Any] = {"sharding": "free", "max_length": max(firsts)}
     given = CostModel(*where, "cpu", **limits, capacity=load)
-    machine = Machine(given, transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(max(firsts), say, widest=max(1, ranks // 2), stages=min(ranks, 4))
+    calibrator = Calibrator(given, transport, torch.device("cpu"), torch.float32)
+    found = calibrator.calibrate(max(firsts), say, widest=max(1, ranks // 2), stages=min(ranks, 4))
     cost = CostModel(*where, found.profile, **limits, budget_gib=budget(given, room), stages=2)
     batches = drawn(arguments, cut, firsts, steps)
     everything = np.concatenate(batches)
@@ -115,7 +114,7 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
     plans = planned(batches, strategies, cost)
     taken = [min(each, key=lambda strategy: predicted_ns(each[strategy], cost)) for each in plans]
     fixed = best_fixed(plans, cost)
-    say(f"{len(strategies)} strategies, taken {', '.join(outline(p[s]) for p, s in zip(plans, taken, strict=True))}")
+    say(f"{len(strategies)} strategies, taken {', '.join(plan_shape(p[s]) for p, s in zip(plans, taken, strict=True))}")
     settings = {
         "ranks": ranks,
         "model": SIZES,
@@ -128,7 +127,7 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
     settings |= {"profile": asdict(found.profile), "calibration_off": max(map(abs, found.errors))}
     timed, rows = [], []
     for turn in range(1 + (QUICK["repeats"] if quick else REPEATS)):
-        seconds = passes(machine.timer, plans, taken, fixed)
+        seconds = passes(calibrator.timer, plans, taken, fixed)
         say(f"turn {turn}, s: {', '.join(f'{name} {sum(each):.2f}' for name, each in seconds.items())}")
         if turn and transport.rank == 0:  # the first turn warms up; a run that is cut off still counts
             timed.append(seconds)

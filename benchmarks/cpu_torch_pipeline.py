@@ -30,7 +30,7 @@ from seqloom.dist import TorchTransport, bind_single_rank
 from seqloom.models import Transformer
 from seqloom.models.loss import summed_loss
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.profiling.trials import StepTimer
+from seqloom.profiling.calibration import StepTimer
 
 LAYERS, SEQUENCES, TOKENS, PAIRS = 16, 2, 512, 15
 """The model's layers, sequences per process and their tokens, runs of both that count."""

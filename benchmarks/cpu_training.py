@@ -1,7 +1,7 @@
 """Real training steps on CPU processes of one core each: planners side by side, measured beside predicted.
 
 Fixed before measuring: Wikipedia lengths cut at 16K, 64 sequences a step, 2,048 tokens of a rank in a round, and the
-model below, as deep, wide and many-headed as BERT-Tiny. The machine is measured first (`seqloom.train.calibration`), on
+model below, as deep, wide and many-headed as BERT-Tiny. The machine is measured first (`profiling.calibration`), on
 plans that are none of the benchmark's. Then every batch is run under every planner, one after the other, in an order
 that turns from batch to batch; planners that make the same plan share its run. A step is bind, forward, backward,
 reduction, clipping and AdamW; its time is that of the slowest rank. Plans are made before: a trainer plans ahead.
@@ -24,7 +24,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
 from seqloom.planners.registry import TimedPlan, plan_batches
-from seqloom.profiling.calibration import Machine
+from seqloom.profiling.calibration import Calibrator
 
 LONGEST, SEQUENCES, CAPACITY, STEPS = 16_384, 64, 2_048, 20
 SHARDING = "none"  # a small model: every rank has all of it, and gradients are summed once per step
@@ -55,8 +55,8 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
     fixed, spec = settings(arguments), ModelSpec("small", gated=True, tied=False, **SIZES, **heads)
     where = (Cluster.parse(f"1x{transport.ranks}xCPU"), spec)
     limits = {"sharding": SHARDING, "max_length": fixed["longest"], "capacity": fixed["capacity"]}
-    machine = Machine(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(fixed["longest"] // 2, say)
+    calibrator = Calibrator(CostModel(*where, "cpu", **limits), transport, torch.device("cpu"), torch.float32)
+    found = calibrator.calibrate(fixed["longest"] // 2, say)
     cost = CostModel(*where, found.profile, **limits)
     degrees = [d for d in cost.family.sizes if d & (d - 1) == 0 and d * fixed["capacity"] >= fixed["longest"]]
     names = [*(f"static:{degree}" for degree in degrees), "adaptive", "flex", "zones", "auto"]
@@ -68,7 +68,7 @@ def run(transport: TorchTransport, arguments: argparse.Namespace, say: Say) -> N
         plans = {each.plan.hash: each.plan for each in made.values()}
         turn = sorted(plans)
         turn = turn[number % len(turn) :] + turn[: number % len(turn)]
-        seconds = {key: machine.timer.seconds(plans[key]) for key in turn}
+        seconds = {key: calibrator.timer.seconds(plans[key]) for key in turn}
         row = {name: report.entry(each, cost, seconds[each.plan.hash]) for name, each in made.items()}
         say(f"batch {number}, ms, in brackets predicted: {report.line(row)}")
         if number and transport.rank == 0:  # the first batch warms up

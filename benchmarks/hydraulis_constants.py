@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from seqloom.errors import unknown
+from seqloom.errors import unknown_name
 from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig
 
 MIB = 1024**2
@@ -67,7 +67,7 @@ def published_model(name: str) -> PublishedModel:
     """Return the published constants of ``7b``, ``13b`` or ``32b``."""
     known = _tables()
     if name not in known:
-        raise unknown("published model", name, known)
+        raise unknown_name("published model", name, known)
     return known[name]
 
 

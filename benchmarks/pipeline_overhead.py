@@ -26,7 +26,7 @@ from seqloom.engine import bind_plan, run_step
 from seqloom.layout import Span
 from seqloom.models.split_backward import WeightGradients
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 # Name -> pieces of a sequence, stages of a host.
 SCHEDULES = {"1f1b": (1, 1), "seq1f1b": (4, 1), "seq1f1b-zb": (4, 1), "interleaved": (1, 2), "zb-v": (1, 2)}
@@ -96,7 +96,7 @@ class Hollow:
 
 def plan_of(name: str, pieces: int, chunks: int) -> Plan:
     """Return a plan with one rank per host, in the order of a schedule."""
-    schedule = schedule_of(name, HOSTS, SEQUENCES, pieces, chunks)
+    schedule = build_schedule(name, HOSTS, SEQUENCES, pieces, chunks)
     cuts = pairwise(range(len(schedule.pp_ranks) + 1))
     stages = tuple(Stage((host,), layers) for host, layers in zip(schedule.pp_ranks, cuts, strict=True))
     units = [Span(sequence, TOKENS * piece, TOKENS * (piece + 1)) for sequence, piece, _ in schedule.units]
@@ -104,7 +104,7 @@ def plan_of(name: str, pieces: int, chunks: int) -> Plan:
         tuple(StageMicroBatch((Group(s.ranks, 1, 1, (span,)),), Checkpoint.NONE) for s in stages) for span in units
     ]
     limits = Limits(HOSTS, HOSTS, 8, ((Checkpoint.NONE, 10**6),))
-    line = Pipeline(stages, tuple(map(Round, works)), schedule.rows_of_plan())
+    line = Pipeline(stages, tuple(map(Round, works)), schedule.pipeline_actions())
     plan = Plan(limits, Sharding.FULL, Reduce.STEP, (TOKENS * pieces,) * SEQUENCES, (line,), name)
     plan.validate()
     return plan

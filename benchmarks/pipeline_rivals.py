@@ -13,7 +13,7 @@ from seqloom.plan import Checkpoint, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.long_sequences import StageGroup
 from seqloom.planners.pipeline.recompute_offload import ActivationPolicy, stage_micro_batch
 from seqloom.planners.pipeline.stage_layout import StageLayout
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 
 def fixed_chunks(lengths: np.ndarray, cost: CostModel, layout: StageLayout, limits: Any, tokens: int) -> Plan:
@@ -36,7 +36,7 @@ def fixed_chunks(lengths: np.ndarray, cost: CostModel, layout: StageLayout, limi
             packs.append(pack := [])
         pack.append(Span(k, 0, length))
     chains += [[tuple(pack)] for pack in packs]
-    order = schedule_of("seq1f1b", layout.pp_size, len(chains), [len(chain) for chain in chains], 1)
+    order = build_schedule("seq1f1b", layout.pp_size, len(chains), [len(chain) for chain in chains], 1)
     rounds = []
     for spans in (spans for chain in chains for spans in chain):
         groups = (StageGroup(shape, 0, tuple(sorted(spans))),)
@@ -45,7 +45,7 @@ def fixed_chunks(lengths: np.ndarray, cost: CostModel, layout: StageLayout, limi
             for host in layout.pp_rank_of_stage
         ]
         rounds.append(Round(tuple(works)))
-    pipeline = Pipeline(layout.stages, tuple(rounds), order.rows_of_plan())
+    pipeline = Pipeline(layout.stages, tuple(rounds), order.pipeline_actions())
     plan = Plan(limits, cost.sharding, Reduce.STEP, tuple(lengths.tolist()), (pipeline,), f"chunks of {tokens}")
     plan.validate()
     return plan

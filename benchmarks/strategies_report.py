@@ -9,7 +9,7 @@ from common import Check, show, show_checks
 
 from seqloom.cost import CostModel
 from seqloom.plan import Plan
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 from seqloom.planners.hydraulis import Strategy
 from seqloom.simulate import predicted_ns
 
@@ -26,8 +26,8 @@ def row(
     ms = {name: 1e3 * min(turn[name][number] for turn in timed) for name in timed[0]}
     plan, kept = plans[number][taken[number]], plans[number][fixed]
     return {
-        "shape": outline(plan),
-        "fixed shape": outline(kept),
+        "shape": plan_shape(plan),
+        "fixed shape": plan_shape(kept),
         "switched": taken[number] != taken[number - 1],
         "predicted": predicted_ns(plan, cost) / 1e6,
         "predicted fixed": predicted_ns(kept, cost) / 1e6,

@@ -35,7 +35,7 @@ class Report:
     def entry(made: TimedPlan, cost: CostModel, seconds: float) -> dict[str, Any]:
         """One batch under one planner."""
         rounds = made.plan.pipelines[0].rounds
-        groups = [group for each in rounds for group in each.work[0].groups]
+        groups = [group for each in rounds for group in each.by_stage[0].groups]
         return {
             "measured_ms": 1e3 * seconds,
             "predicted_ms": cost.plan_ns(made.plan) / 1e6,
@@ -126,7 +126,7 @@ def shape_of(group: Group) -> GroupShape:
 def described(trial: Trial, predicted_ns: float) -> dict[str, Any]:
     """One trial of the calibration."""
     rounds = trial.plan.pipelines[0].rounds
-    group = rounds[0].work[0].groups[0]
+    group = rounds[0].by_stage[0].groups[0]
     return {
         "shape": str(shape_of(group)),
         "documents": len(group.spans),

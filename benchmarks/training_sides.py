@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from seqloom.attention import warm_up_attention
 from seqloom.dist import Context, bind_single_rank
-from seqloom.dist.single_rank import SingleRankTransport
+from seqloom.dist.transport import SingleRankTransport
 from seqloom.engine import bind_plan, run_step
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span

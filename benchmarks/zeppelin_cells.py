@@ -133,7 +133,7 @@ def in_one_layout(plan: Plan) -> Plan:
     """The same plan with linear layers where attention is."""
 
     def kept(current: Round) -> Round:
-        return Round(tuple(replace(work, linear=None) for work in current.work))
+        return Round(tuple(replace(work, linear=None) for work in current.by_stage))
 
     pipelines = (replace(one, rounds=tuple(map(kept, one.rounds))) for one in plan.pipelines)
     return replace(plan, pipelines=tuple(pipelines))

@@ -30,7 +30,7 @@ for documents in batches:
     labels = ids.roll(-1).index_fill(0, ends - 1, -100)  # the next token; none at the end of a document
     plan = sl.plan(lengths.tolist(), cluster=f"1x{ranks}xCPU", model=spec)
     for current in plan.pipelines[0].rounds:
-        context = bind(current.work[0], transport)  # which tokens this rank holds, and with whom it exchanges
+        context = bind(current.by_stage[0], transport)  # which tokens this rank holds, and with whom it exchanges
         rows = (ends - lengths)[context.documents] + context.positions
         hidden = hidden_states(model, ids[rows], context.positions, context)
         loss = summed_loss(hidden, head(model).weight, labels[rows]) / int((labels != -100).sum())

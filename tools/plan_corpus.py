@@ -98,11 +98,11 @@ def find_strategies(entry: Entry) -> Entry:
 
 def find_schedule(entry: Entry) -> Entry:
     """Build a pipeline schedule by its name; digest its table and figures."""
-    from seqloom.schedules import schedule_of
-    from seqloom.schedules.timing import figures
+    from seqloom.schedules import build_schedule
+    from seqloom.schedules.timing import schedule_metrics
 
     memory = entry.get("memory")
-    made = schedule_of(
+    made = build_schedule(
         entry["schedule"],
         entry["stages"],
         entry["micro_batches"],
@@ -111,11 +111,11 @@ def find_schedule(entry: Entry) -> Entry:
         tuple(entry.get("times", (1, 1, 1))),
         None if memory is None else Fraction(memory),
     )
-    found = figures(made, *map(Fraction, entry.get("times", (1, 1, 1))))
+    found = schedule_metrics(made, *map(Fraction, entry.get("times", (1, 1, 1))))
     return {
         "hash": _digest([made.to_csv().encode()]),
         "bubble": found.bubble,
-        "makespan": found.makespan,
+        "makespan": found.step_time,
         "peak_memory": found.peak_memory,
     }
 

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SOURCE = str(ROOT / "src" / "seqloom")
-STEP = "_train"
+STEP = "train_step"
 """Method of the trainer that is one step."""
 TRACED_STEP = 3
 """The first steps also build what later ones reuse."""

@@ -10,7 +10,7 @@ class SeqloomError(ValueError):
     """A request that cannot be met. The command line prints it without a traceback and exits with code 2."""
 
 
-def unknown(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
+def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     """Build the error for a name that is not in a list, offering the nearest ones.
 
     Args:
@@ -53,6 +53,6 @@ def _rebuild(message: str, rule: str, at: tuple[int, int] | None) -> PlanError:
     return PlanError(message, rule=rule, at=at)
 
 
-def broken(rule: str, value: str, must: str, way_out: str, at: tuple[int, int] | None = None) -> PlanError:
+def violation(rule: str, value: str, must: str, way_out: str, at: tuple[int, int] | None = None) -> PlanError:
     """Build the error of a broken rule: the value, what must hold, and the nearest legal choice."""
     return PlanError(f"plan rule '{rule}': {value}; {must}; {way_out}", rule=rule, at=at)

@@ -8,7 +8,7 @@ from seqloom.cost import CostModel, Profile
 from seqloom.describe import Cluster
 from seqloom.planners import make_plan
 from seqloom.profiling import calibration
-from seqloom.profiling.calibration import Machine
+from seqloom.profiling.calibration import Calibrator
 from support.steps import tiny_spec
 
 torch.set_num_threads(1)
@@ -21,11 +21,11 @@ def cost_of(profile, ranks, sharding):
 
 def measured(transport, sharding):
     calibration.KERNEL_LENGTHS = {"cpu": LENGTHS}  # in this worker only: seconds become milliseconds
-    calibration.MESSAGES = (1 << 10, 1 << 18)
+    calibration.MESSAGE_BYTES = (1 << 10, 1 << 18)
     cost = cost_of("cpu", transport.ranks, sharding)
     said, stages = [], 2 if sharding == "none" else 1
-    machine = Machine(cost, transport, torch.device("cpu"), torch.float32)
-    found = machine.calibrate(128, said.append, stages=stages)
+    calibrator = Calibrator(cost, transport, torch.device("cpu"), torch.float32)
+    found = calibrator.calibrate(128, said.append, stages=stages)
     assert len(said) == len(found.trials) + calibration.TURNS + 2 * (stages > 1)
     measured = {"handover_us", "split_us", "alone"} <= found.profile.sources.keys()
     assert measured == (stages > 1) and 0 < found.profile.alone <= 1

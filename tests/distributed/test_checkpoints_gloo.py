@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from seqloom.errors import SeqloomError
-from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete, latest
+from seqloom.train.checkpoint import AtomicWriter, Checkpoints, complete_checkpoints
 from seqloom.train.config import Optimiser
-from seqloom.train.optim import make_optimiser, named_state
+from seqloom.train.optim import make_optimiser, state_by_name
+from support.runs import latest_checkpoint
 
 pytestmark = pytest.mark.distributed
 SHAPES = {"embed": (5, 4), "norm": (7,), "out": (3, 9)}  # rows that no number of ranks divides
@@ -54,7 +55,7 @@ class Sharded:
         self.optimiser.step()
 
     def state(self):
-        return {"model": self.parameters, "optimiser": named_state(self.optimiser)}
+        return {"model": self.parameters, "optimiser": state_by_name(self.optimiser)}
 
     def full(self):
         return {name: parameter.detach().full_tensor() for name, parameter in self.parameters.items()}
@@ -101,7 +102,7 @@ def test_a_process_without_torch_distributed_reads_it_too(written):
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     optimiser = make_optimiser(parameters, Optimiser(lr=0.1))
     with Checkpoints(folder) as checkpoints:
-        checkpoints.load(latest(folder), model=parameters, optimiser=named_state(optimiser))
+        checkpoints.load(latest_checkpoint(folder), model=parameters, optimiser=state_by_name(optimiser))
     generator = torch.Generator().manual_seed(103)
     for parameter in parameters.values():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -136,7 +137,7 @@ def test_a_rank_without_room_is_named_on_all_ranks_and_nothing_is_lost(gloo_pool
         for message, rank in zip(messages, (2, 0), strict=True):
             assert f"step 2 was not written (rank {rank}: [Errno 28] No space left on device)" in message
             assert "the one of step 1 is intact" in message
-    assert [step for step, _ in complete(tmp_path)] == [1, 2]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [1, 2]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -169,10 +170,10 @@ def fsdp(transport, folder, mode):
         if mode == "save":
             model(torch.ones(3, 6)).square().sum().backward()
             optimiser.step()
-            checkpoints.save(1, model=parameters | whole, optimiser=named_state(optimiser), extra={})
+            checkpoints.save(1, model=parameters | whole, optimiser=state_by_name(optimiser), extra={})
         else:
-            checkpoints.load(checkpoints.latest, model=parameters | whole, optimiser=named_state(optimiser))
-    moments = {name: state["exp_avg"].full_tensor() for name, state in named_state(optimiser).items()}
+            checkpoints.load(checkpoints.latest, model=parameters | whole, optimiser=state_by_name(optimiser))
+    moments = {name: state["exp_avg"].full_tensor() for name, state in state_by_name(optimiser).items()}
     full = {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}
     return full, moments, whole["count"]
 

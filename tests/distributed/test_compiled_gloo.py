@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Route, Span
@@ -16,6 +15,7 @@ from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
+from support.transports import CountingTransport
 from support.two_layouts import shifted
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from seqloom.train.config import Config
 from seqloom.train.logging import read_steps
 from seqloom.train.model import build_reference
 from seqloom.train.optim import learning_rate, make_optimiser, set_learning_rate
-from seqloom.train.setup import Setup
+from seqloom.train.setup import RunSetup
 from seqloom.train.trainer import Trainer
 from support.tiny_specs import TINY
 
@@ -64,7 +64,7 @@ def configured(place: Path, dtype: str, name: str = "run") -> Config:
 
 def planned(place: Path, planner: str) -> list[Plan]:
     """The plans of all steps."""
-    setup = Setup.of(configured(place, "float64"), RANKS)
+    setup = RunSetup.load(configured(place, "float64"), RANKS)
     return [make_plan(planner, batch.lengths, setup.cost) for batch in setup.sampler.peek(STEPS)]
 
 
@@ -84,30 +84,30 @@ class Given:
 class GivenTrainer(Trainer):
     """The trainer without a planner: workers of a pool may not start processes."""
 
-    def _planner(self) -> PlanAhead | None:
+    def _start_planner(self) -> PlanAhead | None:
         return None
 
-    def _bound(self, plan: Plan) -> RankPlan:
-        self.last = super()._bound(plan)
+    def bind(self, plan: Plan) -> RankPlan:
+        self.last = super().bind(plan)
         assert self.prepared() == {1}, "index work is done before the step"
         return self.last
 
     def prepared(self) -> set[int]:
-        return {len(each.context._kept) for each in self.last.rounds if each.context is not None} or {1}
+        return {len(each.context._cache) for each in self.last.rounds if each.context is not None} or {1}
 
 
 def train(transport, config: Config, plans: list[Plan]) -> list[float]:
     """One rank of a run; returns the loss of every step."""
-    with GivenTrainer(config, Setup.of(config, transport.ranks), transport) as trainer:
+    with GivenTrainer(RunSetup.load(config, transport.ranks), transport) as trainer:
         trainer.plans = Given(plans)
-        trainer.run(notes=["something to know"])
+        trainer.train(notes=["something to know"])
         assert trainer.prepared() == {1}, "and no layer needed more"
     return [record.loss for record in read_steps(config.metrics)]
 
 
 def train_alone(config: Config, *, backwards: bool = False) -> list[float]:
     """The same run in this process, without plans: a step is one pack of its documents, in their order or the other."""
-    setup = Setup.of(config, RANKS)
+    setup = RunSetup.load(config, RANKS)
     source, device = setup.source, torch.device("cpu")
     adapter = build_reference(config, device, getattr(torch, config.model.dtype))
     adapter.materialize()

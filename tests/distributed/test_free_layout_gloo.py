@@ -12,10 +12,11 @@ from seqloom.engine import bind_plan, run_step
 from seqloom.models.loss import IGNORED
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters, scale_gradients
 from seqloom.plan import Sharding, Stage
-from seqloom.train.checkpoint import Checkpoints, latest
+from seqloom.train.checkpoint import Checkpoints
 from seqloom.train.config import Optimiser
-from seqloom.train.model import made_ready
-from seqloom.train.optim import clip_factor, make_optimiser, named_state
+from seqloom.train.model import prepare_layers
+from seqloom.train.optim import clip_factor, make_optimiser, state_by_name
+from support.runs import latest_checkpoint
 from support.shapes import STRATEGIES, in_nodes_of, twenty_plans
 from support.steps import Step, tiny_spec
 
@@ -46,12 +47,12 @@ def alone(dtype, numbers, *, one_by_one=False):
         optimiser.step()
         optimiser.zero_grad()
         curve.append((total, norm))
-    return curve, {name: each.detach() for name, each in model.named_parameters()}, named_state(optimiser)
+    return curve, {name: each.detach() for name, each in model.named_parameters()}, state_by_name(optimiser)
 
 
 def kept(transport, dtype, kind, shift):
     """Parameters and their optimiser; `shift` is added to all values, which a checkpoint must bring."""
-    adapter = made_ready(replace(STEPS[0], dtype=dtype).model_adapter())
+    adapter = prepare_layers(replace(STEPS[0], dtype=dtype).model_adapter())
     with torch.no_grad():
         for each in adapter.module.parameters():
             each += shift
@@ -69,7 +70,7 @@ def everything(parameters, optimiser):
     """Whole values, and the whole moments of what this rank holds; a clone of each."""
     moments = {
         f"{name} {key}": state[key].full_tensor()
-        for name, state in named_state(optimiser).items()
+        for name, state in state_by_name(optimiser).items()
         for key in ("exp_avg", "exp_avg_sq")
     }
     return {name: value.clone() for name, value in parameters.full_parameters()}, moments
@@ -85,11 +86,11 @@ def train(transport, dtype, plans, folder, hops=()):
             between.append(everything(parameters, optimiser))
             for hop, kind in enumerate(hops):
                 with Checkpoints(Path(folder) / str(hop)) as checkpoints:
-                    checkpoints.save(1, model=parameters.master_weights(), optimiser=named_state(optimiser), extra={})
+                    checkpoints.save(1, model=parameters.master_weights(), optimiser=state_by_name(optimiser), extra={})
                 parameters, optimiser = kept(transport, dtype, kind, 1 + hop)
                 with Checkpoints(Path(folder) / str(hop)) as checkpoints:
-                    path = latest(Path(folder) / str(hop))
-                    checkpoints.load(path, model=parameters.master_weights(), optimiser=named_state(optimiser))
+                    path = latest_checkpoint(Path(folder) / str(hop))
+                    checkpoints.load(path, model=parameters.master_weights(), optimiser=state_by_name(optimiser))
                 between.append(everything(parameters, optimiser))
         result = run_step(bind_plan(plan, transport), parameters, replace(step, dtype=dtype).rows(), step.valid)
         scale_gradients(parameters, clip_factor(result.gradient_norm, LIMIT))

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from seqloom.dist import Communicators, CountingTransport, P2PTensor, Resharder, TorchTransport
+from seqloom.dist import Communicators, P2PTensor, Resharder, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily, Pipeline, Stage, Weight, compute_layout, optimiser_layout
 from support.programs import DTYPES, every_verb, expected_of, random_program, run_program
-from support.relays import RelayCase
+from support.resharding import ReshardCase
+from support.transports import CountingTransport
 
 
 def check(results, program):
@@ -57,7 +58,7 @@ def test_counting_works_on_any_transport(gloo_pool):
 
 
 def background(transport):
-    """Parcels of both world communicators between the same ranks, started in different orders."""
+    """Tensors of both world communicators between the same ranks, started in different orders."""
     peer, received = transport.rank ^ 1, [torch.zeros(3), torch.zeros(3)]
     given = [torch.full((3,), 1.0 + transport.rank), torch.full((3,), -1.0 - transport.rank)]
     doors = [transport, transport.background]
@@ -67,7 +68,7 @@ def background(transport):
     return [each[0].item() for each in received]
 
 
-def test_parcels_aside_do_not_mix_with_others(gloo_pool):
+def test_background_exchanges_do_not_mix_with_others(gloo_pool):
     assert gloo_pool.run(background, ranks=4) == [[1.0 + (rank ^ 1), -1.0 - (rank ^ 1)] for rank in range(4)]
 
 
@@ -106,10 +107,10 @@ def life_of_communicators(transport):
     for _ in range(2):
         communicators = Communicators.create(family)
         communicators.warm_up()
-        listed = [(communicator.ranks, communicator.size) for communicator in communicators.list()]
-        mine = [communicator.size for communicator in communicators.list() if communicator.group is not None]
+        listed = [(block, len(block)) for block in communicators.groups]
+        mine = [len(block) for block, group in communicators.groups.items() if group is not None]
         total = torch.ones(1)
-        TorchTransport(communicators).all_reduce(total, communicators.list()[-1].ranks)
+        TorchTransport(communicators).all_reduce(total, list(communicators.groups)[-1])
         heard.append((listed, mine, total.item()))
         communicators.close()
         communicators.close()  # again is fine
@@ -169,7 +170,7 @@ def test_communicators_need_torch_distributed():
         Communicators.create(GroupFamily(2, node_size=2))
 
 
-def relay_case():
+def reshard_case():
     """Two stages, the first one a team of 2, beside a stage of 2 ranks; rank 5 is idle; the table is tied."""
     weights = (
         Weight("table", 11, 3, ("embedding", "head")),
@@ -179,24 +180,26 @@ def relay_case():
         Weight("norm", 3, 1, ("head",)),
     )
     deep = Pipeline((Stage((0, 1), (0, 1), 2), Stage((2,), (1, 2))), (), ())
-    return RelayCase(6, weights, (deep, Pipeline((Stage((3, 4), (0, 2)),), (), ())))
+    return ReshardCase(6, weights, (deep, Pipeline((Stage((3, 4), (0, 2)),), (), ())))
 
 
-def relay_all(transport):
-    case = relay_case()
+def reshard_all(transport):
+    case = reshard_case()
     layouts = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
-    relay = Resharder(case.weights, *layouts, transport, device="cpu", node_size=3)
+    resharder = Resharder(case.weights, *layouts, transport, device="cpu", node_size=3)
     copies, sums = {}, {}
-    for pending in [relay.start(k, case.kept(case.wholes(0), transport.rank), torch.bfloat16) for k in range(4)]:
-        copies |= pending.wait()
+    for flight in [
+        resharder.start_copy(k, case.kept(case.wholes(0), transport.rank), torch.bfloat16) for k in range(4)
+    ]:
+        copies |= flight.wait()
     given = {weight: torch.full(each.shape, 2.0**transport.rank) for weight, each in copies.items()}
-    for pending in [relay.start_sum(k, given, torch.float32) for k in reversed(range(4))]:
-        sums |= pending.wait()
+    for flight in [resharder.start_reduce(k, given, torch.float32) for k in reversed(range(4))]:
+        sums |= flight.wait()
     return copies, sums
 
 
-def test_a_relay_brings_values_and_sums_gradients(gloo_pool):
-    case, results = relay_case(), gloo_pool.run(relay_all, ranks=6)
+def test_a_resharder_brings_values_and_sums_gradients(gloo_pool):
+    case, results = reshard_case(), gloo_pool.run(reshard_all, ranks=6)
     totals = [torch.zeros(weight.rows, weight.columns) for weight in case.weights]
     for rank in range(6):
         for weight, numbers in case.used(case.numbers(), rank).items():

@@ -9,7 +9,7 @@ from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
 
@@ -49,7 +49,7 @@ def test_messages_arrive_in_order_and_ways_do_not_wait_for_each_other(gloo_pool)
 
 def planned(name, hosts, width, pieces, sharding):
     """A document is a sequence of the schedule; rounds keep something else in turn."""
-    schedule = schedule_of(name, hosts, len(STEP.lengths), pieces)
+    schedule = build_schedule(name, hosts, len(STEP.lengths), pieces)
     stages, rounds = stages_on(schedule.pp_ranks, width, STEP.spec.layers), []
     ulysses = min(width, STEP.spec.heads)
     for number, (document, piece, count) in enumerate(schedule.units):
@@ -59,7 +59,7 @@ def planned(name, hosts, width, pieces, sharding):
             Round(tuple(StageMicroBatch((Group(s.ranks, ulysses, width // ulysses, spans),), kind) for s in stages))
         )
     limits = Limits(hosts * width, 2, STEP.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
-    line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
+    line = Pipeline(stages, tuple(rounds), schedule.pipeline_actions())
     plan = Plan(limits, sharding, Reduce.STEP, STEP.lengths, (line,), name)
     plan.validate()
     return plan

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.train.checkpoint import complete
+from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.logging import read_steps
 
 pytestmark = [
@@ -104,7 +104,7 @@ def test_the_others_stop_with_step_plan_and_limit_and_the_run_goes_on(tmp_path, 
         return
     assert code == 2 and f"rank {rank} has died (SIGKILL)" in said and "Traceback" not in said
     before = read_steps(tmp_path / "run" / "metrics.jsonl")
-    done = complete(tmp_path / "run" / "checkpoints")[-1][0]
+    done = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1][0]
     again = LAUNCHERS["processes"](words(tmp_path, limit=600, steps=done + 3))
     result = subprocess.run([*again, "--json"], capture_output=True, text=True, timeout=BOUND_S)
     assert result.returncode == 0, result.stderr

@@ -18,9 +18,10 @@ from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.pipeline_fsdp import PipelineFSDP
 from seqloom.params.placement import Placement
 from seqloom.plan import LayerRange, Sharding, Stage
-from seqloom.train.checkpoint import Checkpoints, Manifest, latest
+from seqloom.train.checkpoint import Checkpoints, Manifest
 from seqloom.train.config import Optimiser
-from seqloom.train.optim import make_optimiser, named_state
+from seqloom.train.optim import make_optimiser, state_by_name
+from support.runs import latest_checkpoint
 from support.scheduled import fixed_step
 from support.steps import Found, Step, tiny_spec
 from support.tiny_models import randomised, tiny_model
@@ -63,9 +64,9 @@ def run_units(transport, step, placement, parameters, weights=None):
                     given = parameters.empty_hidden_states(len(ids[number]))
                     dist.recv(given, peer(stage - 1))
                 given.requires_grad_()
-            out = parameters.forward(part, given, labels[number] if part.ends else None, contexts[number])
+            out = parameters.forward(part, given, labels[number] if part.has_head else None, contexts[number])
             open_units[stage, number] = given, out
-            if part.ends:
+            if part.has_head:
                 total += out.item() / step.valid
             elif stage + 1 in mine:
                 kept[stage, number] = out.detach().clone()
@@ -74,7 +75,7 @@ def run_units(transport, step, placement, parameters, weights=None):
     for stage in reversed(range(len(placement.stages))):
         for number in numbers if stage in mine else ():
             given, out = open_units[stage, number]
-            last = torch.tensor(1 / step.valid, dtype=out.dtype) if parts[stage].ends else None
+            last = torch.tensor(1 / step.valid, dtype=out.dtype) if parts[stage].has_head else None
             gradient = kept.pop((stage, number), last)
             if gradient is None:
                 gradient = torch.empty_like(out)
@@ -205,7 +206,7 @@ def kept(transport, step, placement):
 
 def everything(parameters, optimiser):
     """Values of the whole model, and this rank's moments, whole."""
-    moments = {name: state["exp_avg_sq"].full_tensor() for name, state in named_state(optimiser).items()}
+    moments = {name: state["exp_avg_sq"].full_tensor() for name, state in state_by_name(optimiser).items()}
     return {name: value.clone() for name, value in parameters.full_parameters()}, moments
 
 
@@ -215,12 +216,12 @@ def handed_on(transport, step, placements, folder):
     for number, placement in enumerate(placements):
         parameters, optimiser = kept(transport, step, placement)
         with Checkpoints(Path(folder) / str(number)) as checkpoints:
-            state = {"model": parameters.master_weights(), "optimiser": named_state(optimiser)}
+            state = {"model": parameters.master_weights(), "optimiser": state_by_name(optimiser)}
             if number == 0:
                 run_units(transport, step, placement, parameters)
                 optimiser.step()
             else:
-                checkpoints.load(latest(Path(folder) / str(number - 1)), **state)
+                checkpoints.load(latest_checkpoint(Path(folder) / str(number - 1)), **state)
             checkpoints.save(1, **state, extra={})
         found.append(everything(parameters, optimiser))
     return found
@@ -232,7 +233,7 @@ def test_checkpoints_go_from_stages_to_other_stages_and_to_fsdp_and_back(gloo_po
     fold = placed((2, 1, 1, 1), 2, order=(0, 1, 1, 0))
     placements = [placed((1, 1, 2, 1), 4), None, placed((3, 2), 2, Sharding.HYBRID), fold]
     results = gloo_pool.run(handed_on, step, placements, str(tmp_path), ranks=RANKS)
-    manifests = [Manifest.read(latest(tmp_path / str(number))) for number in range(4)]
+    manifests = [Manifest.read(latest_checkpoint(tmp_path / str(number))) for number in range(4)]
     begin = dict(step.model().named_parameters())
     assert all(each.model.keys() == begin.keys() for each in manifests)
     values, moments = results[0][0][0], {}

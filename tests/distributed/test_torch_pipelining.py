@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from seqloom.schedules import Unit, schedule_of
+from seqloom.schedules import Unit, build_schedule
 from seqloom.schedules.schedule import to_csv
 
 HOSTS, HIDDEN, TOKENS, SEQUENCES = 4, 3, 2, 4
@@ -125,13 +125,13 @@ def one_process(stages: int, units: tuple[Unit, ...]) -> list[list]:
 
 @pytest.fixture(scope="module")
 def schedules():
-    return {name: schedule_of(name, HOSTS, SEQUENCES, pieces, chunks) for name, (pieces, chunks) in FORMS.items()}
+    return {name: build_schedule(name, HOSTS, SEQUENCES, pieces, chunks) for name, (pieces, chunks) in FORMS.items()}
 
 
 def test_torch_runs_our_files_and_gets_the_gradients_of_one_process(gloo_pool, schedules, tmp_path):
     files = []
     for name, made in schedules.items():
-        for form, rows in (("compute_only", made.rows), ("compute_comms", made.rows_of_plan())):
+        for form, rows in (("compute_only", made.rows), ("compute_comms", made.pipeline_actions())):
             path = tmp_path / f"{name}.{form}.csv"
             path.write_text(to_csv(rows))
             files.append((str(path), form, made.pp_ranks, made.units))

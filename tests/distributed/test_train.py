@@ -93,7 +93,7 @@ def test_the_trained_model_is_left_for_transformers_and_for_seqloom(place, whole
     named = {"model.spec": folder / "config.json", "model.parameters": folder / "model.safetensors"}
     again = Config.load(RECIPE, [f"{key}={value}" for key, value in named.items()])
     built = build_reference(again, torch.device("cpu"), torch.float64)
-    built.fill()
+    built.materialize()
     ours = built.module
     assert {name: p.shape for name, p in ours.named_parameters()} == {n: p.shape for n, p in state["model"].items()}
     assert all(torch.equal(p, state["model"][name]) for name, p in ours.named_parameters())
@@ -142,7 +142,7 @@ def test_a_planner_that_cannot_plan_never_stops_training_and_the_log_says_why(se
     summary, losses = trained(seqloom_here, place, "fallback", "--ranks", "1", **settings)
     assert summary["steps"] == len(losses) == 2
     notes = (place / "fallback" / "metrics.jsonl").read_text()
-    assert notes.count("the static plan stood in: planner 'static:64'") == 2
+    assert notes.count("static plan as a fallback: planner 'static:64'") == 2
 
 
 def test_torchrun_starts_the_ranks_as_well(place, whole):

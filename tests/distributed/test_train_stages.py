@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqloom.train.config import Config
-from support.runs import logged, train_here, write_run
+from support.runs import logged, train_in_process, write_run
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 4
@@ -48,7 +48,7 @@ def place(tmp_path_factory):
 
 def train(transport, config: Config):
     """One rank of a run; returns the number of its stages and the loss of every step."""
-    setup, records = train_here(transport, config)
+    setup, records = train_in_process(transport, config)
     return len(setup.planners.stages), [record.loss for record in records]
 
 

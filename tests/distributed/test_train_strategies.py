@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from seqloom.plan import Plan
-from seqloom.plan.pipeline import stages_per_pass
+from seqloom.plan.pipeline import reshard_after_forward_stages
 from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json
 from seqloom.planners.hydraulis.dispatch import Assignment
 from seqloom.planners.hydraulis.planner import plan_assignment
 from seqloom.train.config import Config
-from seqloom.train.setup import Setup
-from support.runs import logged, train_here, write_run
+from seqloom.train.setup import RunSetup
+from support.runs import logged, train_in_process, write_run
 
 torch.set_num_threads(1)
 RANKS, STEPS = 8, 4
@@ -71,7 +71,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def in_turn(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
+def in_turn(setup: RunSetup, step: int, lengths: np.ndarray) -> Plan:
     """Every step has another strategy, all of whose pipelines get documents."""
     chosen, cost = setup.planners, setup.cost
     if not chosen.strategies:
@@ -82,14 +82,14 @@ def in_turn(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
     dealt = tuple(tuple((document,) for document in order[k::count]) for k in range(count))
     plan = plan_assignment(lengths, strategy, Assignment(0, dealt, (0,) * count), cost)
     plan.validate()
-    gathers = {each.ranks for each in plan.pipelines if stages_per_pass(each)}
+    gathers = {each.ranks for each in plan.pipelines if reshard_after_forward_stages(each)}
     assert gathers == {pipe.ranks for pipe in strategy.pipelines if pipe.parallel.reshard_after_forward}
     return plan
 
 
 def train(transport, config: Config):
     """One rank of a run; returns the shape and the loss of every step."""
-    _, records = train_here(transport, config, in_turn)
+    _, records = train_in_process(transport, config, in_turn)
     return [(record.shape, record.loss) for record in records]
 
 

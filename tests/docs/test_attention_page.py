@@ -18,10 +18,11 @@ from seqloom.cost import Profile
 from seqloom.cost.communication import Communication
 from seqloom.cost.shapes import GroupShape
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.dist import CountingTransport, run_ranks
+from seqloom.dist import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
+from support.transports import CountingTransport
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "attention.md").read_text()

@@ -9,8 +9,8 @@ import pytest
 
 from seqloom.cli.main import main
 from seqloom.errors import PlanError
-from seqloom.schedules import NAMES, Schedule, schedule_of
-from seqloom.schedules.timing import figures
+from seqloom.schedules import SCHEDULE_NAMES, Schedule, build_schedule
+from seqloom.schedules.timing import schedule_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,14 +44,14 @@ def test_the_message_of_a_deadlock():
 
 
 def test_every_name_is_on_the_page():
-    for name in NAMES:
+    for name in SCHEDULE_NAMES:
         assert f"`{name}`" in PAGE
 
 
 def table_rows() -> list[list[str]]:
     lines = PAGE[PAGE.index("| name | pieces |") :].splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines[2 : lines.index("")]]
-    assert {row[0].strip("`") for row in rows} == {*NAMES} - {"balanced"}
+    assert {row[0].strip("`") for row in rows} == {*SCHEDULE_NAMES} - {"balanced"}
     return rows
 
 
@@ -62,6 +62,6 @@ def test_the_table_of_bubbles(row):
     for ratio in RATIOS.values():
         times = [Fraction(value) for value in ratio]
         whole = tuple(int(10 * value) for value in times)
-        found.append(figures(schedule_of(name.strip("`"), 8, 16, int(pieces), times=whole), *times))
+        found.append(schedule_metrics(build_schedule(name.strip("`"), 8, 16, int(pieces), times=whole), *times))
     assert [f"{100 * figure.bubble:.1f}" for figure in found] == bubbles
     assert f"{max(max(figure.peak_memory) for figure in found):.4g}" == memory

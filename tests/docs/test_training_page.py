@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.dist import remapped
+from seqloom.dist import run_in_mlp_layout
 from seqloom.integrations.transformers.attach import NAMES
 from seqloom.models.loss import CHUNK
 from seqloom.plan import Checkpoint, Remap, Sharding
 from seqloom.profiling.verify import TOLERANCE
 from seqloom.train.config import Run
+from seqloom.train.launch import EXIT_FAILED
 from seqloom.train.logging import StepRecord
 from seqloom.train.trainer import FIRST_PATIENCE_S, PATIENCE_S
-from seqloom.train.watch import FAILED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -53,7 +53,7 @@ def test_choices_and_numbers_are_those_of_the_code():
     assert rows == [*Sharding, *(kind for kind in Checkpoint if kind != Checkpoint.PROFILE)]
     assert f"({PATIENCE_S:g} s; the first may\ntake {FIRST_PATIENCE_S:g}" in PAGE
     assert f"`run.timeout_s` seconds ({Run(Path(), steps=1).timeout_s})" in PAGE
-    assert f"exit code is {FAILED}" in PAGE and f"{CHUNK:,} tokens at a time" in PAGE
+    assert f"exit code is {EXIT_FAILED}" in PAGE and f"{CHUNK:,} tokens at a time" in PAGE
     assert [f"{limit:g}" in ("1e-09", "1e-05") for limit in TOLERANCE.values()] == [True, True]
     assert "1e-9, or 1e-5" in PAGE
 
@@ -63,7 +63,7 @@ def test_where_rounds_remap():
     assert re.findall(r"^\| (?:the )?(\w+) \|", table, re.MULTILINE) == [
         kind.upper() if kind == "mlp" else kind for kind in Remap
     ]
-    assert all(f"`{name}`" in table for name in NAMES[:3]) and remapped.__name__ in table
+    assert all(f"`{name}`" in table for name in NAMES[:3]) and run_in_mlp_layout.__name__ in table
 
 
 def test_every_file_that_the_page_names_exists():

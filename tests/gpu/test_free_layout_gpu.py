@@ -7,7 +7,7 @@ from seqloom.dist import Ranks
 from seqloom.engine import bind_plan, run_step
 from seqloom.models import ModelAdapter
 from seqloom.params import ReshardingParameters
-from seqloom.train.model import made_ready
+from seqloom.train.model import prepare_layers
 from support.shapes import Shape, gathered_per_pass, shaped_plan
 from support.steps import Found, Step, tiny_spec
 
@@ -27,7 +27,7 @@ SHAPES = [
 def spread(plans, transport):
     """Every plan in turn, with one model."""
     parameters, read, found = (
-        ReshardingParameters(made_ready(ModelAdapter.of(STEP.model().cuda())), transport),
+        ReshardingParameters(prepare_layers(ModelAdapter.of(STEP.model().cuda())), transport),
         STEP.rows(),
         [],
     )

@@ -12,7 +12,7 @@ from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer, defer_weight_gradients, recompute_layers
 from seqloom.params import ReplicatedParameters
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 from support.pipelines import stages_on
 from support.steps import Found, Step, tiny_spec
 
@@ -25,7 +25,7 @@ STEP = Step((61, 40, 33, 18), tiny_spec(layers=4, tied=True))
 
 def planned(step, name, hosts, width, pieces, offloads, kinds):
     """A document is a sequence of the schedule; rounds keep something else in turn."""
-    schedule = schedule_of(name, hosts, len(step.lengths), pieces)
+    schedule = build_schedule(name, hosts, len(step.lengths), pieces)
     stages, rounds = stages_on(schedule.pp_ranks, width, step.spec.layers), []
     for number, (document, piece, count) in enumerate(schedule.units):
         low, high = (step.lengths[document] * (piece + k) // count for k in (0, 1))
@@ -34,7 +34,7 @@ def planned(step, name, hosts, width, pieces, offloads, kinds):
             Round(tuple(StageMicroBatch((Group(s.ranks, width, 1, spans),), kind, offload=offloads) for s in stages))
         )
     limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
-    line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
+    line = Pipeline(stages, tuple(rounds), schedule.pipeline_actions())
     return Plan(limits, Sharding.FULL, Reduce.STEP, step.lengths, (line,), name)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from seqloom.engine import bind_plan, run_step
 from seqloom.params import ReshardingParameters
 from seqloom.plan import Sharding
-from seqloom.train.model import made_ready
+from seqloom.train.model import prepare_layers
 from support.pipelines import pipeline_steps
 from support.side_by_side import side_by_side_plans
 from support.steps import Found
@@ -24,7 +24,7 @@ def test_one_model_under_random_pipelines(threads, data):
     plans = [plan for plan in drawn if plan.limits.ranks == drawn[0].limits.ranks]
 
     def body(transport):
-        parameters, found = ReshardingParameters(made_ready(step.model_adapter()), transport), []
+        parameters, found = ReshardingParameters(prepare_layers(step.model_adapter()), transport), []
         for plan in (*plans, plans[0]):
             result = run_step(bind_plan(plan, transport), parameters, step.rows(), step.valid)
             gradients = {name: each.clone() for name, each in parameters.full_gradients()}

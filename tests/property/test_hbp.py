@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.packing import hbp, plain_packing, plans_balance
-from seqloom.packing.levels import room
+from seqloom.packing.levels import max_pack_tokens
 from seqloom.simulate import simulate
 from support.strategies import batches, cost_models
 
@@ -22,7 +22,7 @@ from support.strategies import batches, cost_models
 )
 @settings(max_examples=25)
 def test_packings(lengths, cost, share, short_first, seed):
-    lengths = np.minimum(lengths, room(cost))
+    lengths = np.minimum(lengths, max_pack_tokens(cost))
     occupied = cost.padded_lengths(lengths)
     budget = max(int(occupied.max()), int(share * occupied.sum()))
     packing = hbp(lengths, cost, budget, short_first=short_first, seed=seed)

@@ -15,7 +15,7 @@ from seqloom.cost.stages import pp_rank_bytes
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.pipeline.stage_layout import StageLayout
-from seqloom.schedules.registry import NAMES
+from seqloom.schedules.registry import SCHEDULE_NAMES
 from support.pipelines import pipeline_plans, pipeline_steps
 from support.scheduled import scheduled_steps
 from support.side_by_side import side_by_side_plans
@@ -70,7 +70,7 @@ def test_random_orders_in_float32(threads, data):
     assert max(differences(threads, step, plan, exact.alone(), floor=0.05)) < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @settings(max_examples=2)
 @given(st.data())
 def test_every_schedule(threads, name, data):
@@ -91,7 +91,7 @@ def tight(stages, room, sharding="full"):
 def test_a_tight_budget_makes_the_planner_keep_less():
     lengths = np.array([60, 20, 9, 33, 41])
     plans = [make_plan("pipeline:2", lengths, tight(2, room)) for room in (10_000, 40_000, 100_000)]
-    kept = [{(work.checkpoint, work.offload) for r in p.pipelines[0].rounds for work in r.work} for p in plans]
+    kept = [{(work.checkpoint, work.offload) for r in p.pipelines[0].rounds for work in r.by_stage} for p in plans]
     assert len({frozenset(each) for each in kept}) == 3
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.layout import Layout, level_targets, move_between, rebalanced
+from seqloom.layout import Layout, balanced_token_counts, move_between, rebalance_layout
 
 COSTS = (0, 1, 10)
 """Of a token that stays, goes to a rank of its node, goes to another node."""
@@ -88,7 +88,7 @@ def prices(case: Case) -> np.ndarray:
 
 @given(cases())
 def test_every_rank_has_its_target_of_the_same_tokens(case: Case) -> None:
-    after = rebalanced(case.layout, case.targets, case.node_size, case.shard_groups)
+    after = rebalance_layout(case.layout, case.targets, case.node_size, case.shard_groups)
     assert np.bincount(after.rank, after.sizes, len(case.held)).tolist() == case.targets
     assert tokens(after) == tokens(case.layout)
     moved = flow(case, after)
@@ -100,7 +100,7 @@ def test_every_rank_has_its_target_of_the_same_tokens(case: Case) -> None:
 @given(cases())
 def test_the_move_is_the_cheapest_and_its_traffic_between_nodes_the_most_even(case: Case) -> None:
     highspy = pytest.importorskip("highspy", reason="highspy is not installed: pip install seqloom[exact]")
-    moved = flow(case, rebalanced(case.layout, case.targets, case.node_size, case.shard_groups))
+    moved = flow(case, rebalance_layout(case.layout, case.targets, case.node_size, case.shard_groups))
     price = prices(case)
     ranks = range(len(case.held))
     allowed = [(s, r) for s, r in product(ranks, ranks) if np.isfinite(price[s, r])]
@@ -149,7 +149,7 @@ def test_targets_are_the_best_of_all(load: tuple[list[int], int, list[int]]) -> 
         """Of ranks with tokens, slowest first: the others cannot become faster."""
         return sorted((w + token_ns * n for w, n in zip(work, counts, strict=True) if n), reverse=True)
 
-    found = level_targets(work, token_ns, held)
+    found = balanced_token_counts(work, token_ns, held)
     options = [c for c in product(range(total + 1), repeat=len(work)) if sum(c) == total]
     assert found.min() >= 0 and found.sum() == total
     assert max(times(tuple(found)), default=0) == min(max(times(c), default=0) for c in options)
@@ -161,7 +161,7 @@ def test_targets_are_the_best_of_all(load: tuple[list[int], int, list[int]]) -> 
 def test_islands_keep_their_tokens(case: Case, token_ns: int) -> None:
     work = np.arange(len(case.held)) * 7 % 11
     shard_groups = [list(range(len(case.held)))] if case.shard_groups is None else case.shard_groups
-    found = level_targets(work, token_ns, case.held, case.shard_groups)
+    found = balanced_token_counts(work, token_ns, case.held, case.shard_groups)
     for shard_group in shard_groups:
-        alone = level_targets(work[shard_group], token_ns, np.array(case.held)[shard_group])
+        alone = balanced_token_counts(work[shard_group], token_ns, np.array(case.held)[shard_group])
         assert found[shard_group].tolist() == alone.tolist()

@@ -120,7 +120,7 @@ def test_a_group_holds_its_tokens_once_and_evenly(group: Group) -> None:
     loads = [sum(1 for rank, *_ in held if rank == own) for own in group.ranks]
     assert max(loads) == group.tokens_per_rank()
     assert max(loads) - min(loads) <= 1 if group.ring == 1 else max(loads) - min(loads) <= len(group.spans) + 1
-    for block in group.blocks():
+    for block in group.ulysses_groups():
         inside = [loads[group.ranks.index(rank)] for rank in block]
         assert max(inside) - min(inside) <= 1
 
@@ -141,7 +141,7 @@ def test_heads_are_spread_and_the_exchange_is_a_move(group: Group, kv_heads: int
     tokens = group.token_layout()
     for target, width in ((queries, heads), (keys, kv_heads)):
         move = move_between(tokens.with_axis(0, width), target)
-        blocks = {rank: k for k, block in enumerate(group.blocks()) for rank in block}
+        blocks = {rank: k for k, block in enumerate(group.ulysses_groups()) for rank in block}
         assert all(blocks[a] == blocks[b] for a, b in zip(move.sender.tolist(), move.receiver.tolist(), strict=True))
 
 

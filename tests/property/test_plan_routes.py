@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.layout import Move, Route, staged
+from seqloom.layout import Move, Route, route_move
 
 Element = tuple[int, int]
 """Item and position."""
@@ -43,7 +43,7 @@ def test_every_receiver_ends_with_its_boxes_and_nobody_sends_what_it_lacks(case:
     wanted = {(receiver, element) for _, receiver, element in deliveries(move)}
     held = {(sender, element) for sender, _, element in deliveries(move)}
     received: Counter[tuple[int, Element]] = Counter()
-    stages = staged(move, route, node_size)
+    stages = route_move(move, route, node_size)
     assert len(stages) <= route.slices + 2
     for stage in stages:
         carried = deliveries(stage)
@@ -70,7 +70,7 @@ def test_cells_cross_once_between_proxies_and_loads_are_even(case: tuple[Move, R
     crossed: Counter[tuple[int, int, Element]] = Counter()
     carried: Counter[tuple[int, int]] = Counter()
     sent: Counter[int] = Counter()
-    for stage in staged(move, route, node_size):
+    for stage in route_move(move, route, node_size):
         sliced: Counter[tuple[int, int]] = Counter()
         for sender, receiver, element in deliveries(stage):
             if sender // node_size == receiver // node_size:
@@ -106,8 +106,8 @@ def test_boxes_inside_a_node_go_beside_what_crosses_and_a_lone_node_changes_noth
 ) -> None:
     move, route, node_size = case
     inside = {entry for entry in deliveries(move) if entry[0] // node_size == entry[1] // node_size}
-    stages = staged(move, route, node_size)
+    stages = route_move(move, route, node_size)
     crossing = [k for k, stage in enumerate(stages) if (stage.sender // node_size != stage.receiver // node_size).any()]
     until = max(crossing, default=0) + 1
     assert inside <= {entry for stage in stages[:until] for entry in deliveries(stage)}
-    assert staged(move, route, 10**6) == ((move,) if len(move) else ())
+    assert route_move(move, route, 10**6) == ((move,) if len(move) else ())

@@ -94,7 +94,7 @@ def test_a_plan_computes_every_causal_pair_once(plan: Plan) -> None:
     )
     for number in range(max(len(line.stages) for line in plan.pipelines)):
         lines = [line for line in plan.pipelines if number < len(line.stages)]
-        works = [current.work[number] for line in lines for current in line.rounds]
+        works = [current.by_stage[number] for line in lines for current in line.rounds]
         found = Counter(pair for work in works for group in work.groups for _, pair in computed(group))
         here = {span.document for work in works for span in work.spans()}
         assert found == Counter({pair: n for pair, n in expected.items() if pair[0] in here})

@@ -77,7 +77,7 @@ def test_tokens_of_all_rounds_are_the_documents(plan: Plan) -> None:
     seen = [set() for _ in plan.documents]
     for pipeline in plan.pipelines:
         for current in pipeline.rounds:
-            for document, start, stop in current.work[0].spans():
+            for document, start, stop in current.by_stage[0].spans():
                 assert seen[document].isdisjoint(range(start, stop))
                 seen[document].update(range(start, stop))
     assert [len(tokens) for tokens in seen] == list(plan.documents)
@@ -86,7 +86,7 @@ def test_tokens_of_all_rounds_are_the_documents(plan: Plan) -> None:
 @relaxed
 @given(rounds())
 def test_derived_and_explicit_layouts_hold_the_round_once(current: Round) -> None:
-    for work in current.work:
+    for work in current.by_stage:
         wanted = sorted((s.document, t) for s in work.spans() for t in range(s.start, s.stop))
         for layout in (work.attention_layout(), work.linear_layout()):
             assert sorted((s.document, t) for s in layout for t in range(s.start, s.stop)) == wanted

@@ -102,7 +102,7 @@ def test_a_tight_budget_makes_planners_choose():
     cost = tight("full")
     lengths = np.random.default_rng(3).integers(1, 60, 12)
     plan = make_plan("flex", lengths, cost)
-    works = [each.work[0] for each in plan.pipelines[0].rounds]
+    works = [each.by_stage[0] for each in plan.pipelines[0].rounds]
     assert len(works) > 2 and len({group.degree for work in works for group in work.groups}) > 1
     assert {work.checkpoint for work in works} > {Checkpoint.NONE}
 

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from seqloom.plan.action import ActionKind
 from seqloom.plan.rules.actions import Table, complete, ending, matched, send_of
-from seqloom.schedules import NAMES, Schedule, Times, play, schedule_of
+from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
 from seqloom.schedules.registry import FAMILIES
 
 
 @st.composite
 def schedules(draw):
-    name = draw(st.sampled_from(NAMES))
+    name = draw(st.sampled_from(SCHEDULE_NAMES))
     family = FAMILIES[name]
     chunks = draw(st.integers(family.chunks[0], family.chunks[1] or 3))
     pieces = draw(st.lists(st.integers(1, 1 if family.whole else 5), min_size=1, max_size=7))
     ratio = draw(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)))
-    return schedule_of(name, draw(st.integers(1, 6)), len(pieces), pieces, chunks, ratio)
+    return build_schedule(name, draw(st.integers(1, 6)), len(pieces), pieces, chunks, ratio)
 
 
 @st.composite
@@ -33,9 +33,9 @@ def times_of(draw, schedule: Schedule, least: int = 0) -> Times:
 @given(schedules())
 def test_every_schedule_keeps_every_rule(schedule):
     schedule.validate()
-    peak = play(schedule, Times.equal(schedule)).peak
+    peak = simulate_schedule(schedule, Times.uniform(schedule)).peak_memory
     schedule.validate(cap=peak)
-    rows = schedule.rows_of_plan()
+    rows = schedule.pipeline_actions()
     table = Table("plan", schedule.pp_ranks, len(schedule.units), rows)
     complete(table)
     matched(table)
@@ -55,16 +55,16 @@ def test_playing_is_what_an_event_by_event_run_does(data):
     times = data.draw(times_of(schedule))
     held = data.draw(times_of(schedule, 1)).forward
     message = data.draw(st.sampled_from([0, 3]))
-    played = play(schedule, times, held, message)
+    played = simulate_schedule(schedule, times, held, message)
     start, stop = by_events(schedule, times, message)
     assert [list(row) for row in played.start] == start
     assert [list(row) for row in played.stop] == stop
     assert played.makespan == max(max(row) for row in stop)
-    assert played.span == max(ends[-1] - begins[0] for begins, ends in zip(start, stop, strict=True))
+    assert played.step_time == max(ends[-1] - begins[0] for begins, ends in zip(start, stop, strict=True))
     busy = sum(sum(ends) - sum(begins) for begins, ends in zip(start, stop, strict=True))
-    if played.span:
-        assert math.isclose(played.bubble, 1 - busy / (played.span * len(start)), abs_tol=1e-12)
-    assert list(played.peak) == [most_held(schedule, host, held) for host in range(len(start))]
+    if played.step_time:
+        assert math.isclose(played.bubble, 1 - busy / (played.step_time * len(start)), abs_tol=1e-12)
+    assert list(played.peak_memory) == [most_held(schedule, host, held) for host in range(len(start))]
 
 
 def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -74,7 +74,9 @@ def by_events(schedule: Schedule, times: Times, message: int) -> tuple[list[list
     for row in schedule.rows:
         for a in row:
             forward, backward, weights = (int(column[a.stage, a.round]) for column in times[:3])
-            apart = times.apart if isinstance(times.apart, int) else int(times.apart[a.stage, 0])
+            apart = (
+                times.split_overhead if isinstance(times.split_overhead, int) else int(times.split_overhead[a.stage, 0])
+            )
             whole = {"F": forward, "B": backward + weights, "I": backward, "W": weights + apart}
             duration[a], ends[a] = whole[a.kind.value], 0
     by_name = {(a.stage, a.kind.value, a.round): a for a in ends}

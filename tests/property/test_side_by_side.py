@@ -73,7 +73,7 @@ def moved(plan, ranks, documents):
 
     [line] = plan.pipelines
     stages = tuple(replace(stage, ranks=tuple(rank + ranks for rank in stage.ranks)) for stage in line.stages)
-    rounds = tuple(replace(one, work=tuple(map(work, one.work))) for one in line.rounds)
+    rounds = tuple(replace(one, by_stage=tuple(map(work, one.by_stage))) for one in line.rounds)
     return replace(plan, pipelines=(replace(line, stages=stages, rounds=rounds),))
 
 

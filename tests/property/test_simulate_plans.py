@@ -71,12 +71,12 @@ def test_one_stage_takes_exactly_the_closed_form(drawn):
     for entry in found.rounds:
         assert 0 <= entry.comm_share <= 1 and -1e-12 <= entry.idle_share <= 1
     groups = [
-        (group, MemoryPolicy(current.work[0].checkpoint, plan.reduce))
+        (group, MemoryPolicy(current.by_stage[0].checkpoint, plan.reduce))
         for current in plan.pipelines[0].rounds
         for group in current.groups
     ]
     parts = [(group.degree, cost.group_cost(group, policy)) for group, policy in groups]
-    works = [current.work[0] for current in plan.pipelines[0].rounds]
+    works = [current.by_stage[0] for current in plan.pipelines[0].rounds]
     times = [cost.round_times(work, MemoryPolicy(work.checkpoint, plan.reduce)).rank_ns.sum() for work in works]
     assert found.busy_ns.sum() + found.comm_ns.sum() == sum(times) + cost.ranks * found.end_ns
     if not entry_has_lanes(parts):
@@ -134,7 +134,7 @@ def priced(plan):
     lines = []
     for line in plan.pipelines:
         rounds = tuple(
-            Round(tuple(replace(work, checkpoint=policy.checkpoint) for work in current.work))
+            Round(tuple(replace(work, checkpoint=policy.checkpoint) for work in current.by_stage))
             for current in line.rounds
         )
         lines.append(replace(line, rounds=rounds))

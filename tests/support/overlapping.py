@@ -61,7 +61,7 @@ def legal_groups(cost: CostModel) -> list[Group]:
 def _aligned(group: Group, cost: CostModel) -> bool:
     return all(
         block == tuple(range(block[0], block[0] + group.ulysses)) and cost.family.contains(block[0], group.ulysses)
-        for block in group.blocks()
+        for block in group.ulysses_groups()
         if group.ulysses > 1
     )
 

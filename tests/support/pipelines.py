@@ -24,7 +24,7 @@ from seqloom.plan import (
     Sharding,
     Stage,
     StageMicroBatch,
-    in_order,
+    sort_groups,
 )
 from support.steps import Step, tiny_spec
 from support.strategies_groups import Shape, group_shapes
@@ -221,7 +221,7 @@ def _works(
         by_shape.setdefault(shape, []).append(span)
     groups = [Group(*shape, tuple(members)) for shape, members in by_shape.items()]
     checkpoint, offload = draw(st.sampled_from(Checkpoint)), draw(st.booleans())
-    work = StageMicroBatch(in_order(groups, own.node_size), checkpoint, offload=offload)
+    work = StageMicroBatch(sort_groups(groups, own.node_size), checkpoint, offload=offload)
     if tensor > 1 or draw(st.integers(0, 3)):
         return work
     shift = draw(st.integers(0, 1))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,20 +18,22 @@ from seqloom.dist import Transport
 from seqloom.plan import Plan
 from seqloom.planners.ahead import PlanAhead, StepPlan
 from seqloom.simulate import predicted_ns
+from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
+from seqloom.train.launch import Watchdog
 from seqloom.train.logging import StepRecord, read_steps
-from seqloom.train.setup import Setup
+from seqloom.train.setup import RunSetup
 from seqloom.train.trainer import Trainer
 from support.tiny_specs import TINY
 
-PlanStep = Callable[[Setup, int, np.ndarray], Plan]
+PlanStep = Callable[[RunSetup, int, np.ndarray], Plan]
 """plan(setup, step, lengths int64[n]): the plan of a step."""
 
 
 class PlansHere:
     """What stands in for the process that plans ahead."""
 
-    def __init__(self, plan: PlanStep, setup: Setup) -> None:
+    def __init__(self, plan: PlanStep, setup: RunSetup) -> None:
         """Plan by a function, for a run."""
         self._plan, self._setup = plan, setup
 
@@ -43,25 +49,27 @@ class PlansHere:
 class TrainerHere(Trainer):
     """A trainer whose first rank plans by itself; the others get its plans as ever."""
 
-    def __init__(self, plan: PlanStep, setup: Setup, transport: Transport) -> None:
+    def __init__(self, plan: PlanStep, setup: RunSetup, transport: Transport) -> None:
         """Plan by a function; everything else as in `Trainer`."""
         self._plan = plan
-        super().__init__(setup.config, setup, transport)
+        super().__init__(setup, transport)
 
-    def _planner(self) -> PlanAhead | None:
+    def _start_planner(self) -> PlanAhead | None:
         return PlansHere(self._plan, self.setup) if self.transport.rank == 0 else None  # type: ignore[return-value]
 
 
-def by_the_planner(setup: Setup, step: int, lengths: np.ndarray) -> Plan:
+def by_the_planner(setup: RunSetup, step: int, lengths: np.ndarray) -> Plan:
     """Plan a step as the config says."""
     return setup.planners.planner.plan(lengths, setup.cost)
 
 
-def train_here(transport: Transport, config: Config, plan: PlanStep = by_the_planner) -> tuple[Setup, list[StepRecord]]:
+def train_in_process(
+    transport: Transport, config: Config, plan: PlanStep = by_the_planner
+) -> tuple[RunSetup, list[StepRecord]]:
     """Be one rank of a run; return what it was made of and its steps."""
-    setup = Setup.of(config, transport.ranks)
+    setup = RunSetup.load(config, transport.ranks)
     with TrainerHere(plan, setup, transport) as trainer:
-        trainer.run()
+        trainer.train()
     return setup, list(read_steps(config.metrics))
 
 
@@ -75,7 +83,27 @@ def write_run(folder: Path, config: str, lengths: Iterable[int]) -> None:
     (folder / "run.toml").write_text(config)
 
 
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a folder."""
+    return next((path for _, path in reversed(complete_checkpoints(folder))), None)
+
+
 def logged(folder: Path, name: str) -> list[Any]:
     """Return what a run has logged under a name, line by line: its evaluations, or its notes."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines if name in line]
+
+
+def be_stuck(folder: Path, phase: str, timeout_s: float, limited: bool, sends: bool) -> None:
+    """Be a rank under a watchdog in a call that never returns; `sends`: and that gets SIGTERM there."""
+
+    def report(text: str) -> None:
+        (folder / "said").write_text(text)
+
+    with Watchdog(4, timeout_s, folder, report) as watchdog:
+        watchdog.enter_phase(phase, limited=limited, details=lambda: "at action 1F3")
+        if sends:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        libc = ctypes.CDLL(None)
+        while libc.sleep(60):  # signals interrupt it, and it goes on
+            pass

@@ -10,7 +10,7 @@ from seqloom.describe import ModelSpec
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
 from seqloom.schedules import Schedule
-from seqloom.schedules.registry import FAMILIES, schedule_of
+from seqloom.schedules.registry import FAMILIES, build_schedule
 from support.pipelines import ample, grouped_rounds, stages_on
 from support.steps import Step, tiny_spec
 
@@ -24,7 +24,7 @@ def scheduled_steps(draw: st.DrawFn, name: str) -> tuple[Step, Plan]:
     hosts, width = draw(st.sampled_from((3, 2, 4, 1))), draw(st.sampled_from((1, 2)))
     counts = st.just(1) if FAMILIES[name].whole else st.sampled_from((2, 1, 3))
     pieces = [draw(counts) for _ in range(draw(st.integers(3, 5)))]
-    schedule = schedule_of(name, hosts, len(pieces), pieces)
+    schedule = build_schedule(name, hosts, len(pieces), pieces)
     lengths = [draw(st.integers(count, 9)) for count in pieces]
     beside = draw(st.lists(st.integers(0, len(schedule.units) - 1), max_size=2))
     seats = unit_spans(schedule, lengths, beside, length=draw(st.integers(1, 5)))
@@ -58,10 +58,10 @@ def scheduled(
 ) -> tuple[Step, Plan]:
     """Return the step of some rounds and its plan, in the order of a schedule."""
     ends: dict[int, int] = {}
-    for document, _, stop in (span for each in rounds for span in each.work[0].spans()):
+    for document, _, stop in (span for each in rounds for span in each.by_stage[0].spans()):
         ends[document] = max(stop, ends.get(document, 0))
     lengths = tuple(ends[document] for document in range(len(ends)))
-    line = Pipeline(tuple(stages), tuple(rounds), schedule.rows_of_plan())
+    line = Pipeline(tuple(stages), tuple(rounds), schedule.pipeline_actions())
     plan = Plan(own, Sharding.FULL, Reduce.STEP, lengths, (line,), schedule.name)
     plan.validate()
     return Step(lengths, spec), plan
@@ -80,7 +80,7 @@ def fixed_step(
         ring: whether they share it by position instead of by heads.
         tied: whether the head is the table of tokens.
     """
-    schedule = schedule_of(name, hosts, len(pieces), list(pieces))
+    schedule = build_schedule(name, hosts, len(pieces), list(pieces))
     seats = unit_spans(schedule, [5 + 7 * count for count in pieces], (0, len(schedule.units) - 1), length=4)
     spec = tiny_spec(layers=len(schedule.pp_ranks) + 1, tied=tied)
     stages, own = stages_on(schedule.pp_ranks, width, spec.layers), ample(hosts * width, spec.heads)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
-from seqloom.plan.pipeline import Stage, gathered_for_passes
-from seqloom.schedules.registry import schedule_of
+from seqloom.plan.pipeline import Stage, with_reshard_after_forward
+from seqloom.schedules.registry import build_schedule
 from support.pipelines import ample
 from support.scheduled import unit_spans
 from support.side_by_side import renamed
@@ -58,7 +58,7 @@ def shaped_plan(lengths: Sequence[int], shapes: Sequence[Shape], *, ranks: int, 
 
 def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[int], layers: int) -> Pipeline:
     apart = lengths[:UNITS]
-    schedule = schedule_of(shape.schedule, shape.stages, len(apart), [shape.pieces, *[1] * (len(apart) - 1)])
+    schedule = build_schedule(shape.schedule, shape.stages, len(apart), [shape.pieces, *[1] * (len(apart) - 1)])
     cuts = [s * layers // len(schedule.pp_ranks) for s in range(len(schedule.pp_ranks) + 1)]
     stages = []
     for place, host in enumerate(schedule.pp_ranks):
@@ -78,7 +78,7 @@ def _line(shape: Shape, first: int, lengths: Sequence[int], documents: Sequence[
         )
         for unit, spans in enumerate(seats)
     ]
-    return Pipeline(tuple(stages), renamed(rounds, documents), schedule.rows_of_plan())
+    return Pipeline(tuple(stages), renamed(rounds, documents), schedule.pipeline_actions())
 
 
 def in_nodes_of(size: int, plan: Plan) -> Plan:
@@ -90,7 +90,7 @@ def in_nodes_of(size: int, plan: Plan) -> Plan:
 
 def gathered_per_pass(plan: Plan, stages: Sequence[int]) -> Plan:
     """Return a plan in which stages of these numbers, in every pipeline, are gathered for each of their passes."""
-    changed = replace(plan, pipelines=tuple(gathered_for_passes(line, stages) for line in plan.pipelines))
+    changed = replace(plan, pipelines=tuple(with_reshard_after_forward(line, stages) for line in plan.pipelines))
     changed.validate()
     return changed
 

@@ -69,7 +69,7 @@ def renamed(rounds: Sequence[Round], names: Sequence[int]) -> tuple[Round, ...]:
             linear = Layout(linear.rank, np.array(names)[linear.item], linear.start, linear.stop)
         return replace(work, groups=groups, linear=linear)
 
-    return tuple(Round(tuple(map(change, current.work))) for current in rounds)
+    return tuple(Round(tuple(map(change, current.by_stage))) for current in rounds)
 
 
 @st.composite

@@ -35,7 +35,7 @@ from seqloom.plan import (
     Round,
     Sharding,
     StageMicroBatch,
-    in_order,
+    sort_groups,
 )
 from support.strategies_groups import Shape, group_shapes, shared
 
@@ -190,7 +190,7 @@ def one_stage_plan(
     lengths = {span.document: span.stop for groups in rounds for group in groups for span in group.spans}
     limits = Limits(ranks, node_size or ranks, heads, tuple((kind, 10**9) for kind in Checkpoint))
     works = [
-        Round((StageMicroBatch(in_order(each, limits.node_size), kind),))
+        Round((StageMicroBatch(sort_groups(each, limits.node_size), kind),))
         for each, kind in zip(rounds, kinds, strict=True)
     ]
     pipeline = Pipeline.single(range(ranks), layers, works, reduce)

@@ -32,7 +32,7 @@ from seqloom.plan import (
     Sharding,
     Stage,
     StageMicroBatch,
-    in_order,
+    sort_groups,
 )
 from support.strategies_groups import Shape, cut, group_shapes, limits, shared
 from support.tables import completed, greedy_order, rows_in_order
@@ -103,7 +103,7 @@ def plans(draw: st.DrawFn, *, max_documents: int = 8, longest: int = 40, max_nod
 def _needs(plan: Plan) -> dict[Checkpoint, int]:
     """Return, for every checkpoint in use, the tokens on the fullest rank."""
     needs: dict[Checkpoint, int] = {}
-    for work in (work for line in plan.pipelines for current in line.rounds for work in current.work):
+    for work in (work for line in plan.pipelines for current in line.rounds for work in current.by_stage):
         held: dict[int, int] = {}
         for group in work.groups:
             tokens = sum(plan.limits.padded(span.tokens) for span in group.spans)
@@ -223,7 +223,7 @@ def _works(
     whole = [all(span.tokens == documents[span.document] for span in group.spans) for group in plain]
     groups = [draw(shared(g, own.node_size, awake)) if free else g for g, free in zip(plain, whole, strict=True)]
     groups = [replace(group, route=None) for group in groups] if tensor > 1 else groups
-    work = StageMicroBatch(in_order(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
+    work = StageMicroBatch(sort_groups(groups, own.node_size), draw(st.sampled_from(Checkpoint)))
     kinds = ("derived", "derived", "attention") if tensor > 1 else ("derived", "derived", "attention", "linear", "both")
     kind = draw(st.sampled_from(kinds))
     if kind == "derived":

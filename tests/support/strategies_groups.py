@@ -23,7 +23,7 @@ def limits(draw: st.DrawFn, *, max_nodes: int = 3) -> Limits:
         node_size=node_size,
         heads=draw(st.integers(1, 8)),
         capacity=tuple((checkpoint, 10**9) for checkpoint in Checkpoint),
-        granule=draw(st.sampled_from((1, 1, 2, 4))),
+        pad_multiple=draw(st.sampled_from((1, 1, 2, 4))),
         communicators=draw(st.sampled_from((16, 16, 3, 0))),
     )
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.profile import AdditiveProfile
-from seqloom.layout import Span, level_targets, rebalanced
-from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch, in_order
+from seqloom.layout import Span, balanced_token_counts, rebalance_layout
+from seqloom.plan import Group, Method, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch, sort_groups
 
 
 @st.composite
@@ -68,7 +68,7 @@ def _place(
 
 def _work(cost: CostModel, policy: MemoryPolicy, groups: list[Group], remap: Remap | None) -> StageMicroBatch:
     """The groups, slow links first; with a remap, the time of ranks is level in every shard group."""
-    ordered = in_order(groups, cost.node_size)
+    ordered = sort_groups(groups, cost.node_size)
     plain = StageMicroBatch(ordered, policy.checkpoint)
     if remap is None:
         return plain
@@ -80,9 +80,12 @@ def _work(cost: CostModel, policy: MemoryPolicy, groups: list[Group], remap: Rem
     shard_groups = [
         range(first, first + cost.shard_group_size) for first in range(0, cost.ranks, cost.shard_group_size)
     ]
-    targets = level_targets(np.where(held > 0, times.rank_ns - linear, 0), token_ns, held, shard_groups)
+    targets = balanced_token_counts(np.where(held > 0, times.rank_ns - linear, 0), token_ns, held, shard_groups)
     if targets.max() > cost.capacity(policy):
         return plain
     return StageMicroBatch(
-        ordered, policy.checkpoint, linear=rebalanced(attention, targets, cost.node_size, shard_groups), remap=remap
+        ordered,
+        policy.checkpoint,
+        linear=rebalance_layout(attention, targets, cost.node_size, shard_groups),
+        remap=remap,
     )

@@ -52,7 +52,7 @@ def later_pieces(rounds: Sequence[Round]) -> list[set[int]]:
     later: list[set[int]] = [set() for _ in rounds]
     last: dict[int, int] = {}
     for r, current in enumerate(rounds):
-        for span in current.work[0].spans():
+        for span in current.by_stage[0].spans():
             if span.document in last:
                 later[last[span.document]].add(r)
             last[span.document] = r

@@ -25,7 +25,7 @@ def with_layout(work: StageMicroBatch, move: Callable[[Box], Sequence[Box]], rem
 def with_works(plan: Plan, change: Callable[[StageMicroBatch], StageMicroBatch]) -> Plan:
     """Return a plan of one stage with the work of every round changed."""
     line = plan.pipelines[0]
-    rounds = tuple(Round((change(each.work[0]),)) for each in line.rounds)
+    rounds = tuple(Round((change(each.by_stage[0]),)) for each in line.rounds)
     changed = replace(plan, pipelines=(replace(line, rounds=rounds),))
     changed.validate()
     return changed

@@ -30,10 +30,8 @@ from seqloom.attention.context_parallel.overlap import (
 from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
 from seqloom.attention.lse import sum_dtype
 from seqloom.attention.plan import AttentionOptions, plan_attention
-from seqloom.dist.redistribute import TokenRedistribute
 from seqloom.dist.rows import put, take
-from seqloom.dist.single_rank import bind_single_rank
-from seqloom.dist.token_layout import Context
+from seqloom.dist.token_layout import Context, TokenRedistribute, bind_single_rank
 from seqloom.errors import SeqloomError
 
 Groups = tuple[GroupAttention, ...]
@@ -196,7 +194,7 @@ def attention_forward(
     out, lse, saved = _forward_groups(q, k, v, groups, with_lse)
     if redistribute is not None:
         (out,) = redistribute.reversed().forward(out)
-        lse = None if lse is None else redistribute.back(lse.T)[0].T
+        lse = None if lse is None else redistribute.to_source(lse.T)[0].T
     if saved_attention is not None:
         saved_attention.record(out, lse, saved, groups, redistribute)
     return out, lse, saved
@@ -208,7 +206,7 @@ def attention_backward(
     """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]; the inverse of `attention_forward`."""
     dout = last_contiguous(dout)
     if redistribute is not None:
-        (dout,) = redistribute.there(dout)
+        (dout,) = redistribute.to_target(dout)
     if groups:
         gradients = _backward_groups(dout, saved, groups)
     else:  # no group of this rank holds a token, nor does the rank

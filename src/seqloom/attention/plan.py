@@ -200,7 +200,7 @@ class _Builder(NamedTuple):
                 bound = next(bounds)
                 if group.tokens and (group.ring > 1 or any(bound.counts)):
                     found.append(self._group(bound))
-            elif context.rank in group.party and group.tokens and group.ring > 1:
+            elif context.rank in group.participants and group.tokens and group.ring > 1:
                 routed = self._routed(group)
                 if routed is not None:
                     proxy = ProxyRank(routed)

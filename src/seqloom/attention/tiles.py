@@ -25,7 +25,7 @@ import torch
 from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved
 from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.masks import Segments
-from seqloom.dist.rows import expand, on_device, rows_of
+from seqloom.dist.rows import expand_runs, on_device, slice_or_index
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group
 
@@ -174,12 +174,12 @@ def gather_schedule(chunks: Sequence[ZigzagChunks], index: int, *, causal: bool,
     sends = []
     for other in chunks:
         _, _, row, length = _visible_keys(_visible_positions(other, causal, window), own)
-        sends.append(rows_of(row, length))
+        sends.append(slice_or_index(row, length))
     parts = [_visible_keys(_visible_positions(own, causal, window), other) for other in chunks]
     document, position, _, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     arrived = np.cumsum(length) - length
     sort = np.lexsort((position, document))
-    order = None if np.array_equal(sort, np.arange(len(sort))) else expand(arrived[sort], length[sort])
+    order = None if np.array_equal(sort, np.arange(len(sort))) else expand_runs(arrived[sort], length[sort])
     counts = tuple(int(part[3].sum()) for part in parts)
     return GatherSchedule(tuple(sends), counts, order, _gather_tiles(own, causal, window))
 

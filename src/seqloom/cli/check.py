@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
-    from seqloom.profiling.check import Documents, Forecast, Outlook, Repacked
+    from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
 
 ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
@@ -41,17 +41,17 @@ def check(
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
     from seqloom.cli.shared import planning
-    from seqloom.profiling.check import forecasts, outlook, repacked, warnings
+    from seqloom.profiling.check import compare_packings, find_warnings, inspect_run, predict_steps
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
-    run = outlook(loaded, loaded.run.ranks if ranks is None else ranks, batches)
+    run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches)
     if loaded.model.huggingface is not None:
-        _require_attachable(loaded.model.huggingface, cut=run.planners.cut)
-    with planning(len(run.sample) * (2 if run.baseline else 1)) as progress:
-        made = forecasts(run, progress)
-    notes = warnings(run, made[0])
-    packed = repacked([batch.lengths for batch in run.sample], run.cost)
+        _require_attachable(loaded.model.huggingface, cut=run.setup.planners.multi_stage)
+    with planning(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
+        made = predict_steps(run, progress)
+    notes = find_warnings(run, made[0])
+    packed = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
     if json:
         print_json(_report(run, made, packed, notes))
     else:
@@ -65,9 +65,9 @@ def _require_attachable(folder: Path, *, cut: bool) -> None:
     try:
         attached = model_adapter(attach(_without_weights(folder)))
         if cut:
-            from seqloom.train.model import require_parts
+            from seqloom.train.model import check_splits
 
-            require_parts(attached)
+            check_splits(attached)
     except SeqloomError as error:
         raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
 
@@ -85,15 +85,15 @@ def _without_weights(folder: Path) -> PreTrainedModel:
         raise SeqloomError(f"its config.json makes no causal model ({reason}); give the folder of one") from None
 
 
-def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> dict[str, Any]:
+def _report(run: RunCheck, made: list[PredictedSteps], packed: PackingComparison, notes: list[str]) -> dict[str, Any]:
     """One object: the data, the run, for every planner its figures as lists over the batches, and packings of these."""
     from seqloom.cli.shared import setting
 
     return {
-        **setting(run.cost),
-        "ranks": run.cost.ranks,
-        "steps": run.steps,
-        "epochs": run.steps / run.training.batches,
+        **setting(run.setup.cost),
+        "ranks": run.setup.cost.ranks,
+        "steps": run.setup.steps,
+        "epochs": run.setup.steps / run.training.batches,
         "training": asdict(run.training),
         "validation": None if run.validation is None else asdict(run.validation),
         "batches": [
@@ -110,7 +110,7 @@ def _report(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[st
     }
 
 
-def _figures(made: Forecast) -> dict[str, Any]:
+def _figures(made: PredictedSteps) -> dict[str, Any]:
     from seqloom.cli.shared import GIB, MS
 
     return {
@@ -128,36 +128,36 @@ def _figures(made: Forecast) -> dict[str, Any]:
     }
 
 
-def _print(run: Outlook, made: list[Forecast], packed: Repacked, notes: list[str]) -> None:
+def _print(run: RunCheck, made: list[PredictedSteps], packed: PackingComparison, notes: list[str]) -> None:
     from rich.console import Console
 
     from seqloom.cli.shared import GIB, heading
     from seqloom.view.format import duration
 
     console = Console(highlight=False, soft_wrap=True)
-    lines = [heading(run.cost), f"training: {_documents(run.training)}"]
+    lines = [heading(run.setup.cost), f"training: {_documents(run.training)}"]
     if run.validation is not None:
         lines.append(f"validation: {_documents(run.validation)}")
-    epochs = run.steps / run.training.batches
-    lines.append(f"run: {run.steps:,} steps on {run.cost.ranks} ranks, {epochs:.3g} epochs")
+    epochs = run.setup.steps / run.training.batches
+    lines.append(f"run: {run.setup.steps:,} steps on {run.setup.cost.ranks} ranks, {epochs:.3g} epochs")
     for line in lines:
         console.print(line, markup=False)
     console.print(_table(made))
     planned = made[0]
-    held, budget = planned.memory[planned.worst], run.cost.budget_bytes / GIB
+    held, budget = planned.memory[planned.worst], run.setup.cost.budget_bytes / GIB
     mean = sum(planned.step_ns) / len(planned.step_ns)
     console.print(
         f"Predicted from the first {len(run.sample)} batches. The longest step, batch {planned.worst}, takes at most "
         f"{held.max() / GIB:.3g} GiB on a rank (the least {held.min() / GIB:.3g}) of {budget:.3g} GiB.",
         markup=False,
     )
-    console.print(f"All steps together: about {duration(mean * run.steps)}.", markup=False)
+    console.print(f"All steps together: about {duration(mean * run.setup.steps)}.", markup=False)
     _print_balance(console, made, packed)
     for note in notes:
         console.print(f"warning: {note}", markup=False)
 
 
-def _print_balance(console: Console, made: list[Forecast], packed: Repacked) -> None:
+def _print_balance(console: Console, made: list[PredictedSteps], packed: PackingComparison) -> None:
     """How evenly ranks are used: by the planners, and by packing the same documents into other steps beforehand."""
     from seqloom.view import balance_table
 
@@ -176,7 +176,7 @@ def _print_balance(console: Console, made: list[Forecast], packed: Repacked) -> 
         )
 
 
-def _documents(count: Documents) -> str:
+def _documents(count: DocumentCounts) -> str:
     text = (
         f"{count.documents:,} documents, {count.tokens:,} tokens of which {count.valid:,} count, "
         f"longest {count.longest:,}; {count.batches:,} batches in an epoch"
@@ -185,7 +185,7 @@ def _documents(count: Documents) -> str:
     return text + (f"; too long: {', '.join(changed)}, {count.lost:,} tokens lost" if changed else "")
 
 
-def _table(made: list[Forecast]) -> Table:
+def _table(made: list[PredictedSteps]) -> Table:
     """One row per planner: medians and the worst of step and gap, the highest peak."""
     from rich import box
     from rich.table import Table

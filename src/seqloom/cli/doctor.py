@@ -158,13 +158,13 @@ def _attention(torch: Finding) -> dict[str, str | None]:
 
 
 def _allocator() -> dict[str, str | None]:
-    from seqloom.train.launch import NAMES, SETTING, user_setting
+    from seqloom.train.launch import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, user_allocator_setting
 
-    own = user_setting()
+    own = user_allocator_setting()
     if own is not None:
         return _choice(own, "set by the environment; left as it is")
-    why = f"given to the processes that seqloom train starts; under torchrun set {NAMES[0]} yourself"
-    return _choice(SETTING, why)
+    why = f"given to the processes that seqloom train starts; under torchrun set {ALLOCATOR_VARIABLES[0]} yourself"
+    return _choice(ALLOCATOR_SETTING, why)
 
 
 def _profile(cluster: str) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from seqloom.cli.shared import AsJson, print_json, require_writable
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from seqloom.attention.kernels.dispatch import Measurement, TimePoint
     from seqloom.attention.kernels.interface import AttentionShape, Kernel
     from seqloom.cost import CostModel
-    from seqloom.profiling.kernels import Effort
+    from seqloom.profiling.kernels import TimingSettings
 
 
 LONGEST_STEP = {"cpu": 8_192, "cuda": 131_072}
@@ -68,7 +68,7 @@ def profile_machine(wanted: Wanted, ranks: int | None, output: Path | None, json
     """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
     import torch
 
-    from seqloom.train.launch import join_ranks, start_ranks, under_torchrun
+    from seqloom.train.launch import run_on_processes, run_under_torchrun, started_by_torchrun
 
     if ranks is not None and ranks < 1:
         raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
@@ -76,13 +76,13 @@ def profile_machine(wanted: Wanted, ranks: int | None, output: Path | None, json
         raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
     if wanted.cluster is None and torch.cuda.is_available():
         raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
-    if under_torchrun():
+    if started_by_torchrun():
         if ranks is not None:
             raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        found = join_ranks(measure_rank, wanted, str(output))
+        found = run_under_torchrun(measure_rank, wanted, str(output))
     else:
         wanted.cost(ranks or 1)  # refuse here, once, what every process would refuse
-        found = start_ranks(measure_rank, ranks or 1, wanted, str(output))
+        found = run_on_processes(measure_rank, ranks or 1, wanted, str(output))
     if not found:  # another rank than the first
         return
     if json:
@@ -97,24 +97,23 @@ def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, ou
 
     from seqloom.dist import Communicators, TorchTransport
     from seqloom.plan import GroupFamily
-    from seqloom.profiling.calibration import Machine
-    from seqloom.profiling.trials import described
+    from seqloom.profiling.calibration import Calibrator, describe_trial
 
     cost = wanted.cost(ranks)
     communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
-    machine = Machine(cost, TorchTransport(communicators), device, getattr(torch, wanted.dtype))
+    calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, wanted.dtype))
     looking = wanted.show and rank == 0 and sys.stderr.isatty()
     report = (lambda text: typer.echo(text, err=True)) if looking else (lambda text: None)
     stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
-    found = machine.calibrate(wanted.max_length or LONGEST_STEP[device.type], report, stages=stages)
+    found = calibrator.calibrate(wanted.max_length or LONGEST_STEP[device.type], report, stages=stages)
     communicators.close()
     if rank:
         return {}
     found.profile.save(output)
     pairs = zip(found.trials, found.predicted_ns, strict=True)
     trials = [
-        {"what": described(trial.plan), "measured_ms": trial.ns / 1e6, "predicted_ms": predicted / 1e6}
+        {"what": describe_trial(trial.plan), "measured_ms": trial.ns / 1e6, "predicted_ms": predicted / 1e6}
         for trial, predicted in pairs
     ]
     return {"output": output, "cluster": cost.cluster.spelling, "model": cost.model.name, "trials": trials}
@@ -221,7 +220,7 @@ def profile(
         return
     from seqloom.attention.kernels.dispatch import KernelTable, default_table_path
     from seqloom.cli.shared import steps
-    from seqloom.profiling.kernels import measure
+    from seqloom.profiling.kernels import time_kernels
 
     place = choose_device(device)
     shape = make_shape(heads, kv_heads, dim, dtype, place)
@@ -231,7 +230,7 @@ def profile(
     table = KernelTable.load(path) if path.is_file() else KernelTable()
     with steps("warming up", len(chosen) * 2 * len(effort.lengths)) as step:
         report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
-        measurement = measure(chosen, shape, effort, report)
+        measurement = time_kernels(chosen, shape, effort, report)
     table.adding(measurement).save(path)
     if json:
         print_json({**described(measurement), "left_out": left_out, "output": str(path)})
@@ -250,7 +249,7 @@ def _refuse_options(context: typer.Context, names: Sequence[str], without_model:
 
 def _check_dtype(name: str) -> None:
     if name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
+        raise unknown_name("dtype", name, DTYPES)
 
 
 def require_torch() -> None:
@@ -319,16 +318,16 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
     return [here[name] for name in wanted], {}
 
 
-def make_effort(max_length: int | None, quick: bool, kind: str) -> Effort:
+def make_effort(max_length: int | None, quick: bool, kind: str) -> TimingSettings:
     """Lengths in octaves up to the longest, and the longest itself."""
-    from seqloom.profiling.kernels import Effort
+    from seqloom.profiling.kernels import TimingSettings
 
     longest = (LONGEST_QUICK if quick else LONGEST)[kind] if max_length is None else max_length
     if longest < 1:
         raise SeqloomError(f"longest document of {longest} tokens; give --max-length at least 1")
     octaves = range((longest - 1).bit_length() - SHORTEST.bit_length() + 1)
     lengths = tuple(SHORTEST << k for k in octaves if SHORTEST << k < longest)[:: 2 if quick else 1]
-    return Effort((*lengths, longest), tokens=max(longest, PACKS[kind]), repeats=3 if quick else 7)
+    return TimingSettings((*lengths, longest), tokens=max(longest, PACKS[kind]), repeats=3 if quick else 7)
 
 
 def described(measurement: Measurement) -> dict[str, Any]:

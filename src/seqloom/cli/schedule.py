@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from seqloom.schedules import Schedule
-    from seqloom.schedules.timing import Figures
+    from seqloom.schedules.timing import ScheduleMetrics
 
 FINEST, LARGEST = 10**9, 10**9
 """Times are rounded to one part in the first and may not exceed the second."""
@@ -70,7 +70,7 @@ def schedule(
         seqloom schedule seq1f1b --stages 4 --micro-batches 4 --pieces 2
         seqloom schedule --file mine.csv --pieces 2 --times 1,1.6,0.6
     """
-    from seqloom.schedules.timing import figures
+    from seqloom.schedules.timing import schedule_metrics
 
     require_picture(picture)
     require_writable(csv, "schedule", (".csv",))
@@ -80,7 +80,7 @@ def schedule(
         made = _named(name, stages, micro_batches, pieces, chunks, durations, limit)
     else:
         made = _from_file(file, name, stages, micro_batches, pieces, chunks, limit)
-    found = figures(made, *durations)
+    found = schedule_metrics(made, *durations)
     if csv is not None:
         csv.write_text(made.to_csv())
     if json:
@@ -136,7 +136,7 @@ def _named(
     """Build the schedule that is asked for by name."""
     import math
 
-    from seqloom.schedules import schedule_of
+    from seqloom.schedules import build_schedule
 
     counts = _counts(pieces)
     if micro_batches is None and not isinstance(counts, int):
@@ -150,7 +150,7 @@ def _named(
         )
     whole = math.lcm(*(value.denominator for value in durations))
     forward, backward, weights = (int(value * whole) for value in durations)
-    made = schedule_of(name, stages, micro_batches, counts, chunks, (forward, backward, weights), limit)
+    made = build_schedule(name, stages, micro_batches, counts, chunks, (forward, backward, weights), limit)
     made.validate()
     return made
 
@@ -166,7 +166,7 @@ def _from_file(
 ) -> Schedule:
     """Read a schedule, and compare it with what is said of it."""
     from seqloom.schedules import Schedule
-    from seqloom.schedules.registry import within
+    from seqloom.schedules.registry import check_memory
 
     try:
         text = file.read_text()
@@ -182,7 +182,7 @@ def _from_file(
         if asked is not None and asked != found:
             raise SeqloomError(f"{what} {asked}, but {str(file)!r} has {found}; leave {what} out, or use {found}")
     if limit is not None:
-        within(made, limit)
+        check_memory(made, limit)
     return made
 
 
@@ -198,27 +198,29 @@ def _size(made: Schedule) -> dict[str, Any]:
     }
 
 
-def _described(made: Schedule, durations: tuple[Fraction, Fraction, Fraction], found: Figures) -> dict[str, Any]:
+def _described(
+    made: Schedule, durations: tuple[Fraction, Fraction, Fraction], found: ScheduleMetrics
+) -> dict[str, Any]:
     """The schedule for a report in JSON."""
     return {
         "schedule": made.name,
         **_size(made),
         "times": [float(value) for value in durations],
         "bubble": found.bubble,
-        "makespan": found.makespan,
-        "until_end": found.until_end,
+        "makespan": found.step_time,
+        "until_end": found.makespan,
         "peak_memory": list(found.peak_memory),
         "grid": [[str(action) for action in row] for row in made.rows],
     }
 
 
-def _print(made: Schedule, found: Figures) -> None:
+def _print(made: Schedule, found: ScheduleMetrics) -> None:
     from rich.console import Console
 
     _draw(Console(highlight=False), made, found)
 
 
-def _draw(console: Console, made: Schedule, found: Figures) -> None:
+def _draw(console: Console, made: Schedule, found: ScheduleMetrics) -> None:
     from seqloom.view import schedule_chart
 
     size = _size(made)
@@ -228,9 +230,9 @@ def _draw(console: Console, made: Schedule, found: Figures) -> None:
         f"{size['micro_batches']} micro-batches, {pieces} piece{'s' * (pieces != 1)} each",
         markup=False,
     )
-    console.print(schedule_chart(made, found.played))
+    console.print(schedule_chart(made, found.timing))
     memory = " ".join(f"{most:.4g}" for most in found.peak_memory)
-    console.print(f"bubble {100 * found.bubble:.1f} %, makespan {found.makespan:.6g}")
-    if found.until_end > found.makespan:
-        console.print(f"hosts that begin late end late: {found.until_end:.6g} from the first start to the last stop")
+    console.print(f"bubble {100 * found.bubble:.1f} %, makespan {found.step_time:.6g}")
+    if found.makespan > found.step_time:
+        console.print(f"hosts that begin late end late: {found.makespan:.6g} from the first start to the last stop")
     console.print(f"peak memory per host, in micro-batches: {memory}")

@@ -318,11 +318,11 @@ def _ms(ns: int | None) -> float | None:
 
 def staged(plan: Plan) -> bool:
     """Whether the bound of a plan is that of its stages: several, teams, or gathered for every pass."""
-    from seqloom.plan.pipeline import stages_per_pass
+    from seqloom.plan.pipeline import reshard_after_forward_stages
 
     lines = plan.pipelines
     teams = any(stage.tensor > 1 for line in lines for stage in line.stages)
-    return teams or any(len(line.stages) > 1 or stages_per_pass(line) for line in lines)
+    return teams or any(len(line.stages) > 1 or reshard_after_forward_stages(line) for line in lines)
 
 
 def outcomes(

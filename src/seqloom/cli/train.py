@@ -35,16 +35,16 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
     except ImportError as error:
         raise SeqloomError(f"seqloom train needs torch ({error}); pip install 'seqloom[train,data]'") from None
     from seqloom.train.config import Config
-    from seqloom.train.launch import train_here, train_on_processes, under_torchrun
+    from seqloom.train.launch import started_by_torchrun, train_on_processes, train_under_torchrun
 
     loaded = Config.load(config, overrides or [])
-    kind = kind_of(loaded)
-    if under_torchrun():
+    model_family = model_family_of(loaded)
+    if started_by_torchrun():
         if ranks is not None:
             raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        summary = train_here(loaded, kind=kind, show=not json)
+        summary = train_under_torchrun(loaded, model_family=model_family, show=not json)
     else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, kind=kind, show=not json)
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=model_family, show=not json)
     if not summary:  # another rank than the first
         return
     if json:
@@ -54,7 +54,7 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
         typer.echo(f"trained model: {loaded.run.output / 'model'}")
 
 
-def kind_of(config: Config) -> ModelFamily:
+def model_family_of(config: Config) -> ModelFamily:
     """Return how the model that a config names is built and written."""
     from seqloom.train.model import REFERENCE
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from seqloom.cli.shared import AsJson, print_json
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
     from seqloom.planners.registry import PlannerChoice
-    from seqloom.profiling.verify import Verified
+    from seqloom.profiling.verify import PlanComparison
 
 DTYPES = ("float64", "float32")
 USUAL = "static,adaptive,flex,zones"
@@ -51,7 +51,7 @@ def verify(
     """
     names = [name for name in map(str.strip, (USUAL if planners is None else planners).split(",")) if name]
     if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+        raise unknown_name("dtype", dtype, DTYPES)
     if not names or batches < 1:
         raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
     rows = _verified(config, overrides or [], names, ranks, dtype, batches, own=planners is None)
@@ -66,28 +66,28 @@ def verify(
 
 def _verified(
     path: Path, overrides: list[str], names: list[str], ranks: int | None, dtype: str, batches: int, *, own: bool
-) -> list[Verified]:
+) -> list[PlanComparison]:
     """Run the comparisons, with progress; `own`: of the run's own pipeline or strategies too, if it has any."""
     try:
         import torch
     except ImportError as error:
         raise SeqloomError(f"seqloom verify needs torch ({error}); pip install 'seqloom[train]'") from None
     from seqloom.cli.shared import steps
-    from seqloom.cli.train import kind_of
+    from seqloom.cli.train import model_family_of
     from seqloom.profiling.verify import verify as compare
     from seqloom.train.config import Config
-    from seqloom.train.setup import Setup
+    from seqloom.train.setup import RunSetup
 
     loaded = Config.load(path, overrides)
-    setup = Setup.of(loaded, ranks or loaded.run.ranks)
+    setup = RunSetup.load(loaded, ranks or loaded.run.ranks)
     config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
     given = setup.sampler.peek(batches)
     asked: list[list[str | PlannerChoice]] = [[*names] for _ in given]
-    if own and setup.planners.cut:
+    if own and setup.planners.multi_stage:
         asked = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in given]
     rows = []
     precision = getattr(torch, dtype)
-    build = partial(kind_of(config).build, config, torch.device("cpu"), precision)
+    build = partial(model_family_of(config).build, config, torch.device("cpu"), precision)
     options = {"dtype": precision, "seed": config.model.seed, "build": build}
     with steps("one process", sum(map(len, asked))) as step:
         for number, (batch, planners) in enumerate(zip(given, asked, strict=True)):
@@ -98,7 +98,7 @@ def _verified(
     return rows
 
 
-def _print_rows(rows: list[Verified], dtype: str) -> None:
+def _print_rows(rows: list[PlanComparison], dtype: str) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -18,7 +18,7 @@ import numpy as np
 from seqloom.cost.communication import Flow, GroupTraffic
 from seqloom.cost.profile import AdditiveModel, AdditiveProfile
 from seqloom.cost.shapes import GroupShape, MemoryPolicy
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Checkpoint, Reduce
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _constants(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
     """The profile's entry for this model, provided that it is the same model."""
     if model.name not in profile.models:
         raise SeqloomError(
-            f"{unknown(f'model for profile {profile.name}:', model.name, profile.models)} "
+            f"{unknown_name(f'model for profile {profile.name}:', model.name, profile.models)} "
             f"(this profile holds published constants of {', '.join(profile.models)} only; "
             "leave the profile out to price another model)"
         )

@@ -25,7 +25,7 @@ from seqloom.cost.shapes import (
     ordered,
     useful_shapes,
 )
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
@@ -213,7 +213,7 @@ class CostModel:
         require_sizes(budget_gib, max_length)
         self.cluster, self.model, self.max_length = cluster, model, max_length
         if sharding not in list(Sharding):
-            raise unknown("sharding", str(sharding), list(Sharding))
+            raise unknown_name("sharding", str(sharding), list(Sharding))
         self.sharding = Sharding(sharding)
         self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
@@ -272,7 +272,7 @@ class CostModel:
     def _relative(self, ranks: int, tensor: int) -> CostModel:
         known = self.cluster_cost._kin
         if (ranks, tensor) not in known:
-            part = self.cluster_cost.cluster.part(ranks)
+            part = self.cluster_cost.cluster.subcluster(ranks)
             known[ranks, tensor] = CostModel(
                 part, self.model, *self._asked, tensor=tensor, cluster_cost=self.cluster_cost
             )

@@ -48,9 +48,9 @@ def scale_to_layers(part: LayerRange, table: np.ndarray) -> np.ndarray:
     Stages of as many layers are alike; rounding down, they lack less than a nanosecond each of the whole. What a
     round costs without tokens is shared like the rest: a profile does not say which of it is per layer.
     """
-    own = table * (part.stop - part.first) // part.of
+    own = table * (part.stop - part.first) // part.model_layers
     head = COST_COLUMNS.index("head")
-    own[:, head] = table[:, head] if part.ends else 0
+    own[:, head] = table[:, head] if part.has_head else 0
     return own
 
 
@@ -120,7 +120,7 @@ def round_times(
         degrees = np.append(degrees, 0)
     if stage is not None:
         table = scale_to_layers(stage, table)
-        cards, links = (taken * (stage.stop - stage.first) // stage.of for taken in (cards, links))
+        cards, links = (taken * (stage.stop - stage.first) // stage.model_layers for taken in (cards, links))
         by_rank = None if by_rank is None else scale_to_layers(stage, by_rank)
     parts = rank_costs(table, rank, group, cost.ranks)
     if by_rank is not None:
@@ -304,7 +304,7 @@ def round_components(
         shard_group_of: number of every rank's shard group.
         meeting: ranks that meet before and after every pass, in one component.
     """
-    parties = [group.party for group in work.groups]
+    parties = [group.participants for group in work.groups]
     if work.linear is not None:
         parties += [(rank,) for rank in np.unique(work.linear.rank).tolist()]
     parties += [meeting] * bool(meeting)
@@ -393,4 +393,4 @@ def _require_one_stage(plan: Plan) -> None:
 
 def _works(pipeline: Pipeline) -> list[StageMicroBatch]:
     """The work of every round."""
-    return [current.work[0] for current in pipeline.rounds]
+    return [current.by_stage[0] for current in pipeline.rounds]

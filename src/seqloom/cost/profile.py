@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 
 class Profile:
@@ -35,7 +35,7 @@ class Profile:
                 raise SeqloomError(f"profile file {path} does not exist; shipped: {', '.join(Profile.names())}")
             return parse_profile(path.read_text(encoding="utf-8"), str(path))
         if source not in Profile.names():
-            raise unknown("profile", str(source), Profile.names())
+            raise unknown_name("profile", str(source), Profile.names())
         file = resources.files("seqloom.cost") / "profiles" / f"{source}.json"
         return parse_profile(file.read_text(encoding="utf-8"), str(source))
 
@@ -186,7 +186,7 @@ def _build(cls: type, data: Any, where: str) -> Any:
     names = {field.name: field for field in fields(cls)}
     for key in data:
         if key not in names:
-            raise unknown(f"key in {where}:", str(key), names)
+            raise unknown_name(f"key in {where}:", str(key), names)
     missing = [name for name, field in names.items() if name not in data and field.default is MISSING]
     if missing:
         raise SeqloomError(f"{where}: missing {', '.join(missing)}")

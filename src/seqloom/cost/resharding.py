@@ -17,7 +17,7 @@ from seqloom.cost.analytic import DEFAULT_CONTEXT, AnalyticEngine
 from seqloom.cost.memory import GRADIENT_BYTES, PARAMETER_BYTES
 from seqloom.cost.stages import StageMemory, stage_parameters
 from seqloom.plan import ActionKind, LayerRange, Sharding
-from seqloom.plan.pipeline import PassMove, pass_moves, stages_per_pass
+from seqloom.plan.pipeline import ShardCollective, reshard_after_forward_stages, shard_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +65,9 @@ def resident_parameters(
 
 def _early(cost: CostModel, part: LayerRange, tensor: int) -> int:
     """Parameters of a part that belong to the embedding or to the first layer."""
-    if part.begins:
+    if part.has_embedding:
         return stage_parameters(cost, LayerRange(0, 1, 2), tensor)
-    return cost.model.head_parameters if part.ends and cost.model.tied else 0
+    return cost.model.head_parameters if part.has_head and cost.model.tied else 0
 
 
 def _with_shares(found: ResidentParameters, stage: Stage, parameters: int) -> ResidentParameters:
@@ -153,23 +153,25 @@ class UnshardTimes(NamedTuple):
     gather: int  # parameters, before every pass
     sum: int  # gradients, after a backward
 
-    def of(self, move: PassMove | None) -> int:
+    def of(self, move: ShardCollective | None) -> int:
         """ns of one move; of none, nothing."""
-        return 0 if move is None else self.gather if move is PassMove.GATHER else self.sum
+        return 0 if move is None else self.gather if move is ShardCollective.ALL_GATHER else self.sum
 
 
 def unshard_times_by_stage(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardTimes]:
     """Times of every stage that the pipeline gathers for every pass. Only free sharding does."""
     if cost.sharding != Sharding.FREE:
         return {}
-    parts = pipeline.parts
-    return {s: unshard_times(cost, pipeline.stages[s], parts[s]) for s in sorted(stages_per_pass(pipeline))}
+    parts = pipeline.layer_ranges
+    return {
+        s: unshard_times(cost, pipeline.stages[s], parts[s]) for s in sorted(reshard_after_forward_stages(pipeline))
+    }
 
 
 def unshard_ns(cost: CostModel, pipeline: Pipeline) -> int:
     """ns of all moves of a pipeline of one stage in a step."""
     times = unshard_times_by_stage(cost, pipeline)
-    return sum(times[0].of(move) for move in pass_moves(pipeline.actions[0], frozenset(times))) if times else 0
+    return sum(times[0].of(move) for move in shard_collectives(pipeline.actions[0], frozenset(times))) if times else 0
 
 
 @lru_cache(maxsize=256)
@@ -186,7 +188,7 @@ def unshard_times(cost: CostModel, stage: Stage, part: LayerRange) -> UnshardTim
     card = node * cluster.nics_per_node + np.asarray(cluster.nic_of_gpu)[ranks % width]
     share = stage_parameters(cost, part, stage.tensor) / column
     latency = engine.links.latency("all_to_all", bool(far.any()), (column - 1).bit_length())
-    calls = part.stop - part.first + part.begins + part.ends
+    calls = part.stop - part.first + part.has_embedding + part.has_head
     times = []
     for size in (PARAMETER_BYTES, GRADIENT_BYTES):
         link, through = engine.links.message_ns(size * share, "all_to_all")
@@ -215,9 +217,9 @@ class UnshardMemory(NamedTuple):
         parameters = stage_parameters(cost, part)
         if column == 1:  # nobody to share with: they stay for the step
             return cls((PARAMETER_BYTES + GRADIENT_BYTES) * parameters, 0, 0, 0, 0)
-        head = cost.model.head_parameters if part.ends else 0
+        head = cost.model.head_parameters if part.has_head else 0
         layers = [cost.model.layer_parameters(layer, cost.tensor) for layer in range(part.first, part.stop)]
-        table = cost.model.head_parameters if part.begins or part.ends else 0
+        table = cost.model.head_parameters if part.has_embedding or part.has_head else 0
         packed = 2 * max(0, table - max(layers))
         return cls(
             always=(PARAMETER_BYTES + GRADIENT_BYTES) * -(-parameters // column) + GRADIENT_BYTES * head,
@@ -315,7 +317,7 @@ class ReshardTimes(NamedTuple):
 
 def reshard_times(cost: CostModel, pipelines: Sequence[Pipeline]) -> ReshardTimes:
     """What moving parameters and gradients takes under these pipelines; nothing unless sharding is free."""
-    shared = tuple(stages_per_pass(pipeline) for pipeline in pipelines)
+    shared = tuple(reshard_after_forward_stages(pipeline) for pipeline in pipelines)
     return _relay(cost.cluster_cost, tuple(pipeline.stages for pipeline in pipelines), shared)
 
 
@@ -334,7 +336,9 @@ def exposed_reshard_ns(cost: CostModel, pipelines: Sequence[Pipeline], shades: S
     for pipeline, (first, last) in zip(pipelines, shades, strict=True):
         layers = pipeline.stages[0].layers[1]
         whole = all(action.kind != ActionKind.W for action in pipeline.actions[0])
-        if stages_per_pass(pipeline):  # a pass waits for all shares of a stage, which have their gradients at the end
+        if reshard_after_forward_stages(
+            pipeline
+        ):  # a pass waits for all shares of a stage, which have their gradients at the end
             first = last = 0
         forward.append(FORWARD * first * (layers - 1) / layers)
         backward.append(BACKWARD * last * (layers - 1) / layers if whole else 0.0)

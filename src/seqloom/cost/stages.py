@@ -50,9 +50,9 @@ def stage_parameters(cost: CostModel, share: LayerRange, tensor: int | None = No
     beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions
     positions = context * model.hidden if model.learned_positions else 0
     own = _layers(model, share.first, share.stop, degree)
-    own += table + positions if share.begins else 0
-    if share.ends:
-        own += beside - positions + (0 if share.begins and model.tied else table)
+    own += table + positions if share.has_embedding else 0
+    if share.has_head:
+        own += beside - positions + (0 if share.has_embedding and model.tied else table)
     return own
 
 
@@ -138,7 +138,7 @@ class StageMemory:
         engine = self.cost.engine
         if isinstance(engine, AdditiveEngine):
             whole = engine.state_bytes * self.cost.shard_group_size
-            return -(-whole * (self.share.stop - self.share.first) // (self.share.of * shard_group))
+            return -(-whole * (self.share.stop - self.share.first) // (self.share.model_layers * shard_group))
         parameters = stage_parameters(self.cost, self.share)
         if engine.memory.owners:
             return (PARAMETER_BYTES + GRADIENT_BYTES) * parameters
@@ -154,7 +154,9 @@ class StageMemory:
         engine = self.cost.engine
         if isinstance(engine, AdditiveEngine):
             return 0
-        logits = engine.profile.head_chunk * self.cost.model.vocabulary * CHUNK_LOGIT_BYTES if self.share.ends else 0
+        logits = (
+            engine.profile.head_chunk * self.cost.model.vocabulary * CHUNK_LOGIT_BYTES if self.share.has_head else 0
+        )
         own = 0
         if engine.memory.owners:
             own = free_bytes(0, engine.memory.parameters, engine.memory.owners)
@@ -167,7 +169,12 @@ class StageMemory:
         """What a unit of this choice takes per token."""
         engine, model = self.cost.engine, self.cost.model
         if isinstance(engine, AdditiveEngine):
-            each = engine.constants.mib_per_token * 1024**2 * (self.share.stop - self.share.first) / self.share.of
+            each = (
+                engine.constants.mib_per_token
+                * 1024**2
+                * (self.share.stop - self.share.first)
+                / self.share.model_layers
+            )
             return (
                 ActivationBytes(0.0, 2 * each, 2 * each, each, 0.0)
                 if offload
@@ -180,7 +187,7 @@ class StageMemory:
         whole = [2 * layer.kept + statistics for layer in layers]
         outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the team
         deferred = float(sum(2 * (layer.kept - query + outputs) for layer in layers))
-        busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if self.share.ends else 0)
+        busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if self.share.has_head else 0)
         busy += partial_bytes(model, tensor)
         kept = {
             Checkpoint.NONE: sum(whole),

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from seqloom.data.source import Source, check_ids
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -49,7 +49,7 @@ class MegatronSource(Source):
                 or a single sequence.
         """
         if unit not in ("document", "sequence"):
-            raise unknown("unit", unit, ("document", "sequence"))
+            raise unknown_name("unit", unit, ("document", "sequence"))
         if vocabulary < 1:
             raise SeqloomError(f"a vocabulary of {vocabulary}; it needs at least one id")
         self.prefix = without_suffix(prefix)

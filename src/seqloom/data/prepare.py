@@ -22,7 +22,7 @@ import numpy as np
 
 from seqloom.data.source import IGNORE_INDEX, TooLong, check_length_policy, too_long_error
 from seqloom.data.store import StoreWriter, import_pyarrow, require_new_folder
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 ANSWER_FIELDS = ("answer", "completion", "response")
@@ -495,7 +495,7 @@ def prepare(
     check_length_policy(max_length, too_long)
     require_new_folder(Path(out))
     if unit not in get_args(TextUnit):
-        raise unknown("unit of text", unit, get_args(TextUnit))
+        raise unknown_name("unit of text", unit, get_args(TextUnit))
     size = _check_vocabulary(tokenizer, vocabulary)
     counts = PrepareCounts()
     metadata = None if tokenizer is None else tokenizer.metadata()

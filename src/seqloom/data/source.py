@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqloom.describe import sample
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 IGNORE_INDEX = -100
 """Label of a position that the loss does not count, as in torch and transformers."""
@@ -156,7 +156,7 @@ class LengthLimitedSource(Source):
 def check_length_policy(max_length: int | None, too_long: str) -> None:
     """Refuse an unknown policy, and a limit below two tokens."""
     if too_long not in get_args(TooLong):
-        raise unknown("policy for documents that are too long", too_long, get_args(TooLong))
+        raise unknown_name("policy for documents that are too long", too_long, get_args(TooLong))
     if max_length is not None and max_length < 2:
         raise SeqloomError(f"a maximum length of {max_length}; it must be at least 2, a token and the one it predicts")
 

@@ -377,7 +377,7 @@ class StoreWriter:
             file.sync()
         require_new_folder(self.path)
         os.rename(self._folder, self.path)
-        _sync_folder(self.path.absolute().parent)
+        sync_folder(self.path.absolute().parent)
 
 
 class _HashedFile(io.RawIOBase):
@@ -436,7 +436,7 @@ def _run_edges(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a new name in a folder survive a power failure, where the system can do that."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -3,14 +3,14 @@
 from seqloom.describe.batch import Batch, BatchStatistics, Sequence, batches_by_count, batches_by_tokens, drop_longer
 from seqloom.describe.cluster import CLUSTERS, DEVICES, Cluster, Device, Link
 from seqloom.describe.huggingface import model_from_config
-from seqloom.describe.lengths import LONGEST, lengths_from, read_lengths
+from seqloom.describe.lengths import MAX_LENGTH, lengths_from, read_lengths
 from seqloom.describe.model import MODELS, ModelSpec
 from seqloom.describe.samplers import SAMPLERS, Sampler, sample, sampler
 
 __all__ = [
     "CLUSTERS",
     "DEVICES",
-    "LONGEST",
+    "MAX_LENGTH",
     "MODELS",
     "SAMPLERS",
     "Batch",

@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqloom.describe.lengths import checked
+from seqloom.describe.lengths import check_lengths
 from seqloom.errors import SeqloomError
 
 
@@ -59,7 +59,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Refuse what is not a batch, and freeze the columns."""
-        lengths = checked(self.lengths, what="batch", place=lambda index: f"sequence {index}")
+        lengths = check_lengths(self.lengths, what="batch", place=lambda index: f"sequence {index}")
         ids = _checked_ids(self.ids, len(lengths))
         object.__setattr__(self, "lengths", _frozen(lengths))
         object.__setattr__(self, "ids", _frozen(ids))
@@ -71,7 +71,7 @@ class Batch:
         Raises:
             SeqloomError: no sequence, a length that is not a whole number from 1 up, or an id used twice.
         """
-        column = checked(lengths, what="batch", place=lambda index: f"sequence {index}")
+        column = check_lengths(lengths, what="batch", place=lambda index: f"sequence {index}")
         return cls(np.arange(len(column)) if ids is None else np.asarray(ids), column)
 
     @property
@@ -144,7 +144,7 @@ def drop_longer(lengths: ArrayLike, max_length: int | None) -> tuple[np.ndarray,
     Returns:
         the kept lengths in their order, int64[k], and how many were dropped.
     """
-    column = checked(lengths)
+    column = check_lengths(lengths)
     if max_length is None:
         return column, 0
     kept = column[column <= max_length]
@@ -168,7 +168,7 @@ def batches_by_count(lengths: ArrayLike, size: int, *, skip: int = 0, count: int
     Returns:
         the batches; ids are positions in the stream.
     """
-    column = checked(lengths)
+    column = check_lengths(lengths)
     _at_least("batch size", size, 1)
     starts = np.arange(0, len(column), size)
     return _runs(column, starts, skip, count)
@@ -188,7 +188,7 @@ def batches_by_tokens(lengths: ArrayLike, budget: int, *, skip: int = 0, count: 
     Returns:
         the batches; ids are positions in the stream.
     """
-    column = checked(lengths)
+    column = check_lengths(lengths)
     _at_least("token budget", budget, 1)
     ends = np.cumsum(column)
     starts = [0]

@@ -105,21 +105,21 @@ class Cluster:
             path = Path(text)
             content = read_mapping(path)
             try:
-                content = {"name": path.stem} | completed(content)
+                content = {"name": path.stem} | with_device_defaults(content)
             except SeqloomError as error:
                 raise SeqloomError(f"{path}: {error}") from None
             return build(cls, content, str(path))
         match = _SPELLING.fullmatch(text.strip())
         if match is None:
             spelled = "spell it as nodes x GPUs x device, 8x8xH100, or give a .json or .toml file"
-            return CLUSTERS.named(text, otherwise=spelled)
+            return CLUSTERS.lookup(text, alternative=spelled)
         nodes, gpus, device = int(match[1] or 1), int(match[2]), match[3]
         return cls.of(nodes, gpus, device)
 
     @classmethod
     def of(cls, nodes: int, gpus_per_node: int, device: str) -> Cluster:
         """``nodes`` nodes of ``gpus_per_node`` devices with the links usual for that device."""
-        name = DEVICES.named(device).device.name
+        name = DEVICES.lookup(device).device.name
         spelling = f"{gpus_per_node}x{name}" if nodes == 1 else f"{nodes}x{gpus_per_node}x{name}"
         return _built(spelling, {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": name})
 
@@ -144,7 +144,7 @@ class Cluster:
         self._check_rank(rank)
         return self.nic_of_gpu[rank % self.gpus_per_node]
 
-    def part(self, ranks: int) -> Cluster:
+    def subcluster(self, ranks: int) -> Cluster:
         """So many neighbouring ranks: inside a node, or some whole nodes. SeqloomError for any other number."""
         size = self.gpus_per_node
         if ranks == self.ranks:
@@ -192,7 +192,7 @@ class DevicePreset:
     gpus_per_nic: int
 
 
-def completed(content: dict[str, Any]) -> dict[str, Any]:
+def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Fill in what the device's preset knows when ``device`` is a name; other keys stay as they are.
 
     A description in this short form, in a file or among the presets, needs ``nodes``, ``gpus_per_node`` and
@@ -202,7 +202,7 @@ def completed(content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(gpus, int):
         return content  # the type check that follows says so
     if isinstance(device, str):
-        usual = DEVICES.named(device)
+        usual = DEVICES.lookup(device)
         nics = -(-gpus // usual.gpus_per_nic)
         links = {"intra": usual.intra, "nic": usual.nic, "nics_per_node": nics}
         content = links | content | {"device": usual.device}
@@ -213,7 +213,7 @@ def completed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _built(name: str, entry: dict[str, Any]) -> Cluster:
-    return Cluster(name=name, **completed(entry))
+    return Cluster(name=name, **with_device_defaults(entry))
 
 
 def _device(name: str, entry: dict[str, Any]) -> DevicePreset:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
-LONGEST = 2**31 - 1
+MAX_LENGTH = 2**31 - 1
 """Longest sequence in tokens. Attention kernels take cumulative lengths as int32, and a squared length still
 fits an int64."""
 
-RULE = f"a length is a whole number of tokens from 1 to {LONGEST:,}"
+RULE = f"a length is a whole number of tokens from 1 to {MAX_LENGTH:,}"
 
 
 def entry(index: int) -> str:
@@ -27,7 +27,7 @@ def entry(index: int) -> str:
     return f"entry {index}"
 
 
-def checked(values: Any, *, what: str = "lengths", place: Callable[[int], str] = entry) -> np.ndarray:
+def check_lengths(values: Any, *, what: str = "lengths", place: Callable[[int], str] = entry) -> np.ndarray:
     """Return ``values`` as a one-dimensional int64 array of lengths, or refuse the first one that is not.
 
     Whole numbers stored as floats are accepted, as tables with gaps often hold them; NaN is not.
@@ -48,17 +48,17 @@ def checked(values: Any, *, what: str = "lengths", place: Callable[[int], str] =
     if array.dtype == object:
         array = _from_objects(array, what, place)
     if array.dtype.kind not in "iuf":
-        raise refusal(what, place(0), array[0].item())
-    bad = ~((array >= 1) & (array <= LONGEST))  # the negation also catches NaN
+        raise length_error(what, place(0), array[0].item())
+    bad = ~((array >= 1) & (array <= MAX_LENGTH))  # the negation also catches NaN
     if array.dtype.kind == "f":
         bad |= array != np.floor(array)
     if bad.any():
         first = int(np.argmax(bad))
-        raise refusal(what, place(first), array[first].item())
+        raise length_error(what, place(first), array[first].item())
     return array if array.dtype == np.int64 else array.astype(np.int64)
 
 
-def refusal(what: str, place: str, value: Any) -> SeqloomError:
+def length_error(what: str, place: str, value: Any) -> SeqloomError:
     """The error for one value that is not a length: where, which, the rule and the way out."""
     shown = repr(value) if len(repr(value)) <= 40 else repr(value)[:37] + "..."
     return SeqloomError(f"{what}, {place}: {shown} is not a length; {RULE}; correct it or leave it out")
@@ -67,8 +67,8 @@ def refusal(what: str, place: str, value: Any) -> SeqloomError:
 def _from_objects(array: np.ndarray, what: str, place: Callable[[int], str]) -> np.ndarray:
     """Integers too large for numpy, or a mix of types: name the first value that is not a plain number."""
     for index, value in enumerate(array):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or value > LONGEST:
-            raise refusal(what, place(index), value)
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or value > MAX_LENGTH:
+            raise length_error(what, place(index), value)
     return array.astype(np.float64)
 
 
@@ -148,7 +148,7 @@ def choose_column(columns: Sequence[str], asked: str | None, what: str) -> str:
     if asked is not None:
         if asked in columns:
             return asked
-        error = unknown("column", asked, columns)
+        error = unknown_name("column", asked, columns)
         raise SeqloomError(f"{what}: {error} (its columns: {', '.join(columns) or 'none'})")
     if len(columns) == 1:
         return columns[0]
@@ -215,12 +215,12 @@ def csv_lengths(text: str, what: str, column: str | None) -> np.ndarray:
         cell = row[index] if index < len(row) else ""
         value = whole_number(cell)
         if value is None:
-            raise refusal(what, f"line {line}", cell)
+            raise length_error(what, f"line {line}", cell)
         values.append(value)
         lines.append(line)
     if not values:
         raise SeqloomError(f"{what}: a header but no rows; at least one length is needed")
-    return checked(values, what=what, place=lambda index: f"line {lines[index]}")
+    return check_lengths(values, what=what, place=lambda index: f"line {lines[index]}")
 
 
 def parquet_lengths(path: Path, what: str, column: str | None, tokenizer: str | None) -> np.ndarray:
@@ -241,16 +241,16 @@ def parquet_lengths(path: Path, what: str, column: str | None, tokenizer: str | 
         raise SeqloomError(f"{what}: not a readable Parquet file ({error}); write it again") from None
     if values.null_count:
         row = int(np.argmax(values.is_null().to_numpy()))
-        raise refusal(what, f"row {row}", None)
+        raise length_error(what, f"row {row}", None)
     kind = values.type
     if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
         if tokenizer == BYTES and len(values):  # counted by Arrow, without making Python strings
             counts = pyarrow.compute.call_function("binary_length", [values]).to_numpy()
-            return checked(counts, what=what, place=lambda index: f"row {index}")
+            return check_lengths(counts, what=what, place=lambda index: f"row {index}")
         return _lengths_of(values.to_pylist(), what, name, tokenizer, lambda index: f"row {index}")
     if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)):
         raise SeqloomError(f"{what}: column {name!r} is of type {kind}; name a column of whole numbers or of text")
-    return checked(values.to_numpy(), what=what, place=lambda index: f"row {index}")
+    return check_lengths(values.to_numpy(), what=what, place=lambda index: f"row {index}")
 
 
 def _lengths_of(
@@ -263,11 +263,11 @@ def _lengths_of(
         for index, value in enumerate(values):
             if not isinstance(value, str):
                 raise SeqloomError(f"{what}, {place(index)}: {value!r} is not text as the rows before; {RULE}")
-        return checked(text_counter(tokenizer, column)(values), what=what, place=place)
+        return check_lengths(text_counter(tokenizer, column)(values), what=what, place=place)
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refusal(what, place(index), value)
-    return checked(values, what=what, place=place)
+            raise length_error(what, place(index), value)
+    return check_lengths(values, what=what, place=place)
 
 
 def _chain(first: list[Any], rest: Iterable[Any]) -> Iterable[Any]:
@@ -308,7 +308,7 @@ def lengths_from(
     if meant_as_file and source not in SAMPLERS:
         return read_lengths(source, column=column, tokenizer=tokenizer)
     files = f"give a file, {', '.join(SUFFIXES)}, or - for standard input"
-    sampler = SAMPLERS.named(source, otherwise=files)
+    sampler = SAMPLERS.lookup(source, alternative=files)
     return sampler.stream(count, seed=seed, max_length=max_length)
 
 
@@ -386,7 +386,7 @@ def _line_lengths(data: bytes, what: str) -> np.ndarray:
         values = np.fromiter(map(int, rows), np.int64, len(rows))
     except (ValueError, OverflowError):
         return _slow_line_lengths(rows, what)
-    return checked(values, what=what, place=lambda index: f"line {index + 1}")
+    return check_lengths(values, what=what, place=lambda index: f"line {index + 1}")
 
 
 def _slow_line_lengths(rows: list[bytes], what: str) -> np.ndarray:
@@ -398,10 +398,10 @@ def _slow_line_lengths(rows: list[bytes], what: str) -> np.ndarray:
             continue
         value = whole_number(row)
         if value is None:
-            raise refusal(what, f"line {number}", row.strip().decode("utf-8", "replace"))
+            raise length_error(what, f"line {number}", row.strip().decode("utf-8", "replace"))
         values.append(value)
         lines.append(number)
-    return checked(values, what=what, place=lambda index: f"line {lines[index]}")
+    return check_lengths(values, what=what, place=lambda index: f"line {lines[index]}")
 
 
 def _npy_lengths(path: Path, what: str) -> np.ndarray:
@@ -411,7 +411,7 @@ def _npy_lengths(path: Path, what: str) -> np.ndarray:
         raise SeqloomError(f"{what}: not a readable array of numbers ({error}); save it with numpy.save") from None
     if not isinstance(array, np.ndarray):
         raise SeqloomError(f"{what}: holds several arrays; rename it to .npz")
-    return checked(array, what=what)
+    return check_lengths(array, what=what)
 
 
 def _npz_lengths(path: Path, what: str, column: str | None) -> np.ndarray:
@@ -423,4 +423,4 @@ def _npz_lengths(path: Path, what: str, column: str | None) -> np.ndarray:
         raise
     except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise SeqloomError(f"{what}: not a readable archive of arrays ({error}); save it with numpy.savez") from None
-    return checked(array, what=what)
+    return check_lengths(array, what=what)

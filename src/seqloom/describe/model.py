@@ -86,7 +86,7 @@ class ModelSpec:
         if path.is_dir() and name not in MODELS:
             path = path / "config.json"
         if not is_file_name(str(path)):
-            return MODELS.named(name, otherwise="give the path of a Hugging Face config.json")
+            return MODELS.lookup(name, alternative="give the path of a Hugging Face config.json")
         content = read_mapping(path)
         if "layers" in content and "model_type" not in content:
             return build(cls, {"name": path.stem} | content, str(path))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 
 T = TypeVar("T")
 
@@ -48,12 +48,12 @@ class Presets(Mapping[str, T], Generic[T]):
             return name
         return next((entry for entry in entries if entry.lower() == name.lower()), None)
 
-    def named(self, name: str, *, otherwise: str = "") -> T:
+    def lookup(self, name: str, *, alternative: str = "") -> T:
         """The preset ``name``; when it does not exist the nearest names, and ``otherwise``, are offered."""
         if self.spelled(name) is None:
             longer = [entry for entry in self._read() if entry.lower().startswith(name.lower())]
-            error = unknown(self._kind, name, longer or self._read())
-            raise SeqloomError(f"{error} (or {otherwise})") if otherwise else error
+            error = unknown_name(self._kind, name, longer or self._read())
+            raise SeqloomError(f"{error} (or {alternative})") if alternative else error
         return self[name]
 
     def __getitem__(self, name: str) -> T:

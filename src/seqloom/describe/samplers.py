@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from seqloom.describe.lengths import LONGEST
+from seqloom.describe.lengths import MAX_LENGTH
 from seqloom.describe.presets import Presets
 from seqloom.errors import SeqloomError
 
@@ -326,7 +326,7 @@ class Sampler:
             raise SeqloomError(f"{count} sequences of sampler {self.name}; ask for at least 1")
         if seed < 0:
             raise SeqloomError(f"seed {seed} is negative; use a whole number from 0 up")
-        limit = LONGEST if max_length is None else max_length
+        limit = MAX_LENGTH if max_length is None else max_length
         generator = np.random.Generator(np.random.PCG64(seed))
         return draw_until(
             lambda missing: self._block(generator),
@@ -337,12 +337,12 @@ class Sampler:
 
     def _block(self, generator: np.random.Generator) -> np.ndarray:
         lengths = np.rint(self.lengths.draw(generator, _BLOCK))
-        return np.clip(lengths, 1, LONGEST).astype(np.int64)
+        return np.clip(lengths, 1, MAX_LENGTH).astype(np.int64)
 
 
 def sampler(name: str) -> Sampler:
     """The preset sampler ``name``; the nearest names are offered when it does not exist."""
-    return SAMPLERS.named(name)
+    return SAMPLERS.lookup(name)
 
 
 def sample(name: str, count: int, *, seed: int, max_length: int | None = None) -> np.ndarray:

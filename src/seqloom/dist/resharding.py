@@ -1,286 +1,99 @@
-"""One hop of a relay: a bundle's pieces, packed into one message per pair of ranks, sent, and put where they belong.
+"""Moves weights from the layout in which they are stored to the one in which they are computed with, and back.
 
-A hop has a source end and a target end, each with tensors of this rank's boxes. Values go from the first to the second.
-Gradients go back: what a rank got from another it gives to that one, which adds up what comes.
+    stored, used = optimiser_layout(weights, ranks), compute_layout(weights, pipelines)
+    resharder = Resharder(weights, stored, used, transport, device=device)
+    copies = resharder.start_copy(3, masters, torch.bfloat16).wait()        # bundle 3: {weight: [rows, columns]}
+    sums = resharder.start_reduce(3, gradients, torch.float32).wait()       # {weight: [rows, columns] of the masters}
+
+Every element travels once to every rank that needs it and has none, in one message per pair of ranks and bundle.
+Gradients go the inverse way: a rank returns to each sender the gradient of what it received, and the sender adds up.
+
+Two hops: where several ranks of a node need what only ranks of other nodes have, it crosses the network once and is
+shared inside the node, see `layout.move.reshard_moves_of_rank`. Gradients are then summed inside the node before they cross.
+
+All ranks that hold something of a bundle, in source or target, start it, all bundles in one order; the others may.
+Several may be in flight. They share the transport's `exchange` with everything else that uses it. With NCCL both hops
+of a bundle are queued at once on a stream of their own. Otherwise the caller starts second hops, in the order of the
+bundles, when it waits or calls `InFlight.start_second_hop`. Until then other ranks of the node wait for this one, which
+must not wait for them meanwhile: ranks wait in the same order, or start second hops before any other exchange.
+
+The index work of a pair of layouts is done once on the host. With the optimiser's layout of 4 ranks as the source and a
+whole copy on rank 2 as the target, rank 2 receives a bundle of two weights a and b like this:
+
+    buffer     | a from 0 | b from 0 | a from 1 | b from 1 | a from 3 | b from 3 |
+    tensors    | a from 0 | a from 1 | its own a | a from 3 |   | b from 0 | b from 1 | its own b | b from 3 |
+
+Pieces of one size at one distance make one `Strip`, which one call copies, however many ranks there are.
 """
 
 from __future__ import annotations
 
-import torch
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from seqloom.dist.reshard_index import Box
-from seqloom.dist.reshard_index import Index
-from seqloom.dist.reshard_index import Strip
-from seqloom.dist.reshard_index import boxes_of
-from seqloom.dist.reshard_index import index_bundles
-from seqloom.dist.transport import Handle
-from seqloom.dist.transport import P2PTensor
-from seqloom.dist.transport import Transport
-from seqloom.dist.transport import exchange_nonempty
-from seqloom.errors import SeqloomError
-from seqloom.layout.layout import Layout
-from seqloom.layout.move import hops_of_rank
-from seqloom.plan.parameter_layout import Weight
-from seqloom.plan.parameter_layout import bundles as bundles_of
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
+from seqloom.errors import SeqloomError
+from seqloom.layout import Layout
+from seqloom.layout.move import Move, reshard_moves_of_rank
+from seqloom.plan.parameter_layout import Weight
+from seqloom.plan.parameter_layout import layer_buckets as bundles_of
 
 Tensors = Mapping[int, torch.Tensor]
-
-
-class InFlight(NamedTuple):
-    """An exchange under way.
-
-    Attributes:
-        handle: to wait for.
-        sent: what leaves, which stays until it has.
-        received: of values, the buffer of all messages.
-        parts: of gradients, {rank: its message}; this rank's own is there already.
-    """
-
-    handle: Handle
-    sent: torch.Tensor
-    received: torch.Tensor
-    parts: Mapping[int, torch.Tensor]
-
-
-class ReshardHop:
-    """One rank's part of a hop, of all bundles."""
-
-    def __init__(self, indices: Sequence[Index], transport: Transport, device: torch.device) -> None:
-        """Keep the index work of every bundle; see `index_bundles`."""
-        self._indices, self._transport, self._device = tuple(indices), transport, device
-
-    def volume(self, bundle: int) -> tuple[int, int]:
-        """Return the elements of a bundle that leave this rank with values, and that come."""
-        return self._indices[bundle].outgoing, self._indices[bundle].incoming
-
-    def send(self, bundle: int, held: Tensors, dtype: torch.dtype) -> InFlight:
-        """Start to bring values from tensors of the source end, {weight: [rows, columns]}, to the target end."""
-        index = self._indices[bundle]
-        leaving = [form for form in index.forms if form.peers != (index.rank,)]
-        sent = self._new(sum(form.size for form in leaving), dtype)
-        outgoing = []
-        for form, message in zip(leaving, sent.split([form.size for form in leaving]), strict=True):
-            _pack(message, held, form.strips)
-            outgoing += [P2PTensor(peer, message) for peer in form.peers if peer != index.rank]
-        received = self._new(index.incoming, dtype)
-        handle = exchange_nonempty(self._transport, outgoing, _messages(index, received))
-        return InFlight(handle, sent, received, {})
-
-    def put(self, bundle: int, flight: InFlight, held: Tensors, result: Tensors) -> None:
-        """Fill tensors of the target end with what has come, and with what was here, in `held`, already."""
-        for source, target in self._indices[bundle].local:
-            if result[target.weight] is not held[source.weight]:
-                target.in_box(result[target.weight]).copy_(source.in_box(held[source.weight]))
-        for strip in self._indices[bundle].strips:
-            strip.in_box(result[strip.weight]).copy_(strip.in_buffer(flight.received))
-
-    def send_back(self, bundle: int, held: Tensors, dtype: torch.dtype) -> InFlight:
-        """Start to bring gradients from tensors of the target end to the source end; what is not held is zero."""
-        index = self._indices[bundle]
-        sent = self._new(index.incoming, dtype)
-        own = self._new(sum(source.size for source, _ in index.local), dtype)
-        _pack(sent, held, index.strips)
-        _pack(own, held, [target for _, target in index.local])
-        ends = [(peer, form.size) for form in index.forms for peer in form.peers if peer != index.rank]
-        received = self._new(index.outgoing, dtype)
-        messages = received.split([size for _, size in ends])
-        incoming = [P2PTensor(peer, part) for (peer, _), part in zip(ends, messages, strict=True)]
-        handle = exchange_nonempty(self._transport, _messages(index, sent), incoming)
-        return InFlight(handle, sent, received, dict(incoming) | {index.rank: own})
-
-    def add(self, bundle: int, flight: InFlight, wide: torch.dtype, result: Tensors) -> None:
-        """Add to tensors of the source end what has come: parts of ranks with the same boxes in rank order first."""
-        for form in self._indices[bundle].forms:
-            total = flight.parts[form.peers[0]].to(wide, copy=len(form.peers) > 1)
-            for peer in form.peers[1:]:
-                total += flight.parts[peer]
-            for strip in form.strips:
-                strip.in_box(result[strip.weight]).add_(strip.in_buffer(total))
-
-    def collected(self, bundle: int) -> frozenset[int]:
-        """Return the weights of which others give gradients to this rank."""
-        return frozenset(strip.weight for form in self._indices[bundle].forms for strip in form.strips)
-
-    def _new(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=self._device)
-
-
-def _pack(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip]) -> None:
-    """Copy pieces of tensors to their places in a buffer; what is not held is zero."""
-    for strip in strips:
-        place = strip.in_buffer(buffer)
-        if strip.weight in held:
-            place.copy_(strip.in_box(held[strip.weight]))
-        else:
-            place.zero_()
-
-
-def _messages(index: Index, buffer: torch.Tensor) -> list[P2PTensor]:
-    """Cut the target end's buffer into messages."""
-    parts = buffer.split([size for _, size in index.messages])
-    return [P2PTensor(peer, part) for (peer, _), part in zip(index.messages, parts, strict=True)]
-
-
-# ---- merged: comm.pending
-# Bundles of a relay under way, in one hop or in two: the second begins when the first has arrived.
-#
-# All ranks begin their exchanges in one order. Where waiting is done by streams of a GPU, both hops are started at
-# once,
-# on a stream of their own, so the orders of the starts are those of the exchanges:
-#
-#     stream     hop 1 of bundle 0, hop 2 of bundle 0, hop 1 of bundle 1, hop 2 of bundle 1, ..
-#
-# Where the caller itself waits, it has to begin the second hops. They begin one after the other as the bundles were
-# started, up to the one that is asked for: when it is waited for, or before (`Pending.go_on`).
-#
-#     caller     hop 1 of bundles 0 .. n, .. asked for bundle 1: hop 2 of bundle 0, hop 2 of bundle 1, ..
-#
-# Until then other ranks of the node wait for this one, which must not wait for them meanwhile.
-
-
+"""{weight: tensor of this rank's box}."""
 Result = dict[int, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """A hop under way.
+class Box(NamedTuple):
+    """Rows `start .. stop - 1` and columns `start2 .. stop2 - 1` of a weight."""
 
-    Attributes:
-        handle: to wait for.
-        kept: what must stay in memory until then.
-        finish: called after that, of the last hop: gives what this rank holds.
-        onward: the same, of a hop that another follows: starts that.
-    """
+    start: int
+    stop: int
+    start2: int
+    stop2: int
 
-    handle: Handle
-    kept: object
-    finish: Callable[[], Result] | None = None
-    onward: Callable[[], Leg] | None = None
+    @property
+    def rows(self) -> int:
+        """Rows of its tensor."""
+        return self.stop - self.start
 
+    @property
+    def columns(self) -> int:
+        """Columns of its tensor."""
+        return self.stop2 - self.start2
 
-class Pending:
-    """A bundle under way."""
-
-    def __init__(self, leg: Leg, line: deque[Pending]) -> None:
-        """Follow a bundle from its first hop on; `line`: those before it whose second hop has not begun."""
-        self._leg: Leg | None = leg
-        self._result: Result = {}
-        self._line = line
-        if leg.onward is not None:
-            line.append(self)
-
-    def go_on(self) -> None:
-        """Begin the second hop, if there is one, after those of the bundles before; waits for first hops only."""
-        while self in self._line:
-            self._line.popleft()._take_off()
-
-    def wait(self) -> Result:
-        """Return what this rank holds after the move: {weight: [rows, columns] of its box}. Waiting twice is fine.
-
-        On a GPU it is in the current stream's order, where the transport waits in stream; the host goes on.
-        """
-        self.go_on()
-        if self._leg is not None and self._leg.finish is not None:
-            self._leg.handle.wait()
-            with torch.no_grad():
-                self._result = self._leg.finish()
-            self._leg = None
-        return self._result
-
-    @torch.no_grad()
-    def _take_off(self) -> None:
-        if self._leg is not None and self._leg.onward is not None:
-            self._leg.handle.wait()
-            self._leg = self._leg.onward()
+    def view(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a contiguous tensor that holds this box as [rows, columns]."""
+        if tensor.numel() != self.rows * self.columns or not tensor.is_contiguous():
+            raise SeqloomError(
+                f"{name}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} for {self.rows} rows x "
+                f"{self.columns} columns of the weight; give a contiguous tensor of as many elements"
+            )
+        return tensor.detach().view(self.rows, self.columns)
 
 
-def in_stream(begin: Callable[[], Leg], device: torch.device, used: Iterable[torch.Tensor]) -> Pending:
-    """Run all hops of a bundle on a stream of their own, behind what the current one has been given so far.
-
-    Args:
-        begin: starts the first hop.
-        device: of the stream.
-        used: tensors that may be dropped meanwhile; their memory is kept.
-    """
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        result = Pending(begin(), deque()).wait()
-    done = torch.cuda.Event()
-    done.record(stream)
-    for tensor in used:
-        tensor.record_stream(stream)
-    return Pending(Leg(_Done(done, result, device), None, lambda: result), deque())
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The end of a bundle on the relays' stream."""
-
-    event: torch.cuda.Event
-    result: Result
-    device: torch.device
-
-    def wait(self) -> None:
-        """Let the current stream wait; what was made on the other may then be used, and dropped, on this one."""
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(self.event)
-        for tensor in self.result.values():
-            tensor.record_stream(current)
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all relays of a device: what they exchange has one order."""
-    return torch.cuda.Stream(device)
-
-
-# ---- merged: comm.relay
-# Weights on their way: from the layout in which they are kept to the one in which they are computed with, and back.
-#
-#     kept, used = optimiser_layout(weights, ranks), compute_layout(weights, pipelines)
-#     relay = Relay(weights, kept, used, transport, device=device)
-#     copies = relay.start(3, masters, torch.bfloat16).wait()         # bundle 3: {weight: [rows, columns]}
-#     sums = relay.start_sum(3, gradients, torch.float32).wait()      # {weight: [rows, columns] of the masters'
-# boxes}
-#
-# Every element travels once to every rank that needs it and has none, in one message per pair of ranks and bundle.
-# The
-# way back is the same with both ends exchanged: what a rank got from another it gives back to that one, which adds
-# up
-# what comes.
-#
-# Where several ranks of a node need what only ranks of other nodes have, it crosses the network once and goes on
-# inside
-# the node: two hops, see `plan.landing`. Gradients are then summed inside the node before they cross.
-#
-# All ranks that hold something of a bundle, in the source or in the target, start it, all bundles in one order; the
-# others may. Several may be under way. They share the transport's `exchange` with everything else that uses it.
-# With two
-# hops, see `pending`: ranks also have to wait alike, or call `Pending.go_on`, before they use it for anything else.
-
-
-class Volume(NamedTuple):
-    """Elements of weights that leave this rank for others, and that come from others."""
-
-    sent: int
-    received: int
+def boxes_of(layout: Layout, rank: int) -> dict[int, Box]:
+    """Return what a rank holds, by weight; refuse several boxes of one weight."""
+    mine = layout.restrict([rank])
+    found = {item: Box(*box) for item, *box in zip(*(column.tolist() for column in mine.columns()[1:]), strict=True)}
+    if len(found) < len(mine):
+        raise SeqloomError(
+            f"rank {rank} holds several boxes of one weight; resharding moves one box per rank and weight"
+        )
+    return found
 
 
 class Resharder:
-    """One rank's moves of weights between two layouts. All index work is done here: keep it for equal layouts.
+    """One rank's moves of weights between two layouts. The constructor does all index work: reuse it.
 
     Attributes:
-        source, target: {weight: Box} of this rank; a weight that it has nothing of is not there.
+        source, target: {weight: Box} of this rank; weights of which it has nothing are left out.
         bundles: weights of every bundle, by index.
     """
 
@@ -295,183 +108,526 @@ class Resharder:
         node_size: int | None = None,
         bundles: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Work out this rank's part. Nothing is communicated.
+        """Compute this rank's part. Communicates nothing.
 
         Args:
             weights: items of the layouts are their indices.
             source: who has what before; holds all that the target asks for.
             target: who shall have what after. Neither gives a rank two boxes of one weight.
-            transport: this rank's; one whose exchanges nothing else uses, where bundles move beside the computation.
+            transport: this rank's; one whose exchanges nothing else uses, where bundles overlap the computation.
             device: of all tensors.
             node_size: ranks per node. Nothing crosses to a node twice, where ranks have different rows in the source;
-                where several hold something, one of the receiver's node sends it. None: all ranks are alike.
-            bundles: what moves together; None: `plan.weights.bundles`.
+                where several hold something, one of the receiver's node sends it. None: nodes do not matter.
+            bundles: what moves together; None: `plan.parameter_layout.bundles`.
         """
         self.bundles = tuple(map(tuple, bundles_of(weights) if bundles is None else bundles))
         self.source, self.target = (boxes_of(layout, transport.rank) for layout in (source, target))
         self._names = [weight.name for weight in weights]
-        self._device, self._streams = torch.device(device), transport.waits_in_stream
-        # A rank lands only what it wants: after the first hop that is in the tensors of its target boxes.
-        moves = hops_of_rank(transport.rank, source, target, node_size=node_size)
+        self._device = torch.device(device)
+        # After the first hop a rank has nothing but parts of its target boxes, in their tensors.
+        moves = reshard_moves_of_rank(transport.rank, source, target, node_size=node_size)
         self._hops = [
-            ReshardHop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
+            _Hop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
             for move, held in zip(moves, (self.source, self.target), strict=False)
         ]
-        self._line: deque[Pending] = deque()
+        self._on_stream = len(moves) > 1 and transport.waits_in_stream and self._device.type == "cuda"
+        self._first_hops: deque[InFlight] = deque()
 
-    def volume(self, bundle: int | None = None) -> Volume:
-        """Return what `start` moves, of one bundle or of all; `start_sum` moves the same the other way."""
-        chosen = range(len(self.bundles)) if bundle is None else (bundle,)
-        ends = [hop.volume(each) for hop in self._hops for each in chosen]
-        return Volume(sum(left for left, _ in ends), sum(came for _, came in ends))
-
-    @torch.no_grad()
-    def start(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
-        """Start to bring a bundle's values to the target's boxes.
-
-        What is given must stay as it is until `wait` has returned.
+    def start_copy(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> InFlight:
+        """Start to copy a bundle's values to the target's boxes. `tensors` must not change until `wait` has returned.
 
         Args:
-            bundle: number.
+            bundle: index.
             tensors: {weight: contiguous tensor of this rank's source box, [rows, columns] or any shape of as many
                 elements}; weights of other bundles are ignored.
-            dtype: of the values on their way and after it, the same on all ranks; the sender casts.
-            into: {weight: contiguous tensor of the target box, in `dtype`}, filled by `wait`. For weights that are not
-                there `wait` makes a tensor; or it returns the given one itself, where the source's box is the target's
-                and the dtype is right.
+            dtype: of the values in flight and afterwards, the same on all ranks; the sender casts.
+            into: {weight: contiguous tensor of the target box, in `dtype`}, filled by `wait`. For other weights `wait`
+                allocates a tensor; or it returns the given one itself, where the source's box is the target's and the
+                dtype is right.
         """
-        rooms = self._rooms(bundle, self.target, into or {}, dtype)
+        outputs = self._outputs(bundle, self.target, into or {}, dtype)
         held = self._views(bundle, self.source, tensors)
-        self._refuse_missing(bundle, held)
-
-        def begin() -> Leg:
-            first, *others = self._hops
-            flight = first.send(bundle, held, dtype)
-
-            def landed() -> Result:
-                result = self._filled(bundle, held, rooms, dtype)
-                first.put(bundle, flight, held, result)
-                return result
-
-            if not others:
-                return Leg(flight.handle, flight, landed)
-            return Leg(flight.handle, flight, onward=lambda: _passed_on(others[0], bundle, landed(), dtype))
-
-        return self._under_way(begin, {})
-
-    @torch.no_grad()
-    def start_sum(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> Pending:
-        """Start to bring a bundle's gradients to the source's boxes, where those of all holders are added.
-
-        Each holder's part goes where `start` brings its value from: to the only rank that has it in the source, or to
-        one of several, which then have parts of the sum. Sums are in float32 or wider, in one order: parts of ranks
-        with the same boxes in rank order, then the sums of these in the order of their first ranks. In two hops a node
-        has one part of what it does not own: its ranks' in this order, added to that of the rank where they land.
-
-        What is given belongs to the relay from here on: in two hops that rank adds to it, where it is wide enough.
-        With one hop it may be changed after this call (on a GPU: in this stream).
-
-        Args:
-            bundle: number.
-            tensors: {weight: contiguous tensor of this rank's target box}; a weight that is not there counts as zero.
-            dtype: of the gradients on their way, the same on all ranks; the sender casts. Sums of a node cross in
-                float32 or wider.
-            into: {weight: contiguous tensor of the source box, in `dtype` or float32, whichever is wider}: `wait` adds
-                the sums to it. For weights that are not there it makes a tensor.
-        """
-        wide = torch.promote_types(dtype, torch.float32)
-        rooms = self._rooms(bundle, self.source, into or {}, wide)
-        held = self._views(bundle, self.target, tensors)
-
-        def begin() -> Leg:
-            if len(self._hops) == 1:
-                return self._home(bundle, held, dtype, rooms)
-            second = self._hops[1]
-            flight = second.send_back(bundle, held, dtype)
-
-            def onward() -> Leg:
-                return self._home(bundle, self._node_sums(bundle, second, flight, held, wide), wide, rooms)
-
-            return Leg(flight.handle, (flight, held), onward=onward)
-
-        return self._under_way(begin, held)
-
-    def _under_way(self, begin: Callable[[], Leg], used: Tensors) -> Pending:
-        """Start a bundle; what is `used` may be dropped by the caller."""
-        if len(self._hops) > 1 and self._streams and self._device.type == "cuda":
-            return in_stream(begin, self._device, used.values())
-        return Pending(begin(), self._line)
-
-    def _filled(self, bundle: int, held: Tensors, rooms: Tensors, dtype: torch.dtype) -> Result:
-        """Return tensors for the target's boxes: the rooms, those that are right already, and new ones."""
-        result = dict(rooms)
-        for weight, box in self._boxes(bundle, self.target):
-            if weight not in rooms:
-                shared = self.source.get(weight) == box and held[weight].dtype == dtype
-                result[weight] = held[weight] if shared else self._new(box, dtype)
-        return result
-
-    def _node_sums(self, bundle: int, second: ReshardHop, flight: InFlight, held: Tensors, wide: torch.dtype) -> Result:
-        """Return the target's boxes with the parts of the node's other ranks added, where they land here."""
-        sums = dict(held)
-        for weight in second.collected(bundle):
-            sums[weight] = held[weight].to(wide) if weight in held else self._new(self.target[weight], wide).zero_()
-        second.add(bundle, flight, wide, sums)
-        return sums
-
-    def _home(self, bundle: int, held: Tensors, dtype: torch.dtype, rooms: Tensors) -> Leg:
-        """Start the hop to the source's boxes, where all that comes is added."""
-        first, wide = self._hops[0], torch.promote_types(dtype, torch.float32)
-        flight = first.send_back(bundle, held, dtype)
-
-        def added() -> Result:
-            result = dict(rooms)
-            for weight, box in self._boxes(bundle, self.source):
-                if weight not in rooms:
-                    result[weight] = self._new(box, wide).zero_()
-            first.add(bundle, flight, wide, result)
-            return result
-
-        return Leg(flight.handle, flight, added)
-
-    def _new(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((box.rows, box.columns), dtype=dtype, device=self._device)
-
-    def _rooms(
-        self, bundle: int, boxes: Mapping[int, Box], into: Tensors, dtype: torch.dtype
-    ) -> dict[int, torch.Tensor]:
-        """Return the tensors to fill as [rows, columns]; refuse one of another dtype."""
-        found = self._views(bundle, boxes, into)
-        for weight, room in found.items():
-            if room.dtype != dtype:
-                raise SeqloomError(
-                    f"{self._names[weight]}: a tensor of {room.dtype} to be filled with {dtype}; make it {dtype}"
-                )
-        return found
-
-    def _boxes(self, bundle: int, boxes: Mapping[int, Box]) -> Iterator[tuple[int, Box]]:
-        return ((weight, boxes[weight]) for weight in self.bundles[bundle] if weight in boxes)
-
-    def _views(self, bundle: int, boxes: Mapping[int, Box], tensors: Tensors) -> dict[int, torch.Tensor]:
-        """Return the tensors of a bundle's boxes as [rows, columns]."""
-        given = ((weight, box) for weight, box in self._boxes(bundle, boxes) if weight in tensors)
-        return {weight: box.view(tensors[weight], self._names[weight]) for weight, box in given}
-
-    def _refuse_missing(self, bundle: int, held: Tensors) -> None:
         for weight, box in self._boxes(bundle, self.source):
             if weight not in held:
                 raise SeqloomError(
                     f"{self._names[weight]}: no tensor from a rank that holds {box.rows} rows x {box.columns} columns "
                     "of it; give what the source layout says it holds"
                 )
+        return self._start(self._copy_hops(bundle, held, outputs, dtype), ())
 
+    def start_reduce(
+        self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None
+    ) -> InFlight:
+        """Start to sum a bundle's gradients into the source's boxes.
 
-def _passed_on(second: ReshardHop, bundle: int, result: Result, dtype: torch.dtype) -> Leg:
-    """Start the hop inside the node, from what has landed to the whole boxes."""
-    flight = second.send(bundle, result, dtype)
+        Each holder's gradient goes to the rank that `start_copy` brings its value from: to the only one that has it in
+        the source, or to one of several, which then have parts of the sum. Sums are in float32 or wider, in a fixed
+        order: gradients of ranks with the same boxes in rank order, then the sums of these in the order of their first
+        ranks. With two hops a node sends one sum of what it does not own: its ranks' in this order, added to that of
+        the rank that sends.
 
-    def finish() -> Result:
-        second.put(bundle, flight, result, result)
+        `tensors` belong to the resharder from here on: with two hops it adds to them, where they are wide enough. With
+        one hop they may be changed after this call (on a GPU: in this stream).
+
+        Args:
+            bundle: index.
+            tensors: {weight: contiguous tensor of this rank's target box}; a weight that is left out counts as zero.
+            dtype: of the gradients in flight, the same on all ranks; the sender casts. Sums of a node cross in float32
+                or wider.
+            into: {weight: contiguous tensor of the source box, in `dtype` or float32, whichever is wider}: `wait` adds
+                the sums to it. For other weights it allocates a tensor.
+        """
+        outputs = self._outputs(bundle, self.source, into or {}, torch.promote_types(dtype, torch.float32))
+        held = self._views(bundle, self.target, tensors)
+        return self._start(self._reduce_hops(bundle, held, outputs, dtype), held.values())
+
+    @torch.no_grad()
+    def _start(self, hops: Hops, tensors: Iterable[torch.Tensor]) -> InFlight:
+        """Start a bundle's first hop, or all hops on a stream; the caller may drop `tensors`."""
+        if self._on_stream:
+            return _run_on_stream(hops, self._device, tensors)
+        started = InFlight(hops)
+        if len(self._hops) > 1:
+            started.queue_behind(self._first_hops)
+        return started
+
+    def _copy_hops(self, bundle: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
+        first, *following = self._hops
+        exchange = first.send(bundle, held, dtype)
+        yield exchange.handle
+        result = dict(outputs)
+        for weight, box in self._boxes(bundle, self.target):
+            if weight not in outputs:
+                shared = self.source.get(weight) == box and held[weight].dtype == dtype
+                result[weight] = held[weight] if shared else self._empty(box, dtype)
+        first.unpack(bundle, exchange, held, result)
+        for second in following:
+            exchange = second.send(bundle, result, dtype)
+            yield exchange.handle
+            second.unpack(bundle, exchange, result, result)
         return result
 
-    return Leg(flight.handle, flight, finish)
+    def _reduce_hops(self, bundle: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
+        first, *following = self._hops
+        wide = torch.promote_types(dtype, torch.float32)
+        for second in following:
+            exchange = second.send_back(bundle, held, dtype)
+            yield exchange.handle
+            sums = dict(held)
+            for weight in second.weights_added(bundle):
+                known = weight in held
+                sums[weight] = held[weight].to(wide) if known else self._empty(self.target[weight], wide).zero_()
+            second.add(bundle, exchange, wide, sums)
+            held, dtype = sums, wide
+        exchange = first.send_back(bundle, held, dtype)
+        yield exchange.handle
+        result = dict(outputs)
+        for weight, box in self._boxes(bundle, self.source):
+            if weight not in outputs:
+                result[weight] = self._empty(box, wide).zero_()
+        first.add(bundle, exchange, wide, result)
+        return result
+
+    def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((box.rows, box.columns), dtype=dtype, device=self._device)
+
+    def _outputs(self, bundle: int, boxes: Mapping[int, Box], into: Tensors, dtype: torch.dtype) -> Result:
+        """Return the tensors to fill as [rows, columns]; refuse one of another dtype."""
+        found = self._views(bundle, boxes, into)
+        for weight, output in found.items():
+            if output.dtype != dtype:
+                raise SeqloomError(
+                    f"{self._names[weight]}: a tensor of {output.dtype} to be filled with {dtype}; make it {dtype}"
+                )
+        return found
+
+    def _boxes(self, bundle: int, boxes: Mapping[int, Box]) -> Iterator[tuple[int, Box]]:
+        return ((weight, boxes[weight]) for weight in self.bundles[bundle] if weight in boxes)
+
+    def _views(self, bundle: int, boxes: Mapping[int, Box], tensors: Tensors) -> Result:
+        """Return the tensors of a bundle's boxes as [rows, columns]."""
+        given = ((weight, box) for weight, box in self._boxes(bundle, boxes) if weight in tensors)
+        return {weight: box.view(tensors[weight], self._names[weight]) for weight, box in given}
+
+
+Hops = Generator[Handle, None, Result]
+"""Starts one hop after the other; yields the handle of each, which is waited for before the next `next`."""
+
+
+class InFlight:
+    """A bundle in flight."""
+
+    def __init__(self, hops: Hops) -> None:
+        """Start the first hop."""
+        self._hops = hops
+        self._handle: Handle | None = next(hops)
+        self._queue: deque[InFlight] = deque()
+        self._result: Result | None = None
+
+    def queue_behind(self, queue: deque[InFlight]) -> None:
+        """Keep the order of `queue`, the bundles whose second hop has not started."""
+        self._queue = queue
+        queue.append(self)
+
+    def start_second_hop(self) -> None:
+        """Start the second hop, if there is one, after those of earlier bundles; waits for first hops only."""
+        while self in self._queue:
+            self._queue.popleft()._advance()
+
+    def wait(self) -> Result:
+        """Return what this rank holds after the move: {weight: [rows, columns] of its box}. Waiting twice is fine.
+
+        On a GPU it is in the current stream's order, where the transport waits in stream; the host goes on.
+        """
+        self.start_second_hop()
+        if self._result is None:
+            self._advance()
+            assert self._result is not None
+        return self._result
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        assert self._handle is not None  # there is one until there is a result
+        self._handle.wait()
+        try:
+            self._handle = next(self._hops)
+        except StopIteration as end:
+            self._handle, self._result = None, end.value
+
+
+def _run_on_stream(hops: Hops, device: torch.device, tensors: Iterable[torch.Tensor]) -> InFlight:
+    """Queue all hops of a bundle on the resharding stream, behind what the current stream has been given so far."""
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        flight = InFlight(hops)
+        while flight._result is None:
+            flight._advance()
+        result = flight.wait()
+    done = torch.cuda.Event()
+    done.record(stream)
+    for tensor in tensors:
+        tensor.record_stream(stream)
+
+    def finished() -> Hops:
+        yield _OnStream(done, result, device)
+        return result
+
+    return InFlight(finished())
+
+
+@dataclass(frozen=True, slots=True)
+class _OnStream:
+    """The end of a bundle on the resharding stream."""
+
+    event: torch.cuda.Event
+    result: Result
+    device: torch.device
+
+    def wait(self) -> None:
+        """Let the current stream wait; tensors of the other may then be used, and dropped, on this one."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.event)
+        for tensor in self.result.values():
+            tensor.record_stream(current)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream on which all resharders of a device exchange, in one order."""
+    return torch.cuda.Stream(device)
+
+
+class _Exchange(NamedTuple):
+    """A hop of one bundle in flight.
+
+    Attributes:
+        handle: to wait for.
+        sent: the buffer that leaves, alive until it has.
+        received: of values, the buffer of all messages.
+        parts: of gradients, {rank: its message}, this rank's own included.
+    """
+
+    handle: Handle
+    sent: torch.Tensor
+    received: torch.Tensor
+    parts: Mapping[int, torch.Tensor]
+
+
+class _Hop:
+    """One rank's part of one hop, of all bundles: packs, exchanges and unpacks."""
+
+    def __init__(self, indices: Sequence[BundleIndex], transport: Transport, device: torch.device) -> None:
+        self._indices, self._transport, self._device = tuple(indices), transport, device
+
+    def send(self, bundle: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
+        """Start to send values from tensors of the source end, {weight: [rows, columns]}, to the target end."""
+        index = self._indices[bundle]
+        outgoing = [each for each in index.outgoing if each.peers != (index.rank,)]
+        sent = self._empty(sum(each.size for each in outgoing), dtype)
+        sends = []
+        for each, message in zip(outgoing, sent.split([each.size for each in outgoing]), strict=True):
+            _pack(message, held, each.strips)
+            sends += [P2PTensor(peer, message) for peer in each.peers if peer != index.rank]
+        received = self._empty(index.received_size, dtype)
+        handle = exchange_nonempty(self._transport, sends, index.split(received))
+        return _Exchange(handle, sent, received, {})
+
+    def unpack(self, bundle: int, exchange: _Exchange, held: Tensors, result: Tensors) -> None:
+        """Fill tensors of the target end with what was received, and with what is in `held` here already."""
+        for source, target in self._indices[bundle].local:
+            if result[target.weight] is not held[source.weight]:
+                target.in_tensor(result[target.weight]).copy_(source.in_tensor(held[source.weight]))
+        for strip in self._indices[bundle].incoming:
+            strip.in_tensor(result[strip.weight]).copy_(strip.in_buffer(exchange.received))
+
+    def send_back(self, bundle: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
+        """Start to send gradients from tensors of the target end to the source end; what is not held is zero."""
+        index = self._indices[bundle]
+        sent = self._empty(index.received_size, dtype)
+        own = self._empty(sum(source.size for source, _ in index.local), dtype)
+        _pack(sent, held, index.incoming)
+        _pack(own, held, [target for _, target in index.local])
+        ends = [(peer, each.size) for each in index.outgoing for peer in each.peers if peer != index.rank]
+        received = self._empty(sum(size for _, size in ends), dtype)
+        messages = received.split([size for _, size in ends])
+        receives = [P2PTensor(peer, part) for (peer, _), part in zip(ends, messages, strict=True)]
+        handle = exchange_nonempty(self._transport, index.split(sent), receives)
+        return _Exchange(handle, sent, received, dict(receives) | {index.rank: own})
+
+    def add(self, bundle: int, exchange: _Exchange, wide: torch.dtype, result: Tensors) -> None:
+        """Add the received gradients to tensors of the source end: those of ranks with the same boxes in rank order."""
+        for each in self._indices[bundle].outgoing:
+            total = exchange.parts[each.peers[0]].to(wide, copy=len(each.peers) > 1)
+            for peer in each.peers[1:]:
+                total += exchange.parts[peer]
+            for strip in each.strips:
+                strip.in_tensor(result[strip.weight]).add_(strip.in_buffer(total))
+
+    def weights_added(self, bundle: int) -> frozenset[int]:
+        """Return the weights of which other ranks send gradients to this one."""
+        return frozenset(strip.weight for each in self._indices[bundle].outgoing for strip in each.strips)
+
+    def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+
+def _pack(buffer: torch.Tensor, held: Tensors, strips: Sequence[Strip]) -> None:
+    """Copy pieces of tensors into a buffer; what is not held is zero."""
+    for strip in strips:
+        packed = strip.in_buffer(buffer)
+        if strip.weight in held:
+            packed.copy_(strip.in_tensor(held[strip.weight]))
+        else:
+            packed.zero_()
+
+
+class Strip(NamedTuple):
+    """Pieces [rows, columns] of a weight, at equal distances in the tensor of its box and in a buffer.
+
+    Attributes:
+        weight: index.
+        rows, columns: of each piece.
+        width: columns of the tensor.
+        tensor_start, buffer_start: elements before the first piece; in the buffer each piece is contiguous.
+        tensor_step, buffer_step: elements from one piece to the next.
+        count: pieces.
+    """
+
+    weight: int
+    rows: int
+    columns: int
+    width: int
+    tensor_start: int
+    buffer_start: int
+    tensor_step: int = 0
+    buffer_step: int = 0
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of all pieces."""
+        return self.count * self.rows * self.columns
+
+    def in_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the pieces as a view [count, rows, columns] of the weight's tensor."""
+        strides, offset = (self.tensor_step, self.width, 1), tensor.storage_offset() + self.tensor_start
+        return tensor.as_strided((self.count, self.rows, self.columns), strides, offset)
+
+    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the pieces as a view [count, rows, columns] of a flat buffer."""
+        strides, offset = (self.buffer_step, self.columns, 1), buffer.storage_offset() + self.buffer_start
+        return buffer.as_strided((self.count, self.rows, self.columns), strides, offset)
+
+
+class Outgoing(NamedTuple):
+    """A message with the same boxes for one or more ranks, ascending, packed once.
+
+    This rank is among the peers where it keeps these boxes itself.
+    """
+
+    strips: tuple[Strip, ...]
+    size: int
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleIndex:
+    """One rank's part of moving one bundle.
+
+    Attributes:
+        rank: this one.
+        outgoing: of the source end; buffer positions count from the beginning of a message.
+        incoming: of the target end; buffer positions count from the beginning of the buffer of all messages.
+        messages: (rank, elements) in the order of that buffer, ranks ascending.
+        local: (in the source tensor, in the target tensor) of every piece that stays; buffer positions are those of a
+            message to itself.
+    """
+
+    rank: int
+    outgoing: tuple[Outgoing, ...]
+    incoming: tuple[Strip, ...]
+    messages: tuple[tuple[int, int], ...]
+    local: tuple[tuple[Strip, Strip], ...]
+
+    @property
+    def received_size(self) -> int:
+        """Elements of the target that come from other ranks."""
+        return sum(size for _, size in self.messages)
+
+    def split(self, buffer: torch.Tensor) -> list[P2PTensor]:
+        """Split the target end's buffer into messages."""
+        parts = buffer.split([size for _, size in self.messages])
+        return [P2PTensor(peer, part) for (peer, _), part in zip(self.messages, parts, strict=True)]
+
+
+def index_bundles(
+    move: Move, rank: int, bundles: Sequence[Sequence[int]], source: Mapping[int, Box], target: Mapping[int, Box]
+) -> tuple[BundleIndex, ...]:
+    """Compute a rank's part of every bundle, as columns of numbers: one rank of a thousand has 100,000 pieces.
+
+    Args:
+        move: at least what the rank sends and receives; two axes.
+        rank: this one.
+        bundles: weights of each, by index.
+        source, target: boxes of this rank.
+    """
+    last = max([int(move.item.max(initial=0)), *(max(bundle, default=0) for bundle in bundles)])
+    number = np.full(last + 1, -1)
+    for k, bundle in enumerate(bundles):
+        number[list(bundle)] = k
+    moved = number[move.item]
+    sends, receives = move.sender == rank, move.receiver == rank
+    leaving = _Pieces.of(move, moved, move.receiver, sends, source)
+    coming = _Pieces.of(move, moved, move.sender, receives & ~sends, target)
+    staying = [_Pieces.of(move, moved, move.sender, receives & sends, boxes) for boxes in (source, target)]
+    return tuple(
+        BundleIndex(
+            rank,
+            leaving.of_bundle(k).outgoing(),
+            coming.of_bundle(k).strips(),
+            coming.of_bundle(k).messages(),
+            tuple(zip(*(end.of_bundle(k).single() for end in staying), strict=True)),
+        )
+        for k in range(len(bundles))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Pieces in one end's tensors, sorted by bundle, peer, weight and position: the same order on both ends.
+
+    Attributes:
+        bundle, peer: int64[n].
+        table: int64[n, 5], the first five fields of a strip.
+    """
+
+    bundle: np.ndarray
+    peer: np.ndarray
+    table: np.ndarray
+
+    @classmethod
+    def of(
+        cls, move: Move, bundle: np.ndarray, peer: np.ndarray, chosen: np.ndarray, held: Mapping[int, Box]
+    ) -> _Pieces:
+        """Find the chosen boxes of a move, where they are in a bundle, in the tensors of `held` boxes."""
+        chosen = np.flatnonzero(chosen & (bundle >= 0))
+        bundle, peer, item, *edges = (column[chosen] for column in (bundle, peer, *move.columns()[2:]))
+        order = np.lexsort([peer, bundle])  # leaves boxes of a pair as all moves have them: by item and position
+        bundle, peer, item, start, stop, start2, stop2 = (column[order] for column in (bundle, peer, item, *edges))
+        weights = np.array(sorted(held), dtype=np.int64)
+        boxes = np.array([held[weight] for weight in weights.tolist()], dtype=np.int64).reshape(-1, 4)
+        first, _, left, right = boxes[np.searchsorted(weights, item)].T
+        tensor_start = (start - first) * (right - left) + start2 - left
+        return cls(bundle, peer, np.stack((item, stop - start, stop2 - start2, right - left, tensor_start), axis=1))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Elements of every piece."""
+        return self.table[:, 1] * self.table[:, 2]
+
+    def of_bundle(self, number: int) -> _Pieces:
+        """Return the pieces of one bundle."""
+        here = slice(*np.searchsorted(self.bundle, [number, number + 1]))
+        return _Pieces(self.bundle[here], self.peer[here], self.table[here])
+
+    def by_peer(self) -> Iterator[tuple[int, _Pieces]]:
+        """Yield the pieces of every peer."""
+        edges = [*np.flatnonzero(np.diff(self.peer, prepend=-1)).tolist(), len(self.peer)]
+        for low, high in pairwise(edges):
+            yield int(self.peer[low]), _Pieces(self.bundle[low:high], self.peer[low:high], self.table[low:high])
+
+    def packed(self) -> np.ndarray:
+        """Return the first six fields of a strip for every piece, int64[n, 6], one after the other in a buffer."""
+        return np.column_stack((self.table, np.cumsum(self.sizes) - self.sizes))
+
+    def single(self) -> tuple[Strip, ...]:
+        """Return every piece as a strip, one after the other in a buffer."""
+        return tuple(Strip(*row) for row in self.packed().tolist())
+
+    def outgoing(self) -> tuple[Outgoing, ...]:
+        """Return the message of every peer; peers with the same pieces share one."""
+        found: dict[bytes, tuple[_Pieces, list[int]]] = {}
+        for peer, pieces in self.by_peer():
+            found.setdefault(pieces.table.tobytes(), (pieces, []))[1].append(peer)
+        return tuple(Outgoing(each.single(), int(each.sizes.sum()), tuple(peers)) for each, peers in found.values())
+
+    def messages(self) -> tuple[tuple[int, int], ...]:
+        """Return the elements of every peer's message."""
+        return tuple((peer, int(pieces.sizes.sum())) for peer, pieces in self.by_peer())
+
+    def strips(self) -> tuple[Strip, ...]:
+        """Return the strips of a buffer with the messages of all peers: pieces of one size at equal distances."""
+        if not len(self.table):
+            return ()
+        packed = self.packed()[np.lexsort([self.table[:, 4], self.table[:, 0]])]
+        steps = np.diff(packed[:, 4:], axis=0)
+        joinable = (packed[1:, :4] == packed[:-1, :4]).all(axis=1) & (steps[:, 1] > 0)
+        found = []
+        for low, high in _runs(joinable, steps):
+            tensor_step, buffer_step = steps[low].tolist() if high > low else (0, 0)
+            strip = Strip(*packed[low].tolist())
+            found.append(strip._replace(tensor_step=tensor_step, buffer_step=buffer_step, count=high - low + 1))
+        return tuple(found)
+
+
+def _runs(joinable: np.ndarray, steps: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Group pieces into runs at equal distances; yield the first and the last piece of each.
+
+    Args:
+        joinable: bool[n - 1], whether a piece and the next may be in one run.
+        steps: int64[n - 1, 2], the distances between them.
+    """
+    changes = np.ones(len(joinable), dtype=bool)
+    changes[1:] = ~joinable[1:] | ~joinable[:-1] | (steps[1:] != steps[:-1]).any(axis=1)
+    edges = [*np.flatnonzero(changes).tolist(), len(joinable)]
+    free = 0  # the first piece that is in no run yet
+    for low, high in pairwise(edges):  # links low .. high - 1 are equal
+        if joinable[low] and high > free:
+            yield free, high
+            free = high + 1
+        elif free == low:
+            yield low, low
+            free = low + 1
+    if free <= len(joinable):
+        yield free, len(joinable)

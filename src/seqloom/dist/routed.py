@@ -1,85 +1,86 @@
-"""What one rank does in a routed move: in every stage, which elements it sends from where, and receives to where.
+"""Routed transfers (Zeppelin): messages between nodes that travel in parts through several proxies, one per NIC.
 
-A message lies in its sender's tensor, in the room of its receiver, and meanwhile in parts on the ranks that pass it on.
-All of this is index work on the host, done once for all layers; `route.py` runs it.
+`layout.route.staged` cuts a routed move into exchanges that follow each other, the steps. Every rank of the group runs
+those in which it sends or receives: its own messages, what it wants of others, and what it only forwards. All ranks run
+them in one order, so no cycle of waits can arise. The received bytes are those sent.
+
+`RoutedTransfer` is the index work of one rank, done once on the host and run by every layer. The steps follow each
+other while the caller computes: on a stream of their own where the transport waits in stream, in a thread otherwise.
+Meanwhile this rank must not use the transport for anything else.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import threading
-import torch
-from bisect import bisect_right
-from bisect import insort
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from seqloom.dist.transport import Handle
-from seqloom.dist.transport import P2PTensor
-from seqloom.dist.transport import Transport
-from seqloom.layout import Move
-from seqloom.layout import Route
-from seqloom.layout.route import staged
 from typing import NamedTuple
 
+import numpy as np
+import torch
 
-class Store(IntEnum):
-    """Where a rank has elements of a message: in one of its own, in one for it, or in the buffer for passing on."""
-
-    SENT = 0
-    WANTED = 1
-    RELAY = 2
+from seqloom.dist.transport import Handle, P2PTensor, Transport
+from seqloom.layout import Move, Route
+from seqloom.layout.route import route_move
 
 
-class Place(NamedTuple):
-    """Elements `start .. stop - 1` of a store; `item` is the message (0 in the buffer for passing on)."""
+class Buffer(IntEnum):
+    """Where a rank has elements of a message: in one that it sends, in one that it wants, or in the forward buffer."""
 
-    store: Store
+    SEND = 0
+    RECEIVE = 1
+    FORWARD = 2
+
+
+class BufferSlice(NamedTuple):
+    """Elements `start .. stop - 1` of a buffer; `item` is the message (0 in the forward buffer)."""
+
+    buffer: Buffer
     item: int
     start: int
     stop: int
 
 
-class Load(NamedTuple):
-    """What goes to, or comes from, one rank in a stage: places one after the other."""
+class PeerSlices(NamedTuple):
+    """What a rank sends to, or receives from, one peer in a step: slices one after the other."""
 
     peer: int
-    places: tuple[Place, ...]
+    slices: tuple[BufferSlice, ...]
 
     @property
     def size(self) -> int:
         """Elements."""
-        return sum(place.stop - place.start for place in self.places)
+        return sum(each.stop - each.start for each in self.slices)
 
 
-class Stage(NamedTuple):
+class RouteStep(NamedTuple):
     """One exchange as a rank sees it."""
 
-    sends: tuple[Load, ...]
-    receives: tuple[Load, ...]
+    sends: tuple[PeerSlices, ...]
+    receives: tuple[PeerSlices, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTransfer:
-    """One rank's part of a routed move: index work, done once and run by every layer.
+    """One rank's part of a routed move.
 
     Attributes:
-        stages: those in which it sends or receives.
-        relayed: elements it only passes on.
+        steps: those in which it sends or receives.
+        forwarded: elements of its forward buffer.
     """
 
-    stages: tuple[Stage, ...]
-    relayed: int
+    steps: tuple[RouteStep, ...]
+    forwarded: int
 
     @classmethod
     def of(cls, move: Move, route: Route, node_size: int, rank: int) -> RoutedTransfer:
-        """Work out what `rank` does in a move; all ranks give the same move, route and node size.
+        """Compute what `rank` does in a move; all ranks give the same move, route and node size.
 
         Args:
             move: one axis; an item is a message, of one sender.
@@ -87,125 +88,100 @@ class RoutedTransfer:
             node_size: ranks per node.
             rank: the one asked for.
         """
-        holdings, stages = _Holdings(move, rank), []
-        for stage in staged(move, route, node_size):
-            sends = _loads(stage, stage.sender == rank, stage.receiver, holdings.find)
-            receives = _loads(stage, stage.receiver == rank, stage.sender, holdings.take_in)
+        elements, steps = _Elements(move, rank), []
+        for step in route_move(move, route, node_size):
+            sends = _by_peer(step, step.sender == rank, step.receiver, elements.find)
+            receives = _by_peer(step, step.receiver == rank, step.sender, elements.receive)
             if sends or receives:
-                stages.append(Stage(sends, receives))
-        return cls(tuple(stages), holdings.relayed)
+                steps.append(RouteStep(sends, receives))
+        return cls(tuple(steps), elements.forwarded)
 
     @property
     def received_elements(self) -> int:
         """Elements that this rank receives, for itself or for others."""
-        return sum(load.size for stage in self.stages for load in stage.receives)
+        return sum(each.size for step in self.steps for each in step.receives)
 
 
 class _Run(NamedTuple):
-    """Elements `start .. stop - 1` of a message that lie at `at` of a store."""
+    """Elements `start .. stop - 1` of a message that lie at `at` of a buffer."""
 
     start: int
     stop: int
-    store: Store
+    buffer: Buffer
     at: int
 
 
-class _Holdings:
-    """What a rank holds of which message, while a move goes on."""
+class _Elements:
+    """Which elements of which messages a rank has, and where, while the steps follow each other.
+
+    A search per box: `layout.move_between` on a handful of boxes takes two to three times as long.
+    """
 
     def __init__(self, move: Move, rank: int) -> None:
-        self.relayed = 0
+        self.forwarded = 0
         self._runs: dict[int, list[_Run]] = {}
         self._wanted: dict[int, list[_Run]] = {}
         boxes = zip(*(column.tolist() for column in move.columns()), strict=True)
         for sender, receiver, item, start, stop in boxes:
             if sender == rank and item not in self._runs:
-                self._runs[item] = [_Run(0, int(move.stop.max()), Store.SENT, 0)]
+                self._runs[item] = [_Run(0, int(move.stop.max()), Buffer.SEND, 0)]
             if receiver == rank:
                 wanted = self._wanted.setdefault(item, [])
                 at = wanted[-1].at + wanted[-1].stop - wanted[-1].start if wanted else 0
-                wanted.append(_Run(start, stop, Store.WANTED, at))
+                wanted.append(_Run(start, stop, Buffer.RECEIVE, at))
 
-    def find(self, item: int, start: int, stop: int) -> list[Place]:
-        """Return where elements of a message lie."""
-        runs, found = self._runs[item], []
+    def find(self, item: int, start: int, stop: int) -> Iterator[BufferSlice]:
+        """Yield where elements of a message lie."""
+        runs = self._runs[item]
         for run in runs[bisect_right(runs, start, key=lambda run: run.start) - 1 :]:
             if run.start >= stop:
                 break
-            low, high = max(run.start, start), min(run.stop, stop)
-            shift = run.at - run.start
-            found.append(Place(run.store, 0 if run.store == Store.RELAY else item, low + shift, high + shift))
-        return found
+            low, high, shift = max(run.start, start), min(run.stop, stop), run.at - run.start
+            yield BufferSlice(run.buffer, 0 if run.buffer == Buffer.FORWARD else item, low + shift, high + shift)
 
-    def take_in(self, item: int, start: int, stop: int) -> list[Place]:
-        """Make room for elements of a message, where this rank wants them or for passing on; return where."""
+    def receive(self, item: int, start: int, stop: int) -> Iterator[BufferSlice]:
+        """Place elements of a message where this rank wants them, else in the forward buffer; yield where."""
         edge = start
         for run in self._wanted.get(item, ()):
             low, high = max(run.start, start), min(run.stop, stop)
             if low < high:
-                self._set_aside(item, edge, low)
-                self._hold(item, _Run(low, high, Store.WANTED, run.at + low - run.start))
+                self._forward(item, edge, low)
+                self._insert(item, _Run(low, high, Buffer.RECEIVE, run.at + low - run.start))
                 edge = high
-        self._set_aside(item, edge, stop)
+        self._forward(item, edge, stop)
         return self.find(item, start, stop)
 
-    def _set_aside(self, item: int, start: int, stop: int) -> None:
+    def _forward(self, item: int, start: int, stop: int) -> None:
         if stop > start:
-            self._hold(item, _Run(start, stop, Store.RELAY, self.relayed))
-            self.relayed += stop - start
+            self._insert(item, _Run(start, stop, Buffer.FORWARD, self.forwarded))
+            self.forwarded += stop - start
 
-    def _hold(self, item: int, run: _Run) -> None:
+    def _insert(self, item: int, run: _Run) -> None:
         insort(self._runs.setdefault(item, []), run)
 
 
-def _loads(
-    move: Move, chosen: np.ndarray, peer: np.ndarray, places: Callable[[int, int, int], list[Place]]
-) -> tuple[Load, ...]:
-    """Return the chosen boxes of a stage by peer, in the order of the move: both sides find the same one."""
+def _by_peer(
+    move: Move, chosen: np.ndarray, peer: np.ndarray, slices: Callable[[int, int, int], Iterator[BufferSlice]]
+) -> tuple[PeerSlices, ...]:
+    """Return the chosen boxes of a step by peer, in the order of the move, which both ends share."""
     boxes = zip(*(column[chosen].tolist() for column in (peer, move.item, move.start, move.stop)), strict=True)
     by_peer = groupby(boxes, key=itemgetter(0))
-    return tuple(Load(rank, _touching(place for _, *box in own for place in places(*box))) for rank, own in by_peer)
+    return tuple(PeerSlices(rank, _join_touching(each for _, *box in own for each in slices(*box))) for rank, own in by_peer)
 
 
-def _touching(places: Iterable[Place]) -> tuple[Place, ...]:
-    """Join places that follow each other."""
-    joined: list[Place] = []
-    for place in places:
-        if joined and joined[-1][:2] == place[:2] and joined[-1].stop == place.start:
-            joined[-1] = joined[-1]._replace(stop=place.stop)
+def _join_touching(slices: Iterator[BufferSlice]) -> tuple[BufferSlice, ...]:
+    """Join slices that follow each other in one buffer."""
+    joined: list[BufferSlice] = []
+    for each in slices:
+        if joined and joined[-1][:2] == each[:2] and joined[-1].stop == each.start:
+            joined[-1] = joined[-1]._replace(stop=each.stop)
         else:
-            joined.append(place)
+            joined.append(each)
     return tuple(joined)
 
 
-# ---- merged: comm.route
-# Routed transfers: messages between nodes that travel in parts through several ranks, see `plan.route`.
-#
-# A routed move is a row of exchanges, the stages. Every rank of the party runs those in which it sends or receives:
-# its
-# own messages, what it wants of others, and what it only passes on. All ranks run them in one order, each after the
-# one
-# before, so they meet without waiting in a circle. What arrives is bit for bit what was sent.
-#
-# The stages follow each other while the caller computes: on a stream of their own where waiting is done by streams,
-# and
-# in a thread otherwise. Meanwhile this rank must not use the transport for anything else.
-
-
-Units = dict[int, torch.Tensor]
-"""Messages by item, as bytes [elements, unit]."""
-
-
-def _as_units(messages: Mapping[int, torch.Tensor], unit: int) -> Units:
-    """View contiguous tensors as elements of `unit` bytes."""
-    return {
-        item: message.detach().view(-1).view(torch.uint8).view(message.nbytes // unit, unit)
-        for item, message in messages.items()
-    }
-
-
 def start_routed(
-    passage: RoutedTransfer,
+    transfer: RoutedTransfer,
     transport: Transport,
     sent: Mapping[int, torch.Tensor],
     wanted: Mapping[int, torch.Tensor],
@@ -216,104 +192,117 @@ def start_routed(
     """Start one rank's part of a routed move. Until `wait` of the handle it must not use the transport otherwise.
 
     Args:
-        passage: what the rank does.
+        transfer: what the rank does.
         transport: this rank's.
         sent: its messages by item, contiguous; element k of a message is its bytes `k * unit .. (k + 1) * unit - 1`.
-        wanted: rooms for the elements that it wants of every item, one after the other.
+        wanted: tensors for the elements that it wants of every item, one after the other.
         unit: bytes of an element of the move.
-        device: where what is passed on is kept.
+        device: of the forward buffer.
     """
-    aside = torch.empty((passage.relayed, unit), dtype=torch.uint8, device=device)
-    return _Transit(passage.stages, transport, _as_units(sent, unit), _as_units(wanted, unit), aside)
+    forward = torch.empty((transfer.forwarded, unit), dtype=torch.uint8, device=device)
+    return _Running(transfer.steps, transport, _as_bytes(sent, unit), _as_bytes(wanted, unit), forward)
 
 
-class _Transit:
-    """A routed transfer under way."""
+def _as_bytes(messages: Mapping[int, torch.Tensor], unit: int) -> dict[int, torch.Tensor]:
+    """View contiguous tensors as uint8[elements, unit]."""
+    return {
+        item: message.detach().view(-1).view(torch.uint8).view(message.nbytes // unit, unit)
+        for item, message in messages.items()
+    }
+
+
+class _Running:
+    """The handle of a routed transfer."""
 
     def __init__(
-        self, stages: tuple[Stage, ...], transport: Transport, sent: Units, wanted: Units, aside: torch.Tensor
+        self,
+        steps: tuple[RouteStep, ...],
+        transport: Transport,
+        sent: dict[int, torch.Tensor],
+        wanted: dict[int, torch.Tensor],
+        forward: torch.Tensor,
     ) -> None:
-        self._transport, self._device = transport, aside.device
-        self._stores = {Store.SENT: sent, Store.WANTED: wanted, Store.RELAY: {0: aside}}
-        self._under_way: _Exchange | None = None
+        self._transport, self._device = transport, forward.device
+        self._buffers = {Buffer.SEND: sent, Buffer.RECEIVE: wanted, Buffer.FORWARD: {0: forward}}
+        self._exchange: _Exchange | None = None
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._error: BaseException | None = None
-        if len(stages) > 1 and aside.is_cuda and transport.waits_in_stream:
-            self._stream = _side_stream(aside.device)
-            self._stream.wait_stream(torch.cuda.current_stream(aside.device))
+        if len(steps) > 1 and forward.is_cuda and transport.waits_in_stream:
+            self._stream = _stream(forward.device)
+            self._stream.wait_stream(torch.cuda.current_stream(forward.device))
             with torch.cuda.stream(self._stream):
-                for stage in stages:
-                    self._finish(self._begin(stage))
-        elif len(stages) > 1:
-            stream = torch.cuda.current_stream(aside.device) if aside.is_cuda else None
-            arguments = (self._begin(stages[0]), stages[1:], stream)
-            self._thread = threading.Thread(target=self._go_on, args=arguments, daemon=True)
+                for step in steps:
+                    self._finish(self._begin(step))
+        elif len(steps) > 1:
+            stream = torch.cuda.current_stream(forward.device) if forward.is_cuda else None
+            arguments = (self._begin(steps[0]), steps[1:], stream)
+            self._thread = threading.Thread(target=self._run_rest, args=arguments, daemon=True)
             self._thread.start()
-        elif stages:
-            self._under_way = self._begin(stages[0])
+        elif steps:
+            self._exchange = self._begin(steps[0])
 
     def wait(self) -> None:
-        """See `Handle.wait`. Until then the messages are kept, so that nobody uses their memory again."""
-        if self._under_way is not None:
-            self._finish(self._under_way)
+        """See `Handle.wait`. Until then the messages stay referenced, so that nobody reuses their memory."""
+        if self._exchange is not None:
+            self._finish(self._exchange)
         if self._thread is not None:
             self._thread.join()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._under_way = self._thread = self._stream = None
+        self._exchange = self._thread = self._stream = None
         if self._error is not None:
             raise self._error
 
-    def _go_on(self, first: _Exchange, others: tuple[Stage, ...], stream: torch.cuda.Stream | None) -> None:
-        """Run what follows the first stage, in a thread of its own; what goes wrong there is raised by `wait`."""
+    def _run_rest(self, first: _Exchange, others: tuple[RouteStep, ...], stream: torch.cuda.Stream | None) -> None:
+        """Run the steps after the first in a thread; `wait` raises its error."""
         try:
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
                 self._finish(first)
-                for stage in others:
-                    self._finish(self._begin(stage))
+                for step in others:
+                    self._finish(self._begin(step))
         except BaseException as error:
             self._error = error
 
-    def _begin(self, stage: Stage) -> _Exchange:
-        """Start the exchange of a stage."""
-        sends = [P2PTensor(load.peer, self._packed(load)) for load in stage.sends]
-        rooms = [P2PTensor(load.peer, self._room(load)) for load in stage.receives]
-        return _Exchange(self._transport.exchange(sends, rooms), stage, rooms, sends)
+    def _begin(self, step: RouteStep) -> _Exchange:
+        """Start the exchange of a step."""
+        sends = [P2PTensor(peer, self._packed(slices)) for peer, slices in step.sends]
+        receives = [P2PTensor(each.peer, self._target(each)) for each in step.receives]
+        return _Exchange(self._transport.exchange(sends, receives), step, receives, sends)
 
     def _finish(self, exchange: _Exchange) -> None:
-        """Wait for an exchange and put what came where it belongs."""
+        """Wait for an exchange and copy what was received into its slices."""
         exchange.handle.wait()
-        for load, room in zip(exchange.stage.receives, exchange.rooms, strict=True):
-            if len(load.places) > 1:
-                pieces = room.tensor.split([place.stop - place.start for place in load.places])
-                for place, piece in zip(load.places, pieces, strict=True):
-                    self._at(place).copy_(piece)
+        for (_, slices), received in zip(exchange.step.receives, exchange.receives, strict=True):
+            if len(slices) > 1:
+                parts = received.tensor.split([each.stop - each.start for each in slices])
+                for each, part in zip(slices, parts, strict=True):
+                    self._view(each).copy_(part)
 
-    def _at(self, place: Place) -> torch.Tensor:
-        return self._stores[place.store][place.item][place.start : place.stop]
+    def _view(self, each: BufferSlice) -> torch.Tensor:
+        return self._buffers[each.buffer][each.item][each.start : each.stop]
 
-    def _packed(self, load: Load) -> torch.Tensor:
-        """Return what a load consists of as one tensor: a view of a single place."""
-        parts = [self._at(place) for place in load.places]
+    def _packed(self, slices: tuple[BufferSlice, ...]) -> torch.Tensor:
+        """Return slices as one tensor: a view of a single one."""
+        parts = [self._view(each) for each in slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _room(self, load: Load) -> torch.Tensor:
-        """Return where a load can be received: a single place itself."""
-        first = self._at(load.places[0])
-        return first if len(load.places) == 1 else first.new_empty((load.size, first.shape[1]))
+    def _target(self, peer: PeerSlices) -> torch.Tensor:
+        """Return where slices of a peer can be received: a single one itself."""
+        first = self._view(peer.slices[0])
+        return first if len(peer.slices) == 1 else first.new_empty((peer.size, first.shape[1]))
 
 
 class _Exchange(NamedTuple):
-    """A stage under way, where its loads arrive, and what it sends: its memory is not used again meanwhile."""
+    """A step in flight; keeps the memory of its tensors."""
 
     handle: Handle
-    stage: Stage
-    rooms: list[P2PTensor]
+    step: RouteStep
+    receives: list[P2PTensor]
     sends: list[P2PTensor]
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device on which routed stages follow each other."""
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device on which the steps of routed transfers follow each other."""
     return torch.cuda.Stream(device)

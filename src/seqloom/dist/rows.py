@@ -1,17 +1,25 @@
-"""Small index arrays from the host to the device, without waiting for it."""
+"""Rows of a local token buffer: index arrays, made on the host with numpy and sent to the device without a wait.
+
+A run of rows is a slice, which costs nothing; other rows are an index tensor.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from collections.abc import Sequence
+
 from seqloom.layout import Span
+
+RowIndex = slice | torch.Tensor
+"""A run of rows, or an index int64[rows]."""
 
 
 def on_device(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """Return the array as a tensor on a device. The copy to a GPU takes its turn in the stream; the host goes on.
+    """Return the array as a tensor on a device. The copy to a GPU is queued in the stream; the host goes on.
 
-    A plain copy would wait until all that was launched before is done: a pause in every round.
+    A plain copy would wait until everything launched before is done: a pause in every round.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type != "cuda":
@@ -19,37 +27,33 @@ def on_device(values: np.ndarray, device: torch.device | str) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# ---- merged: comm.rows
-# Rows of a local buffer, as index arrays: runs of them, where spans lie in them, and permutations undone.
-
-
-def expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the runs `start .. start + length - 1` one after the other, int64[sum of lengths]."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def rows_of(starts: np.ndarray, lengths: np.ndarray) -> slice | np.ndarray:
+def slice_or_index(starts: np.ndarray, lengths: np.ndarray) -> slice | np.ndarray:
     """Return runs of rows as a slice when they follow each other, else as an index."""
     if not len(starts):
         return slice(0, 0)
     ends = starts + lengths
     if np.array_equal(starts[1:], ends[:-1]):
         return slice(int(starts[0]), int(ends[-1]))
-    return expand(starts, lengths)
+    return expand_runs(starts, lengths)
 
 
-def columns(spans: Sequence[Span]) -> np.ndarray:
+def span_columns(spans: Sequence[Span]) -> np.ndarray:
     """Return documents, starts and stops, int64[3, n]."""
     return np.array(spans, dtype=np.int64).reshape(-1, 3).T
 
 
 def first_rows(spans: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    """Return the first row of every piece in a buffer whose rows are those of sorted spans, int64[pieces].
+    """Return the first row of every piece in a buffer whose rows are the tokens of sorted spans, int64[pieces].
 
     Args:
         spans: int64[3, n], sorted by document and start.
-        pieces: int64[3, m]; each is a part of a span, or of several that touch.
+        pieces: int64[3, m]; each lies in a span, or in several that touch.
     """
     document, start, stop = spans
     first = np.cumsum(stop - start) - (stop - start)
@@ -59,38 +63,30 @@ def first_rows(spans: np.ndarray, pieces: np.ndarray) -> np.ndarray:
     return first[at] + begin - start[at]
 
 
-def sorting(
+def sort_order(
     pieces: Sequence[Span], spans: Sequence[Span], device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return `order` and `places` of tokens that lie as `pieces` say and shall lie as the sorted `spans` say.
+    """Return the permutation from rows in the order of `pieces` to rows in the order of the sorted `spans`.
 
     Args:
-        pieces: parts of the spans, or of two that touch.
+        pieces: each lies in a span, or in two that touch.
         spans: sorted by document and start.
-        device: where the indices are wanted.
+        device: of the result.
 
     Returns:
-        int64[tokens] that sorts the rows, and its inverse; None and None where they are sorted already.
+        int64[tokens] that sorts the rows, and its inverse; None and None where the rows are sorted already.
     """
-    held = columns(pieces)
-    rows, lengths = first_rows(columns(spans), held), held[2] - held[1]
+    held = span_columns(pieces)
+    rows, lengths = first_rows(span_columns(spans), held), held[2] - held[1]
     if np.array_equal(rows, np.cumsum(lengths) - lengths):
         return None, None
-    places = on_device(expand(rows, lengths), device)
-    return inverse(places), places
+    inverse_order = on_device(expand_runs(rows, lengths), device)
+    return inverse_permutation(inverse_order), inverse_order
 
 
-def inverse(order: torch.Tensor) -> torch.Tensor:
+def inverse_permutation(order: torch.Tensor) -> torch.Tensor:
     """Return the permutation that undoes `order`, int64[n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-# ---- merged: attention.rows
-# Rows of a buffer: a run of them as a slice, which costs nothing, others as an index on the device.
-
-
-RowIndex = slice | torch.Tensor
-"""A run of rows, or an index int64[rows]."""
 
 
 def take(tensor: torch.Tensor, rows: RowIndex) -> torch.Tensor:
@@ -115,5 +111,5 @@ def add(tensor: torch.Tensor, rows: RowIndex, part: torch.Tensor) -> None:
 
 
 def count(rows: RowIndex) -> int:
-    """How many rows these are."""
+    """Return how many rows these are."""
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

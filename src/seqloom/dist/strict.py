@@ -2,11 +2,11 @@
 
 On top of what every transport asks (one order of verbs per block, equal sizes and dtypes, contiguous tensors):
 
-- The operations of a communicator run one after the other on every rank. Only the first that is not done meets
-  others, so two ranks that first send to each other and then receive, in two exchanges, deadlock. Messages on lanes
-  keep the order of their way only.
-- What is received can be read after `wait`, not before: until then the tensor holds NaN (integers: the largest).
-- What is sent must not be written before `wait`.
+- The operations of a communicator run one after the other on every rank. Only the first that is not done is matched
+  with others, so two ranks that first send to each other and then receive, in two exchanges, deadlock. Messages only
+  keep the order of their channel.
+- A received tensor can be read after `wait`, not before: until then it holds NaN (integers: the largest).
+- A sent tensor must not be written before `wait`.
 - Every handle is waited for.
 """
 
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.dist.rendezvous import MessageMatcher
-from seqloom.dist.rendezvous import Operation, Side
+from seqloom.dist.matching import MessageMatcher, Operation, Side
 from seqloom.errors import SeqloomError
 
 
@@ -31,11 +30,11 @@ class StrictMessageMatcher(MessageMatcher):
         """Start without any operation."""
         super().__init__(ranks)
         self._queues: defaultdict[tuple[object, ...], deque[Operation]] = defaultdict(deque)
-        self._held: dict[Operation, _Held] = {}
+        self._buffers: dict[Operation, _Buffers] = {}
 
     def start(self, operation: Operation) -> None:
         """Queue the operation behind those of its rank and communicator that are not done."""
-        self._held[operation] = _Held.of(operation)
+        self._buffers[operation] = _Buffers.of(operation)
         if not operation.sides:  # nothing to run, so nothing to queue for
             super().start(operation)
             return
@@ -45,7 +44,7 @@ class StrictMessageMatcher(MessageMatcher):
             super().start(operation)
 
     def finish(self, operation: Operation) -> None:
-        """Let the next operation of the queue meet others."""
+        """Let the next operation of the queue be matched."""
         super().finish(operation)
         queue = self._queues[operation.queue]
         if queue and queue[0] is operation:
@@ -54,34 +53,34 @@ class StrictMessageMatcher(MessageMatcher):
                 super().start(queue[0])
 
     def deliver(self, send: Side, receive: Side) -> None:
-        """Keep the parcel until the receiver waits for it."""
-        self._held[receive.operation].arrived.append((receive.tensor, self._held[send.operation].sent[send]))
+        """Keep the tensor until the receiver waits for it."""
+        self._buffers[receive.operation].arrived.append((receive.tensor, self._buffers[send.operation].sent[send]))
 
     def wait(self, operation: Operation) -> None:
-        """Return when the operation is done and its parcels are in place; waiting twice is fine."""
+        """Return when the operation is done and its tensors are received; waiting twice is fine."""
         super().wait(operation)
-        with self.meeting.lock:
-            held = self._held.pop(operation, None)
-        if held is None:
+        with self.lock:
+            buffers = self._buffers.pop(operation, None)
+        if buffers is None:
             return
-        for side, copy in held.sent.items():
+        for side, copy in buffers.sent.items():
             if not torch.equal(_bits(side.tensor), _bits(copy)):
                 error = SeqloomError(
                     f"rank {operation.rank} {operation} {side}, and the tensor was written before wait(); "
                     "write to what is being sent after wait()"
                 )
-                with self.meeting.lock:
-                    self.meeting.refuse(error, operation.rank)
-        for tensor, parcel in held.arrived:
-            tensor.copy_(parcel)
+                with self.lock:
+                    self.refuse(error, operation.rank)
+        for tensor, arrived in buffers.arrived:
+            tensor.copy_(arrived)
 
     def leave(self, rank: int) -> None:
-        """Note that the body of `rank` has returned; it must have waited for all it started."""
-        with self.meeting.lock:
-            left = next((operation for operation in self._held if operation.rank == rank), None)
-            unmet = "" if left is None or left.done else f", which still waits for its other side: {left.missing()}"
+        """Note that the body of `rank` has returned; it must have waited for every handle."""
+        with self.lock:
+            left = next((operation for operation in self._buffers if operation.rank == rank), None)
+            unmatched = "" if left is None or left.done else f", which still waits for its other side: {left.missing()}"
         if left is not None:
-            raise SeqloomError(f"rank {rank} ended without wait() for {left}{unmet}; call wait() on every handle")
+            raise SeqloomError(f"rank {rank} ended without wait() for {left}{unmatched}; call wait() on every handle")
         super().leave(rank)
 
     def explain(self, operation: Operation) -> str:
@@ -91,24 +90,24 @@ class StrictMessageMatcher(MessageMatcher):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """Copies of what an operation sends, and what has arrived for it."""
+class _Buffers:
+    """Copies of the tensors that an operation sends, and (target, tensor) of what has arrived for it."""
 
     sent: dict[Side, torch.Tensor]
     arrived: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def of(cls, operation: Operation) -> _Held:
-        """Copy what is sent, then spoil what is to be received."""
+    def of(cls, operation: Operation) -> _Buffers:
+        """Copy the sent tensors, then overwrite those to be received."""
         sent = {side: side.tensor.clone() for side in operation.sides if side.sends}
         for side in operation.sides:
             if not side.sends:
-                _spoil(side.tensor)
+                _poison(side.tensor)
         return cls(sent, [])
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    """Fill with a value that shows when it is read."""
+def _poison(tensor: torch.Tensor) -> None:
+    """Fill with a value that a reader notices."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -118,5 +117,5 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat tensor: a NaN is equal to itself."""
+    """Return the bytes of a flat tensor: a NaN is equal to itself."""
     return tensor.view(torch.uint8)

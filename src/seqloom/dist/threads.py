@@ -1,10 +1,10 @@
-"""Ranks as threads of one process: for tests, and for several ranks on one GPU.
+"""Ranks as threads of one process: for tests, `seqloom verify`, and several ranks on one GPU.
 
     results = run_ranks(4, lambda transport: work(transport))
 
-CUDA tensors are copied on the default stream, which all threads share: what a rank launched before it sends is in
-the copy. Backward runs in the thread that calls it, since one engine thread per device cannot serve ranks that wait
-for each other.
+CUDA tensors are copied on the default stream, which all threads share: what a rank launched before it sends is in the
+copy. Backward runs in the calling thread, since autograd's one thread per device cannot serve ranks that wait for each
+other.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Self, TypeVar, cast
 
 import torch
 
-from seqloom.dist.torch_transport import check_block
-from seqloom.dist.transport import P2PDirection, Message, P2PChannel, check_peer
-from seqloom.dist.rendezvous import MessageMatcher
-from seqloom.dist.rendezvous import Operation, Stopped
+from seqloom.dist.matching import MessageMatcher, Operation, Stopped
 from seqloom.dist.strict import StrictMessageMatcher
-from seqloom.dist.transport import Handle, P2PTensor, Transport
+from seqloom.dist.torch_transport import check_block
+from seqloom.dist.transport import Handle, Message, P2PChannel, P2PDirection, P2PTensor, Transport, check_peer
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
 T = TypeVar("T")
-GRACE_S = 5.0  # how long ranks may take to notice that another one has failed
+GRACE_S = 5.0
+"""Seconds that ranks may take to notice that another one has failed."""
 
 
 def run_ranks(
@@ -40,16 +39,13 @@ def run_ranks(
     family: GroupFamily | None = None,
     timeout_s: float = 60.0,
 ) -> list[T]:
-    """Run `body` as ranks 0 .. world - 1 in threads of their own and return what each returned.
-
-    See `Ranks.run`; keep a `Ranks` to run many bodies in the same threads.
-    """
+    """Run `body` as ranks 0 .. world - 1 in new threads and return the results in rank order; see `Ranks.run`."""
     with Ranks(world) as ranks:
         return ranks.run(body, strict=strict, family=family, timeout_s=timeout_s)
 
 
 class Ranks:
-    """Threads, one per rank, that stay for many runs: libraries keep caches per thread that are slow to fill."""
+    """Threads, one per rank, that serve many runs: libraries have caches per thread that are slow to fill."""
 
     def __init__(self, world: int) -> None:
         """Start `world` threads."""
@@ -101,52 +97,52 @@ class Ranks:
         if self._stuck:
             raise SeqloomError(f"ranks {sorted(self._stuck)} are still busy with a run that failed; make new Ranks")
         world = len(self._tasks)
-        matching = StrictMessageMatcher(world) if strict else MessageMatcher(world)
+        matcher = StrictMessageMatcher(world) if strict else MessageMatcher(world)
         results: list[T | None] = [None] * world
         ended: SimpleQueue[int] = SimpleQueue()
 
-        def play(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
-                results[rank] = body(ThreadTransport(rank, matching, family))
-                matching.leave(rank)
+                results[rank] = body(ThreadTransport(rank, matcher, family))
+                matcher.leave(rank)
             except Stopped:
                 pass  # another rank's failure is the one to report
             except BaseException as error:
-                matching.meeting.fail(error, rank)
+                matcher.fail(error, rank)
             finally:
                 ended.put(rank)
 
         for rank, tasks in enumerate(self._tasks):
-            tasks.put(lambda rank=rank: play(rank))
+            tasks.put(lambda rank=rank: run_rank(rank))
         try:
-            self._stuck = self._await(matching, ended, timeout_s)
+            self._stuck = self._await(matcher, ended, timeout_s)
         except BaseException as error:  # an interrupt of the caller ends the ranks too
-            matching.meeting.fail(error)
+            matcher.fail(error)
             raise
-        if matching.meeting.failure is not None:
-            raise matching.meeting.failure
+        if matcher.failure is not None:
+            raise matcher.failure
         return cast("list[T]", results)
 
-    def _await(self, matching: MessageMatcher, ended: SimpleQueue[int], timeout_s: float) -> set[int]:
+    def _await(self, matcher: MessageMatcher, ended: SimpleQueue[int], timeout_s: float) -> set[int]:
         """Wait for all ranks to end; return those that do not, although the run has failed."""
         running = set(range(len(self._tasks)))
         deadline = time.monotonic() + timeout_s
         while running:
-            if matching.meeting.failure is not None:
+            if matcher.failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             try:
                 running.discard(ended.get(timeout=max(0.0, deadline - time.monotonic())))
             except Empty:
-                if matching.meeting.failure is not None:
+                if matcher.failure is not None:
                     break
-                matching.meeting.fail(self._too_late(matching, running, timeout_s))
+                matcher.fail(self._timeout_error(matcher, running, timeout_s))
                 deadline = time.monotonic() + GRACE_S
         return running
 
-    def _too_late(self, matching: MessageMatcher, running: set[int], timeout_s: float) -> SeqloomError:
-        """Build the error of a run that has not ended: where every rank is that still runs."""
-        with matching.meeting.lock:
-            places = {rank: matching.meeting.standing(rank) for rank in sorted(running)}
+    def _timeout_error(self, matcher: MessageMatcher, running: set[int], timeout_s: float) -> SeqloomError:
+        """Build the error of a run that has not ended: where every running rank is."""
+        with matcher.lock:
+            places = {rank: matcher.describe(rank) for rank in sorted(running)}
         frames = sys._current_frames()
         for rank, place in places.items():
             if place is None:
@@ -157,34 +153,21 @@ class Ranks:
 
 
 class ThreadTransport:
-    """The transport of one rank of a run."""
+    """The `Transport` of one rank of a run."""
 
-    def __init__(self, rank: int, matching: MessageMatcher, family: GroupFamily | None, *, aside: bool = False) -> None:
-        """Join a run as `rank`; `aside`: exchanges on the second world communicator."""
-        self._rank = rank
-        self._matching = matching
-        self._family = family
-        self._aside = aside
+    waits_in_stream = False  # ranks meet on the host
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def ranks(self) -> int:
-        """Size of the world."""
-        return self._matching.ranks
-
-    @property
-    def waits_in_stream(self) -> bool:
-        """No: ranks are threads that meet on the host."""
-        return False
+    def __init__(
+        self, rank: int, matcher: MessageMatcher, family: GroupFamily | None, *, background: bool = False
+    ) -> None:
+        """Join a run as `rank`; with `background`, exchanges are on the second world communicator."""
+        self.rank, self.ranks = rank, matcher.ranks
+        self._matcher, self._family, self._background = matcher, family, background
 
     @property
     def background(self) -> Transport:
-        """See `Transport.background`."""
-        return ThreadTransport(self._rank, self._matching, self._family, aside=True)
+        """This transport on the second world communicator."""
+        return ThreadTransport(self.rank, self._matcher, self._family, background=True)
 
     def all_to_all(
         self,
@@ -194,28 +177,28 @@ class ThreadTransport:
         input_sizes: Sequence[int],
         block: Sequence[int],
     ) -> None:
-        """See `Transport.all_to_all`."""
-        pieces_in = _pieces("all_to_all input", input, input_sizes, block)
-        pieces_out = _pieces("all_to_all output", output, output_sizes, block)
-        self._collective("all_to_all", block, pieces_in, pieces_out)
+        """Post a send and a receive for every rank of the block."""
+        sent = _chunks("all_to_all input", input, input_sizes, block)
+        self._collective("all_to_all", block, sent, _chunks("all_to_all output", output, output_sizes, block))
 
     def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
-        """See `Transport.exchange`."""
+        """Post all sends and receives."""
         for peer, _ in (*sends, *receives):
             if not 0 <= peer < self.ranks:
-                raise SeqloomError(f"a parcel of rank {self._rank} for rank {peer}; ranks are 0 .. {self.ranks - 1}")
-        outgoing = [(peer, _flat("sent parcel", tensor)) for peer, tensor in sends]
-        incoming = [(peer, _flat("received parcel", tensor)) for peer, tensor in receives]
-        verb, aside = "exchange aside" if self._aside else "exchange", self._aside
-        return _Handle(self._matching, self._matching.post(self._rank, verb, None, outgoing, incoming, aside=aside))
+                raise SeqloomError(f"rank {self.rank} exchanges with rank {peer}; ranks are 0 .. {self.ranks - 1}")
+        outgoing = [(peer, _flat("sent tensor", tensor)) for peer, tensor in sends]
+        incoming = [(peer, _flat("received tensor", tensor)) for peer, tensor in receives]
+        verb = "background exchange" if self._background else "exchange"
+        operation = self._matcher.post(self.rank, verb, None, outgoing, incoming, background=self._background)
+        return _Handle(self._matcher, operation)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
-        """See `Transport.all_gather`."""
-        pieces = _pieces("all_gather output", output, [input.numel()] * len(block), block)
-        self._collective("all_gather", block, [_flat("all_gather input", input)] * len(block), pieces)
+        """Send the input to every rank of the block."""
+        received = _chunks("all_gather output", output, [input.numel()] * len(block), block)
+        self._collective("all_gather", block, [_flat("all_gather input", input)] * len(block), received)
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
-        """See `Transport.all_reduce`. Summed in block order, in the dtype of the tensor."""
+        """Send the tensor to every rank; add in block order, in the dtype of the tensor."""
         flat = _flat("all_reduce tensor", tensor)
         parts = [torch.empty_like(flat) for _ in block]
         self._collective("all_reduce", block, [flat] * len(block), parts)
@@ -224,41 +207,47 @@ class ThreadTransport:
             total += part
         flat.copy_(total)
 
-    def connect(self, ways: Iterable[P2PChannel]) -> None:
-        """See `Transport.connect`; there is nothing to do."""
+    def connect(self, channels: Iterable[P2PChannel]) -> None:
+        """Do nothing."""
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
-        """See `Transport.send`."""
-        check_peer(self._rank, self.ranks, peer, lane)
-        outgoing = [(peer, _flat("sent message", tensor))]
-        return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, outgoing, (), lane))
+    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Post a send."""
+        return self._message(peer, direction, [(peer, _flat("sent message", tensor))], [])
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
-        """See `Transport.receive`."""
-        check_peer(self._rank, self.ranks, peer, lane)
-        incoming = [(peer, _flat("received message", tensor))]
-        return _Handle(self._matching, self._matching.post(self._rank, f"{lane} message", None, (), incoming, lane))
+    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Post a receive."""
+        return self._message(peer, direction, [], [(peer, _flat("received message", tensor))])
+
+    def _message(
+        self,
+        peer: int,
+        direction: P2PDirection,
+        outgoing: list[tuple[int, torch.Tensor]],
+        incoming: list[tuple[int, torch.Tensor]],
+    ) -> Message:
+        check_peer(self.rank, self.ranks, peer, direction)
+        operation = self._matcher.post(self.rank, f"{direction} message", None, outgoing, incoming, direction)
+        return _Handle(self._matcher, operation)
 
     def _collective(
         self, verb: str, block: Sequence[int], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
     ) -> None:
         """Run a verb of a block: `sends` and `receives` hold a tensor for every rank of it."""
         ranks = tuple(block)
-        check_block(ranks, self._rank, self.ranks, self._family)
+        check_block(ranks, self.rank, self.ranks, self._family)
         outgoing, incoming = zip(ranks, sends, strict=True), zip(ranks, receives, strict=True)
-        self._matching.wait(self._matching.post(self._rank, verb, ranks, outgoing, incoming))
+        self._matcher.wait(self._matcher.post(self.rank, verb, ranks, outgoing, incoming))
 
 
 class _Handle:
     """A started exchange or message of one rank."""
 
-    def __init__(self, matching: MessageMatcher, operation: Operation) -> None:
-        self._matching = matching
-        self._operation = operation
+    def __init__(self, matcher: MessageMatcher, operation: Operation) -> None:
+        self._matcher, self._operation = matcher, operation
 
     def wait(self) -> None:
         """See `Handle.wait`."""
-        self._matching.wait(self._operation)
+        self._matcher.wait(self._operation)
 
     def done(self) -> bool:
         """See `Message.done`."""
@@ -266,7 +255,7 @@ class _Handle:
 
 
 def _serve(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Do tasks until there is a None."""
+    """Run tasks until there is a None."""
     with torch.autograd.set_multithreading_enabled(False):
         while (task := tasks.get()) is not None:
             task()
@@ -282,11 +271,11 @@ def _flat(what: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-def _pieces(what: str, tensor: torch.Tensor, sizes: Sequence[int], block: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Cut a tensor into the pieces of a block's ranks."""
+def _chunks(what: str, tensor: torch.Tensor, sizes: Sequence[int], block: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Split a tensor into the chunks of a block's ranks."""
     if len(sizes) != len(block) or sum(sizes) != tensor.numel() or min(sizes, default=0) < 0:
         raise SeqloomError(
-            f"{what} of {tensor.numel()} elements in pieces of {list(sizes)} for {len(block)} ranks: give every rank "
-            "a piece of 0 or more elements, which add up to the tensor"
+            f"{what} of {tensor.numel()} elements in chunks of {list(sizes)} for {len(block)} ranks: give every rank "
+            "a chunk of 0 or more elements, which add up to the tensor"
         )
     return _flat(what, tensor).split(list(sizes))

@@ -1,190 +1,55 @@
-"""Documents that a plan has in several pieces, each in a round of its own."""
+"""Which tokens a rank holds in a round, and how they move between the attention layout and the linear layout.
+
+`bind` does the index work of a round on the host, once: which rows the rank holds, in which groups it takes part, with
+whom it exchanges how many rows. The result is a `Context`, which every layer reads.
+
+A round may have two token layouts (Zeppelin's remapping). Both hold every token once, so `redistribute_tokens` only
+moves rows: each rank sends what another shall hold, in one message for all tensors that go together; gradients go back
+along the inverse. The rows stay among the ranks of a shard group, which run the same rounds.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from seqloom.dist.redistribute import TokenRedistribute
-from seqloom.dist.redistribute import bind_redistribute
-from seqloom.dist.rows import columns
-from seqloom.dist.rows import expand
-from seqloom.dist.rows import on_device
-from seqloom.dist.rows import rows_of
-from seqloom.dist.rows import sorting
-from seqloom.dist.tensor_parallel import TPGroup
-from seqloom.dist.tensor_parallel import column_of
-from seqloom.dist.tensor_parallel import place_in
-from seqloom.dist.tensor_parallel import tp_group_of
-from seqloom.dist.transport import Transport
-from seqloom.errors import SeqloomError
-from seqloom.layout import Layout
-from seqloom.layout import Span
-from seqloom.plan import Group
-from seqloom.plan import GroupFamily
-from seqloom.plan import Plan
-from seqloom.plan import Remap
-from seqloom.plan import StageMicroBatch
-from typing import TypeVar
-from typing import cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
 
-def pieces_of_plan(plan: Plan) -> dict[int, tuple[Span, ...]]:
-    """Return all pieces, in order, of every document that the plan has in more than one."""
-    found: dict[int, list[Span]] = {}
-    for pipeline in plan.pipelines:
-        for current in pipeline.rounds:
-            for span in current.work[0].spans():  # all stages of a pipeline work on the same tokens
-                if span.tokens < plan.documents[span.document]:
-                    found.setdefault(span.document, []).append(span)
-    return {document: tuple(sorted(spans)) for document, spans in found.items()}
-
-
-def pieces_of_round(work: StageMicroBatch, pieces: Mapping[int, tuple[Span, ...]]) -> dict[int, tuple[Span, ...]]:
-    """Return the pieces of those documents of a round that are in several; refuse what cannot be true."""
-    found = {}
-    for span in work.spans():
-        every = pieces.get(span.document, ())
-        if len(every) < 2:
-            continue
-        edges = [0, *(piece.stop for piece in every)]
-        told = [(piece.start, piece.stop) for piece in every]
-        if told != list(pairwise(edges)) or any(piece.tokens < 1 for piece in every):
-            raise SeqloomError(
-                f"document {span.document} in pieces {told}: pieces begin at token 0 and follow each other without "
-                "gaps; give all pieces of the document in order, as pieces_of_plan does"
-            )
-        if span not in every:
-            raise SeqloomError(
-                f"document {span.document} is at tokens {span.start} to {span.stop} in this round, its pieces are "
-                f"{told}: give the pieces of the plan that the round belongs to"
-            )
-        found[span.document] = every
-    return found
-
-
-def check_documents(work: StageMicroBatch) -> None:
-    """Refuse a round with two pieces of one document."""
-    seen: set[int] = set()
-    for document, _, _ in work.spans():
-        if document in seen:
-            raise SeqloomError(
-                f"document {document} is twice in one round's work; a document, or a piece of one, belongs to one "
-                "group of a round: give the other piece to another round"
-            )
-        seen.add(document)
-
-
-# ---- merged: comm.checks
-# What `bind` refuses before anything is communicated: the value, the rule and the way out.
-
-
-def check_work(work: StageMicroBatch, transport: Transport, node_size: int | None, tensor: int) -> None:
-    """Refuse work that the ranks of a transport cannot do; the same on all of them.
-
-    Args:
-        work, transport, node_size, tensor: see `bind`.
-    """
-    _check_ranks(work, transport)
-    _check_routes(work, transport, node_size)
-    _check_layouts(work)
-    check_documents(work)
-    if tensor != 1:
-        _check_teams(work, tensor)
-
-
-def _check_ranks(work: StageMicroBatch, transport: Transport) -> None:
-    for group in work.groups:
-        name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
-        beyond = [rank for rank in group.ranks if not 0 <= rank < transport.ranks]
-        if beyond:
-            raise SeqloomError(
-                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
-                f"bind a plan made for {transport.ranks} ranks, or start at least {max(beyond) + 1}"
-            )
-        if len(set(group.ranks)) < group.degree or group.ulysses * group.ring != group.degree or not group.ranks:
-            raise SeqloomError(f"{name}: it needs ulysses x ring different ranks; list every rank once")
-        for block in group.blocks():
-            if block != tuple(range(block[0], block[0] + group.ulysses)):
-                raise SeqloomError(
-                    f"{name}: ranks {block} exchange heads and must be an ascending run, "
-                    f"for example {tuple(range(min(block), min(block) + group.ulysses))}"
-                )
-
-
-def _check_routes(work: StageMicroBatch, transport: Transport, node_size: int | None) -> None:
-    for group in work.groups:
-        if group.route is None:
-            continue
-        name = f"a group on ranks {group.ranks} routed through proxies {group.route.proxies}"
-        beyond = [rank for rank in group.route.proxies if not 0 <= rank < transport.ranks]
-        if beyond:
-            raise SeqloomError(
-                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
-                "choose proxies among them, or leave the route out"
-            )
-        if node_size is None:
-            raise SeqloomError(
-                f"{name}: which ranks share a node is not known; bind with node_size=..., or leave the route out"
-            )
-
-
-def _check_layouts(work: StageMicroBatch) -> None:
-    if work.attention is not None and work.attention != (derived := replace(work, attention=None).attention_layout()):
-        raise SeqloomError(
-            f"the attention layout of the work, {work.attention}, is not the one that its groups give, {derived}: "
-            "groups deal their tokens to ranks in one way, which their kernels and rings rely on; leave the attention "
-            "layout out, and give tokens other places in the linear layout"
-        )
-
-
-def _check_teams(work: StageMicroBatch, tensor: int) -> None:
-    for group in work.groups:
-        if tensor < 1 or group.ulysses % tensor:
-            raise SeqloomError(
-                f"tensor degree {tensor} for a group on ranks {group.ranks} with ulysses {group.ulysses}: teams are "
-                f"the inner part of the Ulysses axis; use a degree that divides {group.ulysses}"
-            )
-        if group.route is not None:
-            raise SeqloomError(
-                f"tensor degree {tensor} for a group on ranks {group.ranks} with a route: weight slices exchange keys "
-                "by themselves, from rank to rank; leave the route out, or use tensor degree 1"
-            )
-    if work.linear is not None:
-        raise SeqloomError(
-            f"tensor degree {tensor} for work with a linear layout: a team computes its linear layers together, on the "
-            "tokens it has in attention; leave the linear layout out, or use tensor degree 1"
-        )
-
-
-# ---- merged: comm.context
-# The bound context: what a round's work means for one rank, decided once and read by every layer.
-#
-# `bind` does the index work of a round on the host: which tokens the rank holds, in which groups it takes part,
-# with
-# whom it exchanges how many rows. Layers then only move and compute.
-
+from seqloom.dist.rows import (
+    expand_runs,
+    first_rows,
+    inverse_permutation,
+    on_device,
+    slice_or_index,
+    sort_order,
+    span_columns,
+)
+from seqloom.dist.tensor_parallel import TPGroup, bind_tp_group, has_communicator, slice_of, tp_ranks_of
+from seqloom.dist.transport import SingleRankTransport, Transport, all_to_all
+from seqloom.errors import PlanError, SeqloomError
+from seqloom.layout import Layout, Span
+from seqloom.layout.move import Move, move_between
+from seqloom.plan import Checkpoint, Group, GroupFamily, Plan, Remap, StageMicroBatch
 
 T = TypeVar("T")
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundGroup:
     """A group as one of its ranks sees it.
 
-    The buffer of a ring index is what its block holds together, rows sorted by document and position.
+    The buffer of a ring index holds the rows of its block's ranks, sorted by document and position.
 
     Attributes:
         group: the group of the plan.
-        ulysses_index, ring_index: place of this rank.
-        block: ranks of this ring index, the Ulysses communicator; in the column of a team they are no run.
+        ulysses_index, ring_index: of this rank.
+        block: ranks of this ring index, the Ulysses communicator; under tensor parallelism they are no run.
         ring_ranks: ranks of this Ulysses index, by ring index.
         spans: of this ring index, sorted by document and position.
         counts: rows of every rank of the block.
@@ -212,16 +77,16 @@ class BoundGroup:
 
 
 class Context:
-    """One rank's view of a round. A rank without tokens, or in no group, has one too. Nothing in it is replaced.
+    """One rank's view of a round; a rank without tokens, or in no group, has one too. Immutable.
 
     Not a dataclass: torch's FSDP looks for tensors in those among a layer's arguments, field by field, at every call.
 
     Attributes:
         work: what was bound.
-        transport: the door to other ranks.
+        transport: this rank's.
         spans: tokens of the local buffer, in the order of its rows: of the linear layout in a round that remaps around
             attention, else of the attention layout.
-        positions: int64[tokens], the place of every token in its document.
+        positions: int64[tokens], the position of every token in its document.
         documents: int64[tokens], the document of every token.
         groups: those this rank is in, in the order of the work; their rows are of the attention layout.
         attention_redistribute: from the model's tokens to those of attention; None where these are the same.
@@ -229,18 +94,18 @@ class Context:
         node_size: ranks per node; None: not known.
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
-        tp_group: ranks that share the weights with this one, and what attention sees of the round; None: tensor degree 1.
+        tp_group: ranks that share the weights with this one; None: tensor degree 1.
         saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
             None: nothing is kept. Set on a copy of the context, for one layer.
     """
 
     __slots__ = (
-        "_kept",
+        "_cache",
         "attention_redistribute",
-        "mlp_redistribute",
-        "kv_cache",
         "documents",
         "groups",
+        "kv_cache",
+        "mlp_redistribute",
         "node_size",
         "pieces",
         "positions",
@@ -260,25 +125,25 @@ class Context:
         documents: torch.Tensor,
         groups: tuple[BoundGroup, ...],
         node_size: int | None = None,
-        crossing: TokenRedistribute | None = None,
+        redistribute: TokenRedistribute | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
         kv_cache: object | None = None,
         tp_group: TPGroup | None = None,
     ) -> None:
-        """Keep what `bind` has found.
+        """Store what `bind` has computed.
 
         Args:
-            work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, tp_group: see the attributes.
-            crossing: from the linear to the attention layout; None where these are the same.
+            work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, tp_group: see the class.
+            redistribute: from the linear to the attention layout; None where these are the same.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
         self.node_size, self.pieces, self.kv_cache, self.tp_group = node_size, pieces or {}, kv_cache, tp_group
-        around = work.remap if crossing is not None else None
-        self.attention_redistribute = crossing if around == Remap.ATTENTION else None
-        self.mlp_redistribute = crossing.reversed() if crossing is not None and around == Remap.MLP else None
+        remaps_attention = work.remap == Remap.ATTENTION
+        self.attention_redistribute = redistribute if remaps_attention else None
+        self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
         self.saved_attention: object | None = None
-        self._kept: dict[Hashable, object] = {}
+        self._cache: dict[Hashable, object] = {}
 
     @property
     def rank(self) -> int:
@@ -292,14 +157,14 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of this rank live."""
+        """Of this rank's tensors."""
         return self.positions.device
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what was built for `key` before, or build it now. The key must name all the value depends on."""
-        if key not in self._kept:
-            self._kept[key] = build()
-        return cast("T", self._kept[key])
+        if key not in self._cache:
+            self._cache[key] = build()
+        return cast("T", self._cache[key])
 
 
 def bind(
@@ -314,28 +179,41 @@ def bind(
     kv_cache: object | None = None,
     tensor: int = 1,
 ) -> Context:
-    """Work out what one stage's share of a round means for the rank of `transport`. Nothing is communicated.
+    """Compute what one stage's share of a round means for the rank of `transport`. Communicates nothing.
 
     Args:
         work: the same on all ranks.
         transport: this rank's.
-        device: where the local tensors live.
-        node_size: ranks per node. A group whose traffic is routed needs it; others only work better with it.
-        shard groups, family: where tokens may change places if the work has a linear layout, see `bind_crossing`; a team
-            that is a block of the family meets on its communicator.
+        device: of the local tensors.
+        node_size: ranks per node. Required by a group with a route; others only run faster with it.
+        shard_groups: ranks that run the same rounds, among which tokens may move if the work has a linear layout;
+            None: all ranks do.
+        family: blocks with a communicator; None: none has one.
         pieces: for every document that the plan has in several pieces, all of them, in order.
         kv_cache: an `attention.KVCache`, one for all rounds of a step; needed where the work has such a document.
-        tensor: ranks that share the weights, the inner part of every group's Ulysses axis; see `team`.
+        tensor: tensor parallel degree of the stage, the inner part of every group's Ulysses axis.
     """
-    check_work(work, transport, node_size, tensor)
-    in_pieces, device = pieces_of_round(work, pieces or {}), torch.device(device)
+    _check_ranks(work, transport, node_size)
+    _check_layouts(work, tensor)
+    in_pieces, device = _pieces_of_round(work, pieces or {}), torch.device(device)
     view = partial(_view, transport=transport, device=device, node_size=node_size, pieces=in_pieces, kv_cache=kv_cache)
     blocks, tp_group = _block_layouts(work, transport.rank), None
     if tensor > 1:
-        ranks, index = place_in(work, transport.rank, tensor)
-        column = column_of(work, index, tensor)
-        tp_group = tp_group_of(ranks, index, blocks, view(column, _block_layouts(column, transport.rank)), family)
-    return view(work, blocks, crossing=bind_redistribute(work, transport, device, shard_groups, family), tp_group=tp_group)
+        ranks, index = tp_ranks_of(work, transport.rank, tensor)
+        sliced = slice_of(work, index, tensor)
+        tp_group = bind_tp_group(ranks, index, blocks, view(sliced, _block_layouts(sliced, transport.rank)), family)
+    redistribute = _bind_redistribute(work, transport, device, shard_groups, family)
+    return view(work, blocks, redistribute=redistribute, tp_group=tp_group)
+
+
+def bind_single_rank(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Context:
+    """Return the context of whole documents 0, 1, .. of these lengths, packed one after the other on one device."""
+    wrong = [length for length in lengths if length < 0]
+    if wrong:
+        raise SeqloomError(f"a document of {wrong[0]} tokens: lengths are 0 or more")
+    spans = tuple(Span(number, 0, int(length)) for number, length in enumerate(lengths) if length)
+    groups = (Group((0,), 1, 1, spans),) if spans else ()
+    return bind(StageMicroBatch(groups, Checkpoint.NONE), SingleRankTransport(), device=device)
 
 
 def _view(
@@ -347,7 +225,7 @@ def _view(
     node_size: int | None,
     pieces: Mapping[int, tuple[Span, ...]],
     kv_cache: object | None,
-    crossing: TokenRedistribute | None = None,
+    redistribute: TokenRedistribute | None = None,
     tp_group: TPGroup | None = None,
 ) -> Context:
     """Do the index work of a rank's groups, whose blocks hold their tokens as `blocks` say."""
@@ -356,25 +234,25 @@ def _view(
     # A document is in one group, so sorting by document is all it takes to join the spans of the groups.
     held = sorted((span, number) for number, layout in enumerate(blocks) for span in layout.spans(rank))
     spans = tuple(span for span, _ in held)
-    _, starts, stops = columns(spans)
+    _, starts, stops = span_columns(spans)
     lengths = stops - starts
     firsts, owner = np.cumsum(lengths) - lengths, np.array([number for _, number in held], dtype=np.int64)
     groups = []
     for number, (group, layout) in enumerate(zip(own, blocks, strict=True)):
-        rows = rows_of(firsts[owner == number], lengths[owner == number])
+        rows = slice_or_index(firsts[owner == number], lengths[owner == number])
         groups.append(_bind_group(group, rank, layout, rows, device))
-    if crossing is not None and work.linear is not None and work.remap == Remap.ATTENTION:
+    if redistribute is not None and work.linear is not None and work.remap == Remap.ATTENTION:
         spans = work.linear.spans(rank)
-    documents, starts, stops = columns(spans)
+    documents, starts, stops = span_columns(spans)
     return Context(
         work,
         transport,
         spans,
-        positions=on_device(expand(starts, stops - starts), device),
+        positions=on_device(expand_runs(starts, stops - starts), device),
         documents=on_device(np.repeat(documents, stops - starts), device),
         groups=tuple(groups),
         node_size=node_size,
-        crossing=crossing,
+        redistribute=redistribute,
         pieces=pieces,
         kv_cache=kv_cache,
         tp_group=tp_group,
@@ -382,7 +260,7 @@ def _view(
 
 
 def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
-    """Who in the block of `rank` holds what, for every group it is in.
+    """Return who in the block of `rank` holds what, for every group it is in.
 
     A ring index is a group of its own, of the chunks it was dealt.
     """
@@ -390,17 +268,17 @@ def _block_layouts(work: StageMicroBatch, rank: int) -> list[Layout]:
     for group in work.groups:
         if rank in group.ranks:
             index = group.ranks.index(rank) // group.ulysses
-            block = Group(group.blocks()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
+            block = Group(group.ulysses_groups()[index], group.ulysses, 1, tuple(group.ring_spans(index)))
             layouts.append(block.token_layout())
     return layouts
 
 
 def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarray, device: torch.device) -> BoundGroup:
     ring_index, ulysses_index = divmod(group.ranks.index(rank), group.ulysses)
-    block = group.blocks()[ring_index]
+    block = group.ulysses_groups()[ring_index]
     spans = tuple(sorted(group.ring_spans(ring_index)))
     held = [layout.spans(peer) for peer in block]
-    order, places = sorting([span for share in held for span in share], spans, device)
+    order, inverse_order = sort_order([span for peer_spans in held for span in peer_spans], spans, device)
     return BoundGroup(
         group,
         ulysses_index,
@@ -408,8 +286,266 @@ def _bind_group(group: Group, rank: int, layout: Layout, rows: slice | np.ndarra
         block,
         ring_ranks=group.ranks[ulysses_index :: group.ulysses],
         spans=spans,
-        counts=tuple(sum(span.tokens for span in share) for share in held),
+        counts=tuple(sum(span.tokens for span in peer_spans) for peer_spans in held),
         rows=rows if isinstance(rows, slice) else on_device(rows, device),
         order=order,
-        inverse_order=places,
+        inverse_order=inverse_order,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowExchange:
+    """One rank's part of moving rows from one layout to another: a permuted all-to-all.
+
+    Attributes:
+        transport: this rank's.
+        ranks: of the shard group, ascending.
+        collective: whether the shard group has a communicator.
+        sends, receives: rows for and from every rank of the shard group, this one included.
+        send_order: int64[rows], the rows in the order sent, one receiver after the other; None: as they lie.
+        receive_order: int64[rows], sorts the received rows, one sender after the other; None: they are sorted.
+    """
+
+    transport: Transport
+    ranks: tuple[int, ...]
+    collective: bool
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    send_order: torch.Tensor | None
+    receive_order: torch.Tensor | None
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        """Return tensors [rows before, width, ...] of one dtype as [rows after, width, ...], in new memory."""
+        flat = [tensor.flatten(1) for tensor in tensors]
+        if self.send_order is not None:
+            flat = [each.index_select(0, self.send_order) for each in flat]
+        sent = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous()
+        width = sent.shape[1]
+        received = sent.new_empty((sum(self.receives), width))
+        into, out_of = ([rows * width for rows in counts] for counts in (self.receives, self.sends))
+        flat_rows = received.view(-1), sent.view(-1)
+        all_to_all(self.transport, *flat_rows, into, out_of, self.ranks, collective=self.collective)
+        if self.receive_order is not None:
+            received = received.index_select(0, self.receive_order)
+        parts = received.split([each.shape[1] for each in flat], dim=1)
+        return tuple(part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRedistribute:
+    """The exchange from a source to a target layout, and its inverse, which gradients take."""
+
+    to_target: RowExchange
+    to_source: RowExchange
+
+    def reversed(self) -> TokenRedistribute:
+        """Return the redistribution from target to source."""
+        return TokenRedistribute(self.to_source, self.to_target)
+
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
+        """Move rows to the target layout."""
+        return self.to_target(*tensors)
+
+    def backward(self, *gradients: torch.Tensor) -> Tensors:
+        """Move gradients back to the source layout."""
+        return self.to_source(*gradients)
+
+
+def redistribute_tokens(redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
+    """Move tensors [rows, width, ...] of one dtype together, with autograd. All ranks of the shard group call it."""
+    return _Redistribute.apply(redistribute, *tensors)
+
+
+def run_in_mlp_layout(
+    x: torch.Tensor, context: Context | torch.Tensor, mlp: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return `mlp(x)`, computed on the tokens of the linear layout in a round that remaps around the MLP.
+
+    Args:
+        x: [tokens, width, ...], rows as in `context.spans`.
+        context: of the round; in a compiled layer its opaque handle, and then nothing moves.
+        mlp: treats every row independently.
+
+    Returns:
+        [tokens, width, ...], rows as those of `x`.
+    """
+    redistribute = None if isinstance(context, torch.Tensor) else context.mlp_redistribute
+    if redistribute is None:
+        return mlp(x)
+    (inside,) = redistribute_tokens(redistribute, x)
+    return redistribute_tokens(redistribute.reversed(), mlp(inside))[0]
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, redistribute: TokenRedistribute, *tensors: torch.Tensor) -> Tensors:
+        ctx.redistribute = redistribute
+        return redistribute.forward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        return None, *ctx.redistribute.backward(*gradients)
+
+
+def _bind_redistribute(
+    work: StageMicroBatch,
+    transport: Transport,
+    device: torch.device,
+    shard_groups: Sequence[Sequence[int]] | None,
+    family: GroupFamily | None,
+) -> TokenRedistribute | None:
+    """Return this rank's redistribution from linear to attention layout; None where its shard group moves nothing."""
+    if work.linear is None:
+        return None
+    rank, everyone = transport.rank, tuple(range(transport.ranks))
+    shard_group = tuple(sorted(next((each for each in shard_groups or (everyone,) if rank in each), (rank,))))
+    near = tuple(group for group in work.groups if not set(group.ranks).isdisjoint(shard_group))
+    attention = StageMicroBatch(near, work.checkpoint).attention_layout().restrict(shard_group)
+    linear = work.linear.restrict(shard_group)
+    move = _move_to_attention(linear, attention, shard_group, rank)
+    if not move.remote.any():
+        return None
+    taken, sends = _rows_by_peer(move, move.sender, move.receiver, linear, rank, shard_group)
+    placed, receives = _rows_by_peer(move, move.receiver, move.sender, attention, rank, shard_group)
+    is_sorted = (np.array_equal(rows, np.arange(len(rows))) for rows in (taken, placed))
+    take, place = (None if done else on_device(rows, device) for done, rows in zip(is_sorted, (taken, placed)))
+    ends = transport, shard_group, has_communicator(shard_group, family)
+    return TokenRedistribute(
+        RowExchange(*ends, sends, receives, take, None if place is None else inverse_permutation(place)),
+        RowExchange(*ends, receives, sends, place, None if take is None else inverse_permutation(take)),
+    )
+
+
+def _rows_by_peer(
+    move: Move, mine: np.ndarray, theirs: np.ndarray, layout: Layout, rank: int, shard_group: tuple[int, ...]
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the rows of this rank's end of a move, one peer after the other, and how many each peer has."""
+    here = mine == rank
+    peers, pieces = theirs[here], np.stack((move.item[here], move.start[here], move.stop[here]))
+    order = np.argsort(peers, kind="stable")  # leaves the boxes of a pair of ranks as both ends have them
+    pieces, lengths = pieces[:, order], move.sizes[here][order]
+    rows = expand_runs(first_rows(span_columns(layout.spans(rank)), pieces), lengths)
+    counts = np.bincount(np.searchsorted(shard_group, peers[order]), weights=lengths, minlength=len(shard_group))
+    return rows, tuple(int(count) for count in counts)
+
+
+def _move_to_attention(linear: Layout, attention: Layout, shard_group: tuple[int, ...], rank: int) -> Move:
+    """Return the move between the layouts of a shard group; refuse layouts that do not hold the same tokens once."""
+    if linear.axes != 1:
+        raise SeqloomError(f"a linear layout with {linear.axes} axes: it holds whole tokens; use one axis")
+    held, wanted = (int(layout.sizes.sum()) for layout in (linear, attention))
+    try:
+        if held == wanted:  # and every token that attention wants is there: then no token is there twice
+            return move_between(linear, attention)
+    except PlanError:
+        pass
+    run = len(shard_group) > 1 and shard_group == tuple(range(shard_group[0], shard_group[-1] + 1))
+    ranks = f"{shard_group[0]} to {shard_group[-1]}" if run else ", ".join(map(str, shard_group))
+    raise SeqloomError(
+        f"the linear layout puts {held} tokens on ranks {ranks}, which hold {wanted} in attention, or other "
+        f"ones: a remap leaves every token once, on ranks that share parameter shards, as these do with rank {rank}; "
+        "let the linear layout spread what they hold, leave it out, or shard parameters over more ranks"
+    )
+
+
+def pieces_of_plan(plan: Plan) -> dict[int, tuple[Span, ...]]:
+    """Return all pieces, in order, of every document that the plan splits into several (Seq1F1B)."""
+    found: dict[int, list[Span]] = {}
+    for pipeline in plan.pipelines:
+        for current in pipeline.rounds:
+            for span in current.by_stage[0].spans():  # all stages of a pipeline work on the same tokens
+                if span.tokens < plan.documents[span.document]:
+                    found.setdefault(span.document, []).append(span)
+    return {document: tuple(sorted(spans)) for document, spans in found.items()}
+
+
+def _pieces_of_round(work: StageMicroBatch, pieces: Mapping[int, tuple[Span, ...]]) -> dict[int, tuple[Span, ...]]:
+    """Return the pieces of those documents of a round that are in several; refuse inconsistent ones."""
+    found: dict[int, tuple[Span, ...]] = {}
+    documents: set[int] = set()
+    for span in work.spans():
+        if span.document in documents:
+            raise SeqloomError(
+                f"document {span.document} is twice in one round's work; a document, or a piece of one, belongs to one "
+                "group of a round: give the other piece to another round"
+            )
+        documents.add(span.document)
+        every = pieces.get(span.document, ())
+        if len(every) < 2:
+            continue
+        edges = [0, *(piece.stop for piece in every)]
+        given = [(piece.start, piece.stop) for piece in every]
+        if given != list(pairwise(edges)) or any(piece.tokens < 1 for piece in every):
+            raise SeqloomError(
+                f"document {span.document} in pieces {given}: pieces begin at token 0 and follow each other without "
+                "gaps; give all pieces of the document in order, as pieces_of_plan does"
+            )
+        if span not in every:
+            raise SeqloomError(
+                f"document {span.document} is at tokens {span.start} to {span.stop} in this round, its pieces are "
+                f"{given}: give the pieces of the plan that the round belongs to"
+            )
+        found[span.document] = every
+    return found
+
+
+def _check_ranks(work: StageMicroBatch, transport: Transport, node_size: int | None) -> None:
+    """Refuse groups and routes that the ranks of a transport cannot run."""
+    for group in work.groups:
+        name = f"a group on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
+        beyond = [rank for rank in group.ranks if not 0 <= rank < transport.ranks]
+        if beyond:
+            raise SeqloomError(
+                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
+                f"bind a plan made for {transport.ranks} ranks, or start at least {max(beyond) + 1}"
+            )
+        if len(set(group.ranks)) < group.degree or group.ulysses * group.ring != group.degree or not group.ranks:
+            raise SeqloomError(f"{name}: it needs ulysses x ring different ranks; list every rank once")
+        for block in group.ulysses_groups():
+            if block != tuple(range(block[0], block[0] + group.ulysses)):
+                raise SeqloomError(
+                    f"{name}: ranks {block} exchange heads and must be an ascending run, "
+                    f"for example {tuple(range(min(block), min(block) + group.ulysses))}"
+                )
+        if group.route is None:
+            continue
+        name = f"a group on ranks {group.ranks} routed through proxies {group.route.proxies}"
+        beyond = [rank for rank in group.route.proxies if not 0 <= rank < transport.ranks]
+        if beyond:
+            raise SeqloomError(
+                f"{name}: rank {beyond[0]} is not among the {transport.ranks} ranks of the transport; "
+                "choose proxies among them, or leave the route out"
+            )
+        if node_size is None:
+            raise SeqloomError(
+                f"{name}: which ranks share a node is not known; bind with node_size=..., or leave the route out"
+            )
+
+
+def _check_layouts(work: StageMicroBatch, tensor: int) -> None:
+    """Refuse an attention layout other than that of the groups, and what tensor parallelism does not allow."""
+    if work.attention is not None and work.attention != (derived := replace(work, attention=None).attention_layout()):
+        raise SeqloomError(
+            f"the attention layout of the work, {work.attention}, is not the one that its groups give, {derived}: "
+            "groups deal their tokens to ranks in one way, which their kernels and rings rely on; leave the attention "
+            "layout out, and give tokens other places in the linear layout"
+        )
+    if tensor == 1:
+        return
+    for group in work.groups:
+        if tensor < 1 or group.ulysses % tensor:
+            raise SeqloomError(
+                f"tensor degree {tensor} for a group on ranks {group.ranks} with ulysses {group.ulysses}: TP groups "
+                f"are the inner part of the Ulysses axis; use a degree that divides {group.ulysses}"
+            )
+        if group.route is not None:
+            raise SeqloomError(
+                f"tensor degree {tensor} for a group on ranks {group.ranks} with a route: weight slices exchange keys "
+                "by themselves, from rank to rank; leave the route out, or use tensor degree 1"
+            )
+    if work.linear is not None:
+        raise SeqloomError(
+            f"tensor degree {tensor} for work with a linear layout: a TP group computes its linear layers together, on "
+            "the tokens it has in attention; leave the linear layout out, or use tensor degree 1"
+        )

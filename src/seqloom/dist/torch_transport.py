@@ -1,77 +1,67 @@
-"""The communicators of a family of blocks: one process group for each, made once, in one order, before step 1."""
+"""The transport of real jobs: torch.distributed, with NCCL or gloo.
+
+`Communicators` creates every process group before step 1, in one order on all ranks: one for each block of the group
+family, two worlds for `exchange`, and with NCCL one for every kind of point-to-point channel. `TorchTransport` runs the
+verbs on them. gloo keeps channels and worlds apart by tags on one world. It moves CUDA tensors in collectives but not
+in send and receive, so these go through pinned host memory.
+"""
 
 from __future__ import annotations
 
 import atexit
-import numpy as np
-import torch
-import torch.distributed as dist
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
 from seqloom.compat import inherit_timeout
-from seqloom.dist.transport import Handle
-from seqloom.dist.transport import P2PDirection
-from seqloom.dist.transport import Message
-from seqloom.dist.transport import P2PTensor
-from seqloom.dist.transport import Transport
-from seqloom.dist.transport import P2PChannel
-from seqloom.dist.transport import check_peer
+from seqloom.dist.transport import Handle, Message, P2PChannel, P2PDirection, P2PTensor, check_peer
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
-
-@dataclass(frozen=True, slots=True)
-class Communicator:
-    """A block of the family. `group` is None where this rank is not a member."""
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+TAGS = {P2PDirection.FORWARD: 1, P2PDirection.BACKWARD: 2}
+"""gloo's tags of messages; tensors of `exchange` have 0."""
+BACKGROUND_TAG = 3
+"""gloo's tag of tensors on the background world."""
+_created: weakref.WeakSet[Communicators] = weakref.WeakSet()
 
 
 class Communicators:
-    """All communicators of a job: the world for `exchange`, and the blocks of a family for the other verbs.
+    """All process groups of a job.
 
     Attributes:
+        family: the blocks that have a communicator.
         world: the group of all ranks of the family; None in a process outside it.
-        aside: another one of the same ranks with NCCL, else the same: gloo keeps messages apart by their tags.
+        background: with NCCL a second group of the same ranks, else `world`.
+        groups: {block of more than one rank: its process group, None where this rank is not a member}, by size and
+            then by start.
         rank: this process.
-        has_nccl: CUDA tensors travel by NCCL.
+        has_nccl: whether CUDA tensors travel by NCCL.
     """
 
     def __init__(
         self,
         family: GroupFamily,
         world: dist.ProcessGroup | None,
-        communicators: Sequence[Communicator],
-        lanes: Mapping[tuple[P2PDirection, bool], dist.ProcessGroup | None],
-        aside: dist.ProcessGroup | None,
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+        p2p_groups: Mapping[tuple[P2PDirection, bool], dist.ProcessGroup | None],
+        background: dist.ProcessGroup | None,
     ) -> None:
-        """Keep what `create` has made."""
-        self.family = family
-        self.world = world
-        self.aside = aside
+        """Store what `create` has made."""
+        self.family, self.world, self.background = family, world, background
         self.rank = dist.get_rank()
         self.has_nccl = "nccl" in dist.get_backend_config()
-        self._list = tuple(communicators)
-        self._groups = {communicator.ranks: communicator.group for communicator in communicators}
-        self._lanes = dict(lanes)
-        _alive.add(self)
+        self.groups, self._p2p_groups = dict(groups), dict(p2p_groups)
+        _created.add(self)
 
     @classmethod
     def create(cls, family: GroupFamily) -> Communicators:
-        """Make a process group for every block, in the family's order.
+        """Create a process group for every block, in the family's order.
 
-        Every process of the job calls this, whatever blocks it is in: torch makes a group with the help of all.
+        Every process of the job calls this, whichever blocks it is in: torch creates a group with the help of all.
         Blocks of one rank need no group, so a rank ends up in at most `family.budget` of them.
 
         Args:
@@ -82,85 +72,77 @@ class Communicators:
         size = dist.get_world_size()
         if family.ranks > size:
             raise SeqloomError(f"a family of {family.ranks} ranks in a job of {size}; make it for at most {size} ranks")
-        world = _make_group(range(family.ranks)) if family.ranks < size else dist.group.WORLD
-        made = [Communicator(tuple(block), _make_group(block)) for block in family.communicators()]
-        lanes, aside = {}, world
+        everyone = range(family.ranks)
+        world = _new_group(everyone) if family.ranks < size else dist.group.WORLD
+        groups = {tuple(block): _new_group(block) for block in family.communicators()}
+        p2p_groups, background = {}, world
         if "nccl" in dist.get_backend_config():
-            # Groups, not yet communicators: NCCL makes one for every pair of ranks that has a first message there. It
-            # runs what a pair does in a group one after the other, so each direction of a lane has its own.
-            ways = [(lane, upward) for lane in P2PDirection for upward in (True, False)]
-            lanes = {way: _make_group(range(family.ranks)) for way in ways}
-            aside = _make_group(range(family.ranks))
-        return cls(family, world, made, lanes, aside)
-
-    def list(self) -> tuple[Communicator, ...]:
-        """Return the blocks of the family that have a communicator, by size and then by start."""
-        return self._list
+            # Groups, not yet communicators: NCCL creates one for every pair of ranks at their first message. It runs
+            # the messages of a pair in a group one after the other, so each direction upward and downward has its own.
+            keys = [(direction, upward) for direction in P2PDirection for upward in (True, False)]
+            p2p_groups = {key: _new_group(everyone) for key in keys}
+            background = _new_group(everyone)
+        return cls(family, world, groups, p2p_groups, background)
 
     def group_of(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the process group of a block; None for a block of one rank, which needs none."""
-        group = self._groups.get(block)
+        group = self.groups.get(block)
         if group is None:
             check_block(block, self.rank, self.family.ranks, self.family)
             if len(block) > 1:
                 raise SeqloomError(f"block {block}: these communicators are closed; create new ones")
         return group
 
-    def group_on(self, lane: P2PDirection, *, upward: bool) -> dist.ProcessGroup | None:
-        """Return the process group of messages on a lane, to a higher rank or a lower one."""
-        return self._lanes.get((lane, upward), self.world)
+    def p2p_group(self, direction: P2PDirection, *, upward: bool) -> dist.ProcessGroup | None:
+        """Return the process group of messages in a direction, to a higher rank or a lower one."""
+        return self._p2p_groups.get((direction, upward), self.world)
 
     def warm_up(self) -> None:
-        """Run one small verb on every communicator of this rank, so that the first step finds connections made."""
+        """Run one small verb on every communicator of this rank, so that the first step finds open connections."""
         if self.world is None:
             return
-        device = "cuda" if self.has_nccl else "cpu"
-        token = torch.ones(1, device=device)
-        for world in dict.fromkeys((self.world, self.aside)):
-            dist.all_reduce(token, group=world)  # a world's first verb must be one that all its ranks take part in
-        after, before = (self.rank + 1) % self.family.ranks, (self.rank - 1) % self.family.ranks
+        token = torch.ones(1, device="cuda" if self.has_nccl else "cpu")
+        for world in dict.fromkeys((self.world, self.background)):
+            dist.all_reduce(token, group=world)  # the first verb of a world must involve all its ranks
         if self.family.ranks > 1:
+            following, previous = ((self.rank + step) % self.family.ranks for step in (1, -1))
             ring = [
-                dist.P2POp(dist.isend, token, after, self.world),
-                dist.P2POp(dist.irecv, torch.empty_like(token), before, self.world),
+                dist.P2POp(dist.isend, token, following, self.world),
+                dist.P2POp(dist.irecv, torch.empty_like(token), previous, self.world),
             ]
             for work in dist.batch_isend_irecv(ring):
                 work.wait()
-        for communicator in self._list:
-            if communicator.group is not None:
-                dist.all_reduce(token, group=communicator.group)
+        for group in self.groups.values():
+            if group is not None:
+                dist.all_reduce(token, group=group)
 
     def close(self) -> None:
-        """Destroy the groups that were made here; torch's own world stays."""
-        made = [*(communicator.group for communicator in self._list), *self._lanes.values()]
-        made += {self.world, self.aside} - {dist.group.WORLD}
-        for group in made:
+        """Destroy the groups that were created here; torch's own world stays."""
+        created = [*self.groups.values(), *self._p2p_groups.values()]
+        created += {self.world, self.background} - {dist.group.WORLD}
+        for group in created:
             if group is not None:
                 dist.destroy_process_group(group)
-        self.let_go()
+        self.drop_references()
 
-    def let_go(self) -> None:
-        """Forget all groups, so that those end that torch has forgotten too."""
-        self.world = self.aside = None
-        self._list, self._groups, self._lanes = (), {}, {}
-
-
-_alive: weakref.WeakSet[Communicators] = weakref.WeakSet()
+    def drop_references(self) -> None:
+        """Forget all groups, so that those end which torch has destroyed."""
+        self.world = self.background = None
+        self.groups, self._p2p_groups = {}, {}
 
 
 @atexit.register
-def _let_go_of_all() -> None:
-    """Let groups that the job has destroyed end before Python does.
+def _drop_all_references() -> None:
+    """Let groups that the job has destroyed end before the interpreter does.
 
-    A thread of theirs that is still there while the interpreter shuts down, and wants to give a tensor back, aborts the
-    process.
+    A thread of theirs that outlives it and then frees a tensor aborts the process.
     """
-    for each in list(_alive):
-        each.let_go()
+    for each in list(_created):
+        each.drop_references()
 
 
-def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Make a process group; return None where this process is not a member."""
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Create a process group; return None where this process is not a member."""
     group = dist.new_group(list(ranks))
     if not isinstance(group, dist.ProcessGroup):
         return None
@@ -173,7 +155,7 @@ def check_block(block: tuple[int, ...], rank: int, ranks: int, family: GroupFami
 
     Args:
         block: ranks of a communicator.
-        rank: the one that calls it.
+        rank: the calling one.
         ranks: size of the world.
         family: the legal blocks; None: all.
     """
@@ -190,39 +172,24 @@ def check_block(block: tuple[int, ...], rank: int, ranks: int, family: GroupFami
         )
 
 
-# ---- merged: comm.distributed
-# The transport of real jobs: torch.distributed, with NCCL or gloo.
-#
-# Blocks run on the communicators of a family, `exchange` on the world, messages on a communicator for every way
-# (NCCL)
-# or on the world with a tag for every lane (gloo, where ways do not wait for each other by themselves). gloo moves
-# CUDA
-# tensors in collectives but not in send and receive, so there they pass through pinned host memory.
-
-
-ASIDE = 1 + len(P2PDirection)
-"""The label of parcels on the second world communicator, see `_tag`."""
-
-
 class TorchTransport:
-    """One process of a torch.distributed job as a transport."""
+    """One process of a torch.distributed job as a `Transport`, whose methods it has."""
 
-    def __init__(self, communicators: Communicators, *, aside: bool = False) -> None:
-        """Speak over these communicators. With NCCL the process must have set its CUDA device.
+    def __init__(self, communicators: Communicators, *, background: bool = False) -> None:
+        """Use these communicators. With NCCL the process must have set its CUDA device.
 
         Args:
             communicators: of the job.
-            aside: whether `exchange` is on the second world communicator.
+            background: whether `exchange` is on the second world communicator.
         """
         if communicators.world is None:
             raise SeqloomError(
                 f"rank {communicators.rank} is outside the family of {communicators.family.ranks} ranks; "
                 "make a larger family, or no transport here"
             )
-        self._communicators = communicators
-        self._aside = aside
-        self._stages = not communicators.has_nccl
-        self._ready: set[P2PChannel] = set()
+        self._communicators, self._background = communicators, background
+        self._stages_on_host = not communicators.has_nccl
+        self._connected: set[P2PChannel] = set()
 
     @property
     def rank(self) -> int:
@@ -236,13 +203,13 @@ class TorchTransport:
 
     @property
     def waits_in_stream(self) -> bool:
-        """With NCCL."""
-        return not self._stages
+        """True with NCCL."""
+        return not self._stages_on_host
 
     @property
     def background(self) -> TorchTransport:
-        """See `Transport.background`."""
-        return TorchTransport(self._communicators, aside=True)
+        """This transport on the second world communicator."""
+        return TorchTransport(self._communicators, background=True)
 
     def all_to_all(
         self,
@@ -252,7 +219,7 @@ class TorchTransport:
         input_sizes: Sequence[int],
         block: Sequence[int],
     ) -> None:
-        """See `Transport.all_to_all`."""
+        """Call all_to_all_single."""
         group = self._communicators.group_of(tuple(block))
         if group is None:
             output.copy_(input)
@@ -260,75 +227,74 @@ class TorchTransport:
             dist.all_to_all_single(output, input, list(output_sizes), list(input_sizes), group=group)
 
     def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
-        """See `Transport.exchange`. Parcels without elements do not travel."""
-        self._keep_own(sends, receives)
-        outgoing = [parcel for parcel in sends if parcel.peer != self.rank and parcel.tensor.numel()]
-        incoming = [parcel for parcel in receives if parcel.peer != self.rank and parcel.tensor.numel()]
-        arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if self._stages:
+        """Call batch_isend_irecv, without empty tensors; copy what this rank sends to itself."""
+        self._copy_own(sends, receives)
+        outgoing = [each for each in sends if each.peer != self.rank and each.tensor.numel()]
+        incoming = [each for each in receives if each.peer != self.rank and each.tensor.numel()]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._stages_on_host:
             outgoing = _to_host(outgoing)
-            staged = [parcel._replace(tensor=_host_like(parcel.tensor)) for parcel in incoming]
+            staged = [each._replace(tensor=_host_like(each.tensor)) for each in incoming]
             pairs = zip(incoming, staged, strict=True)
-            arrivals = [(there.tensor, here.tensor) for there, here in pairs if there.tensor is not here.tensor]
+            copies = [(target.tensor, host.tensor) for target, host in pairs if target.tensor is not host.tensor]
             incoming = staged
-        world = self._communicators.aside if self._aside else self._communicators.world
-        tag = ASIDE if self._aside else 0
-        # Receives first: gloo tells a peer that it may send on the connection that carries this rank's own data to
-        # it, so behind a send two ranks that exchange would take turns.
+        world = self._communicators.background if self._background else self._communicators.world
+        tag = BACKGROUND_TAG if self._background else 0
+        # Receives first: gloo grants a peer its send on the connection that carries this rank's data to it, so behind
+        # a send two ranks that exchange would take turns.
         batch = [dist.P2POp(dist.irecv, tensor, peer, world, tag) for peer, tensor in incoming]
         batch += [dist.P2POp(dist.isend, tensor, peer, world, tag) for peer, tensor in outgoing]
-        return _Transfer(dist.batch_isend_irecv(batch) if batch else [], arrivals)
+        return _Transfer(dist.batch_isend_irecv(batch) if batch else [], copies)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
-        """See `Transport.all_gather`."""
+        """Call all_gather_into_tensor."""
         group = self._communicators.group_of(tuple(block))
         if group is None:
             output.copy_(input)
         else:
-            _all_gather_flat()(output, input, group=group)
+            flat_collective("all_gather")(output, input, group=group)
 
     def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
-        """See `Transport.all_reduce`."""
+        """Call all_reduce."""
         group = self._communicators.group_of(tuple(block))
         if group is not None:
             dist.all_reduce(tensor, group=group)
 
-    def connect(self, ways: Iterable[P2PChannel]) -> None:
-        """See `Transport.connect`. With NCCL a way's communicator is made by its first message, which is sent here.
+    def connect(self, channels: Iterable[P2PChannel]) -> None:
+        """Send a first message on every new channel: with NCCL it creates the channel's communicator.
 
-        Both ends wait for each other then. All ranks take their ways in one order, so none waits in a circle.
+        Both ends wait for each other. All ranks take their channels in one order, so no cycle of waits can arise.
         """
-        new = sorted(set(ways) - self._ready)
-        self._ready.update(new)
-        if self._stages:
+        new = set(channels) - self._connected
+        self._connected.update(new)
+        if self._stages_on_host:
             return
         token = torch.zeros(1, device="cuda")
-        for way in sorted(new, key=lambda way: (way.peers, way)):
-            if way.sender == self.rank:
-                self.send(token, way.receiver, way.lane).wait()
+        for channel in sorted(new, key=lambda channel: (channel.peers, channel)):
+            if channel.sender == self.rank:
+                self.send(token, channel.receiver, channel.direction).wait()
             else:
-                self.receive(token, way.sender, way.lane).wait()
+                self.receive(token, channel.sender, channel.direction).wait()
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
-        """See `Transport.send`."""
-        check_peer(self.rank, self.ranks, peer, lane)
-        group = self._communicators.group_on(lane, upward=self.rank < peer)
-        given = _to_host([P2PTensor(peer, tensor)])[0].tensor if self._stages else tensor.detach()
-        work = dist.isend(given, peer, group=group, tag=_tag(lane))
+    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Call isend."""
+        check_peer(self.rank, self.ranks, peer, direction)
+        group = self._communicators.p2p_group(direction, upward=self.rank < peer)
+        given = _to_host([P2PTensor(peer, tensor)])[0].tensor if self._stages_on_host else tensor.detach()
+        work = dist.isend(given, peer, group=group, tag=TAGS[direction])
         assert work is not None  # it is where this process is not in the group
         return _Message(work, given)
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
-        """See `Transport.receive`."""
-        check_peer(self.rank, self.ranks, peer, lane)
-        group = self._communicators.group_on(lane, upward=peer < self.rank)
-        room = _host_like(tensor) if self._stages else tensor.detach()
-        work = dist.irecv(room, peer, group=group, tag=_tag(lane))
+    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Call irecv."""
+        check_peer(self.rank, self.ranks, peer, direction)
+        group = self._communicators.p2p_group(direction, upward=peer < self.rank)
+        buffer = _host_like(tensor) if self._stages_on_host else tensor.detach()
+        work = dist.irecv(buffer, peer, group=group, tag=TAGS[direction])
         assert work is not None
-        return _Message(work, room, tensor if room.device != tensor.device else None)
+        return _Message(work, buffer, tensor if buffer.device != tensor.device else None)
 
-    def _keep_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> None:
-        """Copy what this rank sends to itself."""
+    def _copy_own(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> None:
         given = [tensor for peer, tensor in sends if peer == self.rank]
         taken = [tensor for peer, tensor in receives if peer == self.rank]
         sizes = [[(tensor.numel(), tensor.dtype) for tensor in tensors] for tensors in (given, taken)]
@@ -343,55 +309,50 @@ class TorchTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Started sends and receives, and what must be copied from host memory after them."""
+    """A started exchange, and the (target, host buffer) copies to make after it."""
 
     works: Sequence[dist.Work]
-    arrivals: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def wait(self) -> None:
         """See `Handle.wait`."""
         for work in self.works:
             work.wait()
-        for target, host in self.arrivals:
+        for target, host in self.copies:
             target.detach().copy_(host, non_blocking=True)
 
 
 @dataclass(slots=True)
 class _Message:
-    """A started message: what carries it, its tensor while it travels, and where that goes from host memory."""
+    """A started message: its buffer stays alive while it travels; `target` is filled from a host buffer."""
 
     work: dist.Work | None
-    tensor: torch.Tensor | None
+    buffer: torch.Tensor | None
     target: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """See `Message.wait`."""
+        """See `Handle.wait`."""
         if self.work is None:
             return
         self.work.wait()
-        if self.target is not None and self.tensor is not None:
-            self.target.detach().copy_(self.tensor, non_blocking=True)
-        self.work = self.tensor = self.target = None
+        if self.target is not None and self.buffer is not None:
+            self.target.detach().copy_(self.buffer, non_blocking=True)
+        self.work = self.buffer = self.target = None
 
     def done(self) -> bool:
         """See `Message.done`; gloo cannot tell."""
         return self.work is None or self.work.is_completed()
 
 
-def _tag(lane: P2PDirection) -> int:
-    """Return the label of a lane's messages: gloo keeps those of different labels apart, parcels have 0."""
-    return 1 + list(P2PDirection).index(lane)
-
-
-def _to_host(parcels: Sequence[P2PTensor]) -> list[P2PTensor]:
-    """Return the parcels with CUDA tensors copied to the host, all of them in one wait for the GPU."""
+def _to_host(tensors: Sequence[P2PTensor]) -> list[P2PTensor]:
+    """Return the tensors with those on the GPU copied to the host, all of them in one wait for the GPU."""
     staged = []
-    for peer, tensor in parcels:
+    for peer, tensor in tensors:
         host = _host_like(tensor)
         if host is not tensor:
             host.copy_(tensor.detach(), non_blocking=True)
         staged.append(P2PTensor(peer, host))
-    if any(tensor.is_cuda for _, tensor in parcels):
+    if any(tensor.is_cuda for _, tensor in tensors):
         torch.cuda.current_stream().synchronize()
     return staged
 
@@ -403,49 +364,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def _all_gather_flat() -> Callable[..., object]:
-    """The all-gather into one tensor, whose name differs between torch versions."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-# ---- merged: comm.broadcast
-# Bytes from one rank to all others: small values such as plans, in as many hops as the world has binary digits.
-
-
-def broadcast_bytes(
-    transport: Transport, payload: bytes | None, *, root: int = 0, device: torch.device | str = "cpu"
-) -> bytes:
-    """Return the root's bytes on every rank; all ranks of the world call it.
-
-    Args:
-        transport: this rank's.
-        payload: what the root sends; None on the others.
-        root: the rank that has it.
-        device: where the transport's tensors live.
-    """
-    if (payload is None) == (transport.rank == root):
-        given = "nothing" if payload is None else f"{len(payload)} bytes"
-        raise SeqloomError(f"rank {transport.rank} gave {given} to a broadcast from rank {root}; only the root gives")
-    size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device=device)
-    _hand_down(transport, size, root)
-    if payload is None:
-        content = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    else:
-        content = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()).to(device)
-    if len(content):
-        _hand_down(transport, content, root)
-    return bytes(content.cpu().numpy())
-
-
-def _hand_down(transport: Transport, tensor: torch.Tensor, root: int) -> None:
-    """Fill `tensor` on all ranks with the root's: in hop k the first 2^k ranks each serve one more."""
-    place = (transport.rank - root) % transport.ranks
-    reach = 1
-    while reach < transport.ranks:
-        if place < reach:
-            child = place + reach
-            if child < transport.ranks:
-                transport.exchange([P2PTensor((child + root) % transport.ranks, tensor)], []).wait()
-        elif place < 2 * reach:
-            transport.exchange([], [P2PTensor((place - reach + root) % transport.ranks, tensor)]).wait()
-        reach *= 2
+def flat_collective(verb: str) -> Callable[..., object]:
+    """Return torch's "all_gather" or "reduce_scatter" of flat tensors, whose name differs between versions."""
+    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[verb]
+    return getattr(dist, f"{verb}_single", None) or getattr(dist, old)

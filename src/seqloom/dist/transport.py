@@ -1,31 +1,37 @@
-"""Messages between stages of a pipeline: one rank to one other, in order, beside everything else that travels.
+"""The network as the engine sees it: `Transport`, a few collective and point-to-point verbs.
 
-A lane and a direction between two ranks is a way of its own. Messages of a way arrive in the order sent; ways do not
-wait for each other, nor for the other verbs. So a receive may be started long before its message is sent.
+`TorchTransport` runs them on torch.distributed, `ThreadTransport` among threads of one process (tests, `seqloom
+verify`), `SingleRankTransport` on one rank. All of them follow NCCL's rules: the ranks of a communicator call the same
+verbs in the same order with matching sizes and dtypes, messages carry no tags, and sends that cross are in one
+`exchange`.
+
+Pipeline stages use `send` and `receive`. Each `P2PChannel` (direction, sender, receiver) delivers its messages in the
+order sent and waits neither for other channels nor for the other verbs, so a receive may start long before the send.
 """
 
 from __future__ import annotations
 
-import torch
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
 from seqloom.errors import SeqloomError
-from typing import NamedTuple
-from typing import Protocol
 
 
 class P2PDirection(StrEnum):
-    """What a message is: hidden states on their way to the next stage, or gradients on their way back."""
+    """Hidden states to the next stage (forward), or their gradients to the previous one (backward)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class P2PChannel(NamedTuple):
-    """From one rank to another on one lane."""
+    """Messages of one direction from one rank to another."""
 
-    lane: P2PDirection
+    direction: P2PDirection
     sender: int
     receiver: int
 
@@ -36,51 +42,31 @@ class P2PChannel(NamedTuple):
         return low, high
 
 
-class Message(Protocol):
-    """A message under way; also a `Handle`."""
-
-    def wait(self) -> None:
-        """Return when a received tensor may be read and a sent one written (on a GPU: in stream order)."""
-        ...
-
-    def done(self) -> bool:
-        """Whether `wait` is known to return at once; a transport that cannot tell says no until it has."""
-        ...
-
-
-def check_peer(rank: int, ranks: int, peer: int, lane: P2PDirection) -> None:
-    """Refuse a message to nobody, or to oneself."""
-    if peer == rank or not 0 <= peer < ranks:
-        raise SeqloomError(
-            f"rank {rank} has a message on lane {lane} with rank {peer}: messages join two of the ranks "
-            f"0 .. {ranks - 1}; what stays on a rank is handed over without one"
-        )
-
-
-# ---- merged: comm.transport
-# What the engine asks of a network: a handful of verbs, behind which stand processes, threads or a checker.
-#
-# The rules are NCCL's, whatever stands behind: every rank of a communicator calls the same verbs in the same order
-# with matching sizes and types, messages carry no tags, and sends that cross must be in one `exchange`.
-
-
 class P2PTensor(NamedTuple):
-    """A contiguous tensor for, or from, another rank."""
+    """A contiguous tensor sent to, or received from, a peer rank."""
 
     peer: int
     tensor: torch.Tensor
 
 
 class Handle(Protocol):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> None:
-        """Return when received tensors may be read and sent ones written (on a GPU: in stream order)."""
+        """Return when received tensors may be read and sent ones overwritten (on a GPU: in stream order)."""
+        ...
+
+
+class Message(Handle, Protocol):
+    """A `send` or `receive` in flight."""
+
+    def done(self) -> bool:
+        """Whether `wait` is known to return at once; a transport that cannot tell says no until `wait` returned."""
         ...
 
 
 class Transport(Protocol):
-    """One rank's door to the others. Ranks are numbers of the world; a block is an ascending run of them."""
+    """One rank's connection to the others. Ranks are global; a block is an ascending run of them."""
 
     @property
     def rank(self) -> int:
@@ -94,14 +80,14 @@ class Transport(Protocol):
 
     @property
     def waits_in_stream(self) -> bool:
-        """Whether `wait` of a handle holds up the current stream of the GPU only, not the caller."""
+        """Whether `wait` of a handle blocks only the current CUDA stream, not the caller."""
         ...
 
     @property
     def background(self) -> Transport:
-        """The same ranks, but `exchange` runs on a second world communicator: those here and there do not wait.
+        """The same ranks with `exchange` on a second world communicator, for traffic that overlaps the computation.
 
-        For what travels beside the computation, as parameters and gradients do.
+        Exchanges here and there do not wait for each other.
         """
         ...
 
@@ -113,19 +99,19 @@ class Transport(Protocol):
         input_sizes: Sequence[int],
         block: Sequence[int],
     ) -> None:
-        """Send a piece of `input` to every rank of `block`, fill `output` with the pieces received.
+        """Send one chunk of `input` to every rank of `block` and fill `output` with the chunks received.
 
         Args:
-            output, input: contiguous, one axis, same dtype. Pieces lie one after the other in block order.
-            output_sizes, input_sizes: elements of every piece; zero is fine.
-            block: ranks of the communicator, this one among them; one of the fixed family.
+            output, input: contiguous, one axis, same dtype. Chunks follow each other in block order.
+            output_sizes, input_sizes: elements of every chunk; zero is allowed.
+            block: ranks of the communicator, this one included; one of the fixed family.
         """
         ...
 
     def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
-        """Start all these sends and receives at once, on the world communicator.
+        """Start all these sends and receives at once, on the world communicator (batch_isend_irecv).
 
-        Several parcels between the same two ranks arrive in the order they are listed.
+        Tensors between the same two ranks arrive in the order listed.
         """
         ...
 
@@ -137,33 +123,107 @@ class Transport(Protocol):
         """Replace `tensor` by its sum over the ranks of `block`, bit for bit the same on all of them."""
         ...
 
-    def connect(self, ways: Iterable[P2PChannel]) -> None:
-        """Make ways ready for `send` and `receive`. Both ends of a way name it, before the first message on it.
+    def connect(self, channels: Iterable[P2PChannel]) -> None:
+        """Set up channels for `send` and `receive`. Both ends name a channel before its first message.
 
-        Every rank may name other ways; what is ready already costs nothing.
+        Ranks may name different channels; naming a connected one again costs nothing.
         """
         ...
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
-        """Start to send a contiguous tensor of at least one element to another rank; see `lanes`."""
+    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Start to send a contiguous tensor of at least one element to another rank."""
         ...
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
-        """Start to receive the next message of `peer` on a lane into a contiguous tensor of its size and dtype."""
+    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Start to receive the next message of `peer` into a contiguous tensor of its size and dtype."""
         ...
 
 
-# ---- merged: comm.parcels
-# Exchanges in which empty parcels are left out: both sides know the sizes, so neither waits for nothing.
-#
-# An all-to-all is one where its ranks have no communicator of their own.
+class Completed:
+    """The handle of a transfer that is over."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+class SingleRankTransport:
+    """The transport of a world with one rank, which receives what it sends."""
+
+    rank = 0
+    ranks = 1
+    waits_in_stream = False
+
+    @property
+    def background(self) -> SingleRankTransport:
+        """Itself."""
+        return self
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        block: Sequence[int],
+    ) -> None:
+        """Copy `input` to `output`."""
+        self._refuse_others(block)
+        output.copy_(input)
+
+    def exchange(self, sends: Sequence[P2PTensor], receives: Sequence[P2PTensor]) -> Handle:
+        """Copy the sent tensors into the received ones, in the order listed."""
+        self._refuse_others([peer for peer, _ in (*sends, *receives)])
+        for sent, received in zip(sends, receives, strict=True):
+            received.tensor.copy_(sent.tensor)
+        return Completed()
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, block: Sequence[int]) -> None:
+        """Copy `input` to `output`."""
+        self._refuse_others(block)
+        output.copy_(input)
+
+    def all_reduce(self, tensor: torch.Tensor, block: Sequence[int]) -> None:
+        """Leave the tensor as it is."""
+        self._refuse_others(block)
+
+    def connect(self, channels: Iterable[P2PChannel]) -> None:
+        """Refuse any channel: there is no other rank."""
+        for channel in channels:
+            check_peer(self.rank, self.ranks, max(channel.peers), channel.direction)
+
+    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
+        """Refuse: there is no other rank."""
+        check_peer(self.rank, self.ranks, peer, direction)
+        return Completed()
+
+    receive = send
+
+    def _refuse_others(self, ranks: Sequence[int]) -> None:
+        others = [rank for rank in ranks if rank != 0]
+        if others:
+            raise SeqloomError(f"rank {others[0]} in a world of one rank; use a transport that reaches it")
+
+
+def check_peer(rank: int, ranks: int, peer: int, direction: P2PDirection) -> None:
+    """Refuse a message to the rank itself or to a rank outside the world."""
+    if peer == rank or not 0 <= peer < ranks:
+        raise SeqloomError(
+            f"rank {rank} has a {direction} message with rank {peer}: messages join two of the ranks 0 .. {ranks - 1}; "
+            "copy what stays on a rank"
+        )
 
 
 def exchange_nonempty(transport: Transport, sends: Iterable[P2PTensor], receives: Iterable[P2PTensor]) -> Handle:
-    """Start an exchange of the parcels that hold something; without any, nothing is called."""
-    outgoing = [parcel for parcel in sends if parcel.tensor.numel()]
-    incoming = [parcel for parcel in receives if parcel.tensor.numel()]
-    return transport.exchange(outgoing, incoming) if outgoing or incoming else _Done()
+    """Start an exchange of the tensors that have elements: both sides know the sizes and leave the others out."""
+    outgoing = [each for each in sends if each.tensor.numel()]
+    incoming = [each for each in receives if each.tensor.numel()]
+    return transport.exchange(outgoing, incoming) if outgoing or incoming else Completed()
 
 
 def all_to_all(
@@ -176,31 +236,61 @@ def all_to_all(
     *,
     collective: bool,
 ) -> None:
-    """Do `Transport.all_to_all` among any ranks, all of which call it.
+    """Run `Transport.all_to_all` among any ranks, all of which call it.
 
     Args:
         transport: this rank's.
         output, input, output_sizes, input_sizes: see `Transport.all_to_all`.
-        ranks: different ones, in an order on which all agree; this one among them.
-        collective: they have a communicator. Otherwise they send and receive on the world's.
+        ranks: distinct, in the same order on all of them; this one included.
+        collective: whether these ranks have a communicator; otherwise they send and receive on the world's.
     """
     if collective:
         transport.all_to_all(output, input, output_sizes, input_sizes, ranks)
         return
     sent, received = input.split(list(input_sizes)), output.split(list(output_sizes))
-    own = list(ranks).index(transport.rank)
-    received[own].copy_(sent[own])
+    index = list(ranks).index(transport.rank)
+    received[index].copy_(sent[index])
     outgoing, incoming = (
-        [P2PTensor(peer, part) for peer, part in zip(ranks, parts, strict=True) if peer != transport.rank]
-        for parts in (sent, received)
+        [P2PTensor(peer, chunk) for peer, chunk in zip(ranks, chunks, strict=True) if peer != transport.rank]
+        for chunks in (sent, received)
     )
     exchange_nonempty(transport, outgoing, incoming).wait()
 
 
-class _Done:
-    """The handle of an exchange of nothing."""
+def broadcast_bytes(
+    transport: Transport, payload: bytes | None, *, root: int = 0, device: torch.device | str = "cpu"
+) -> bytes:
+    """Return the root's bytes on every rank, in a binary tree of exchanges; all ranks of the world call it.
 
-    __slots__ = ()
+    Args:
+        transport: this rank's.
+        payload: what the root sends, such as a plan; None on the others.
+        root: the rank that has it.
+        device: of the transport's tensors.
+    """
+    if (payload is None) == (transport.rank == root):
+        given = "nothing" if payload is None else f"{len(payload)} bytes"
+        raise SeqloomError(f"rank {transport.rank} gave {given} to a broadcast from rank {root}; only the root gives")
+    size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64, device=device)
+    _broadcast(transport, size, root)
+    if payload is None:
+        content = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    else:
+        content = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()).to(device)
+    if len(content):
+        _broadcast(transport, content, root)
+    return bytes(content.cpu().numpy())
 
-    def wait(self) -> None:
-        """Return at once."""
+
+def _broadcast(transport: Transport, tensor: torch.Tensor, root: int) -> None:
+    """Fill `tensor` on all ranks with the root's: in hop k the first 2^k ranks each serve one more."""
+    index = (transport.rank - root) % transport.ranks
+    reached = 1
+    while reached < transport.ranks:
+        if index < reached:
+            child = index + reached
+            if child < transport.ranks:
+                transport.exchange([P2PTensor((child + root) % transport.ranks, tensor)], []).wait()
+        elif index < 2 * reached:
+            transport.exchange([], [P2PTensor((index - reached + root) % transport.ranks, tensor)]).wait()
+        reached *= 2

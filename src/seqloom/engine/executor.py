@@ -230,30 +230,30 @@ class _Run:
         unit = self._bound.at(action)
         part, context = unit.part, unit.context
         assert context is not None  # rounds without this rank are not among its actions
-        ids, labels = self._read(context, unit.number) if part.begins or part.ends else (None, None)
-        given = ids if part.begins else self._take(Action(action.stage, RECV_F, action.round))
+        ids, labels = self._read(context, unit.number) if part.has_embedding or part.has_head else (None, None)
+        given = ids if part.has_embedding else self._take(Action(action.stage, RECV_F, action.round))
         assert given is not None
         with self._clock.measure(F.value):
             kept = self._kept(unit, given, labels)
             output = kept.forward()
-            if part.ends and labels is not None:
+            if part.has_head and labels is not None:
                 self._seen += torch.stack((output, valid_tokens(labels))).double()
         if self._learns:
             self._open[action.stage, action.round] = kept
-        if not part.ends:
+        if not part.has_head:
             here, there = Action(action.stage, SEND_F, action.round), Action(action.stage + 1, RECV_F, action.round)
             self._mail.put(there if unit.ahead is None else here, output)
 
     def _backward(self, action: Action, reduce: bool) -> None:
         unit, kept = self._bound.at(action), self._open.pop((action.stage, action.round))
-        gradient = None if unit.part.ends else self._take(Action(action.stage, RECV_B, action.round))
+        gradient = None if unit.part.has_head else self._take(Action(action.stage, RECV_B, action.round))
         with self._clock.measure(action.kind.value):
             edge, weights = kept.edge(), self._parameters.weight_gradients
             with weights.deferred((action.stage, action.round)) if action.kind == I else nullcontext():
                 if edge is not None:
                     scale = torch.full((), 1 / self._valid, dtype=kept.dtype, device=self._bound.device)
                     self._parameters.backward(edge, scale if gradient is None else gradient, reduce=reduce)
-        if not unit.part.begins:
+        if not unit.part.has_embedding:
             here, there = Action(action.stage, SEND_B, action.round), Action(action.stage - 1, RECV_B, action.round)
             self._mail.put(there if unit.behind is None else here, kept.gradient())
 

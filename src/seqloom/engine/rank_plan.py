@@ -137,9 +137,9 @@ def bind_plan(
     handovers = StageBoundary(pipeline, rank, device)
     stages: dict[int, tuple[RankMicroBatch, ...]] = {}
     for stage in pipeline.stages_of(host):
-        part, tensor, rounds = pipeline.parts[stage], pipeline.stages[stage].tensor, []
+        part, tensor, rounds = pipeline.layer_ranges[stage], pipeline.stages[stage].tensor, []
         for number, current in enumerate(pipeline.rounds):
-            work = current.work[stage]
+            work = current.by_stage[stage]
             context = bind_work(work, tensor=tensor) if _takes_part(work, shard_group) else None
             if prepare is not None and context is not None:
                 prepare(context)
@@ -163,7 +163,7 @@ def _own_pipeline(plan: Plan, rank: int) -> tuple[Pipeline | None, str]:
 
 def _takes_part(work: StageMicroBatch, shard_group: tuple[int, ...]) -> bool:
     """Whether a rank of the shard group is in a group or carries its traffic, which it may be without tokens."""
-    return any(not set(shard_group).isdisjoint(group.party) for group in work.groups)
+    return any(not set(shard_group).isdisjoint(group.participants) for group in work.groups)
 
 
 def _check_plan(plan: Plan, transport: Transport) -> None:

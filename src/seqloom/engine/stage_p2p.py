@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from seqloom.dist import Message, P2PChannel, P2PDirection, Transport
-from seqloom.dist.rows import first_rows, on_device, rows_of
+from seqloom.dist.rows import first_rows, on_device, slice_or_index
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, move_between
 from seqloom.plan import Action, ActionKind, Pipeline, Remap, StageMicroBatch
@@ -83,7 +83,7 @@ def border(
     shares = []
     for other in np.unique(peers):
         chosen = peers == other
-        rows = rows_of(starts[chosen], lengths[chosen])
+        rows = slice_or_index(starts[chosen], lengths[chosen])
         index = rows if isinstance(rows, slice) else on_device(rows, torch.device(device))
         shares.append(RowSlice(int(other), index, int(lengths[chosen].sum())))
     return tuple(shares)
@@ -171,7 +171,7 @@ class StageBoundary:
         key = (stage, number)
         if key not in self._alike:
             ranks, others = (each.ranks for each in self._pipeline.stages[stage : stage + 2])
-            work, other = self._pipeline.rounds[number].work[stage : stage + 2]
+            work, other = self._pipeline.rounds[number].by_stage[stage : stage + 2]
             self._alike[key] = same_groups(work, other, ranks, others) or alike(
                 self._layout(stage, number), self._layout(stage + 1, number), ranks, others
             )
@@ -180,7 +180,7 @@ class StageBoundary:
     def _layout(self, stage: int, number: int) -> Layout:
         key = (stage, number)
         if key not in self._layouts:
-            self._layouts[key] = states_layout(self._pipeline.rounds[number].work[stage])
+            self._layouts[key] = states_layout(self._pipeline.rounds[number].by_stage[stage])
         return self._layouts[key]
 
 

@@ -1,17 +1,17 @@
 """TODO."""
 
-from seqloom.layout.balance import level_targets, rebalanced
+from seqloom.layout.balance import balanced_token_counts, rebalance_layout
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.move import Move, move_between
-from seqloom.layout.route import Route, staged
+from seqloom.layout.route import Route, route_move
 
 __all__ = [
     "Layout",
     "Move",
     "Route",
     "Span",
-    "level_targets",
+    "balanced_token_counts",
     "move_between",
-    "rebalanced",
-    "staged",
+    "rebalance_layout",
+    "route_move",
 ]

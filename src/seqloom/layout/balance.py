@@ -16,7 +16,7 @@ from seqloom.layout.boxes import Column
 from seqloom.layout.layout import Layout
 
 
-def level_targets(
+def balanced_token_counts(
     work_ns: Sequence[int] | np.ndarray,
     token_ns: int,
     tokens: Sequence[int] | np.ndarray,
@@ -68,7 +68,7 @@ def _room(work: Column, token_ns: int, level: int) -> Column:
     return np.maximum(level - work, 0) // token_ns
 
 
-def rebalanced(
+def rebalance_layout(
     layout: Layout,
     targets: Sequence[int] | np.ndarray,
     node_size: int,

@@ -78,7 +78,7 @@ def column_names(boxes: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(boxes))
 
 
-def settle_columns(boxes: Boxes, columns: list[Column]) -> None:
+def freeze_columns(boxes: Boxes, columns: list[Column]) -> None:
     """Store the final columns of boxes under construction, read-only."""
     for name, column in zip(column_names(boxes), columns, strict=False):
         column.setflags(write=False)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Boxes, Column, as_column, merge_touching, settle_columns
+from seqloom.layout.boxes import Boxes, Column, as_column, freeze_columns, merge_touching
 
 
 class Span(NamedTuple):
@@ -56,7 +56,7 @@ class Layout(Boxes):
         _refuse_empty_boxes(columns)
         columns = merge_touching(columns, keys=2)
         _refuse_overlaps(columns)
-        settle_columns(self, columns)
+        freeze_columns(self, columns)
 
     @classmethod
     def of(cls, boxes: Iterable[tuple[int, ...]]) -> Layout:
@@ -90,7 +90,7 @@ class Layout(Boxes):
         columns = (column[low:high].tolist() for column in (self.item, self.start, self.stop))
         return tuple(Span(*box) for box in zip(*columns, strict=True))
 
-    def among(self, ranks: Iterable[int]) -> Layout:
+    def restrict(self, ranks: Iterable[int]) -> Layout:
         """Return what some ranks hold."""
         here = np.isin(self.rank, list(ranks))
         return self if here.all() else Layout(*(column[here] for column in self.columns()))

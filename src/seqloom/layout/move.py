@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqloom.errors import PlanError
-from seqloom.layout.boxes import Boxes, Column, as_column, merge_touching, settle_columns
+from seqloom.layout.boxes import Boxes, Column, as_column, freeze_columns, merge_touching
 from seqloom.layout.layout import Layout
 
 
@@ -104,7 +104,7 @@ class Move(Boxes):
     def __post_init__(self) -> None:
         """Bring the boxes into the canonical order and make them read-only."""
         columns = merge_touching([as_column(column) for column in self.columns()], keys=3)
-        settle_columns(self, columns)
+        freeze_columns(self, columns)
 
     @property
     def remote(self) -> Column:
@@ -230,7 +230,7 @@ def _refuse_missing(missing: np.ndarray, grid: Grid, needed: Column, receiver: C
 #     rank 3      6-7      4-7 and rows 2-3        0-1
 
 
-def landing_layout(source: Layout, target: Layout, node_size: int) -> Layout:
+def node_staging_layout(source: Layout, target: Layout, node_size: int) -> Layout:
     """Return what every rank has after the first hop: some of the target, or all of it where one hop is enough.
 
     Args:
@@ -298,12 +298,14 @@ def move_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | 
     if source.axes != 2 or target.axes != 2 or not _rows_differ(source, order):
         move = move_between(source, target, node_size=node_size)
         return _pick(move, (move.sender == rank) | (move.receiver == rank))
-    received = _received(source, order, target.among([rank]))
+    received = _received(source, order, target.restrict([rank]))
     sent = _overlaps(source, order[source.rank[order] == rank], target)
     return _join(_pick(sent, sent.receiver != rank), received)
 
 
-def hops_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | None = None) -> tuple[Move, ...]:
+def reshard_moves_of_rank(
+    rank: int, source: Layout, target: Layout, *, node_size: int | None = None
+) -> tuple[Move, ...]:
     """Return what a rank sends and receives so that nothing crosses the network twice for one node.
 
     Two moves where several ranks of a node, any node, want what nobody there has, and all ranks hold different rows in
@@ -315,12 +317,12 @@ def hops_of_rank(rank: int, source: Layout, target: Layout, *, node_size: int | 
     """
     order = np.lexsort([source.start, source.item])
     if node_size is not None and source.axes == target.axes == 2 and _rows_differ(source, order):
-        landing = landing_layout(source, target, node_size)
+        landing = node_staging_layout(source, target, node_size)
         if int(landing.sizes.sum()) < int(target.sizes.sum()):
-            _received(source, order, target.among([rank]))  # all that is wanted is there, wherever it lands
+            _received(source, order, target.restrict([rank]))  # all that is wanted is there, wherever it lands
             first = rank // node_size * node_size
             node = range(first, first + node_size)
-            inside = move_between(landing.among(node), target.among(node))
+            inside = move_between(landing.restrict(node), target.restrict(node))
             travels = inside.remote & ((inside.sender == rank) | (inside.receiver == rank))
             return move_of_rank(rank, source, landing), _pick(inside, travels)
     return (move_of_rank(rank, source, target, node_size=node_size),)

@@ -39,14 +39,14 @@ class Route:
     proxies: tuple[int, ...]
     slices: int = 1
 
-    def places(self, node_size: int) -> dict[int, tuple[int, ...]]:
+    def local_ranks(self, node_size: int) -> dict[int, tuple[int, ...]]:
         """Return the places of the proxies (rank in the node, ascending) by node."""
         nodes = groupby(sorted(self.proxies), key=lambda rank: rank // node_size)
         return {node: tuple(rank % node_size for rank in ranks) for node, ranks in nodes}
 
-    def common_places(self, nodes: set[int], node_size: int) -> tuple[int, ...]:
+    def common_local_ranks(self, nodes: set[int], node_size: int) -> tuple[int, ...]:
         """Return the places of the proxies, which are the same in all of `nodes`; PlanError if they are not."""
-        places = self.places(node_size)
+        places = self.local_ranks(node_size)
         first = places.get(min(nodes), ())
         for node in sorted(nodes):
             if not places.get(node):
@@ -62,7 +62,7 @@ class Route:
         return first
 
 
-def staged(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
+def route_move(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     """Cut a move into stages, one after the other, after which every receiver holds what `move` gives it.
 
     Boxes inside a node go in slices as well, beside those that cross. What several receivers of one node want crosses
@@ -88,7 +88,7 @@ def staged(move: Move, route: Route, node_size: int) -> tuple[Move, ...]:
     if not across.any():
         return (move,) if len(move) else ()
     nodes = set(np.unique(np.concatenate([sends[across], receives[across]])).tolist())
-    places = np.array(route.common_places(nodes, node_size), dtype=np.int64)
+    places = np.array(route.common_local_ranks(nodes, node_size), dtype=np.int64)
 
     freight = _Freight.of(move, across, node_size)
     slices = _slice(_share(freight, places, node_size), route.slices)

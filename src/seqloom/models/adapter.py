@@ -168,21 +168,23 @@ class ModelAdapter:
             given: int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
             context: of the round.
         """
-        whole, input_gradient = part.begins and part.ends, self._needs_input_gradient(context)
+        whole, input_gradient = part.has_embedding and part.has_head, self._needs_input_gradient(context)
         if whole and not input_gradient:
             return self.hidden(given, context)
-        if not whole and (part.of != len(self.layers) or not 0 <= part.first <= part.stop <= part.of):
+        if not whole and (
+            part.model_layers != len(self.layers) or not 0 <= part.first <= part.stop <= part.model_layers
+        ):
             raise SeqloomError(
-                f"layers {part.first} to {part.stop - 1} of {part.of} asked of a model with {len(self.layers)} layers; "
-                "make the plan for this model"
+                f"layers {part.first} to {part.stop - 1} of {part.model_layers} asked of a model with "
+                f"{len(self.layers)} layers; make the plan for this model"
             )
         if self.embed is None or self.body is None or self.norm is None:
             raise SeqloomError(self.stages_error)
-        states = self.embed(given, context) if part.begins else given
-        if part.begins and input_gradient and not states.requires_grad:
+        states = self.embed(given, context) if part.has_embedding else given
+        if part.has_embedding and input_gradient and not states.requires_grad:
             states.requires_grad_()
         states = self.body(states, context, part.first, len(self.layers) if whole else part.stop)
-        return self.norm(states) if part.ends else states
+        return self.norm(states) if part.has_head else states
 
     def _needs_input_gradient(self, context: Context) -> bool:
         """Return whether a document is in pieces and some parameters are frozen.
@@ -218,7 +220,7 @@ class ModelWithLoss(nn.Module):
         adapter = self._adapter[0]
         part = part or LayerRange(0, len(adapter.layers), len(adapter.layers))
         states = adapter.run(part, given, context)
-        if not part.ends:
+        if not part.has_head:
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
         return summed_loss(states, cast("torch.Tensor", adapter.head.weight), labels, **self._options)

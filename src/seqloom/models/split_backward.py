@@ -98,9 +98,7 @@ def defer_weight_gradients(layers: Iterable[nn.Module]) -> WeightGradients:
     for layer in layers:
         for module in layer.modules():
             if "weight_gradients" in module.__dict__:
-                raise SeqloomError(
-                    "a linear layer's backward is split already; call defer_weight_gradients once"
-                )
+                raise SeqloomError("a linear layer's backward is split already; call defer_weight_gradients once")
             if type(module) is nn.Linear:
                 module.weight_gradients = weight_gradients  # pyrefly: ignore[bad-argument-type]
                 module.forward = MethodType(_split_forward, module)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.functional import silu
 
 from seqloom.attention import attention
-from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, remapped
-from seqloom.errors import SeqloomError, unknown
+from seqloom.dist import all_gather_rows, attention_context, reduce_scatter_rows, run_in_mlp_layout
+from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
     from seqloom.describe import ModelSpec
@@ -143,7 +143,7 @@ class TransformerOptions:
         """
         model_type = str(config.get("model_type"))
         if model_type not in _FAMILIES:
-            raise unknown("model_type of the reference transformer", model_type, _FAMILIES)
+            raise unknown_name("model_type of the reference transformer", model_type, _FAMILIES)
         for key, expected in _EXPECTED.items():
             value = config.get(key)
             if value is not None and value != expected:
@@ -263,7 +263,7 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor, table: RopeTable, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), table, context)
-        return x + remapped(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
+        return x + run_in_mlp_layout(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
 
 
 class Decoder(nn.Module):

@@ -1,16 +1,15 @@
-"""Hierarchical balance packing: a fixed data set becomes packs and steps before training; and how even steps are."""
+"""Hierarchical balance packing (HBP): a data set becomes packs and steps before training; how even steps are."""
 
-from seqloom.packing.hbp import choose_levels, hbp, plain_packing
-from seqloom.packing.levels import Level, profiled
-from seqloom.packing.packing import Balance, Packing, plans_balance
+from seqloom.packing.hbp import Balance, Packing, choose_levels, hbp, plain_packing, plans_balance
+from seqloom.packing.levels import PackingLevel, cheapest_level
 
 __all__ = [
     "Balance",
-    "Level",
     "Packing",
+    "PackingLevel",
+    "cheapest_level",
     "choose_levels",
     "hbp",
     "plain_packing",
     "plans_balance",
-    "profiled",
 ]

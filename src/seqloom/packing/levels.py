@@ -1,7 +1,7 @@
-"""Packing levels: how long packs are, and how a pack of each length is run, by the profile's prices.
+"""Packing levels of HBP: how long packs are, and how a pack of each length is run.
 
-For a length of packs the best way to run them is the shape and the checkpointing with the least time per token of
-a whole step: cluster full of such packs, round after round, and what a step costs once. Four lengths matter:
+A length of packs is run in the group shape and with the memory policy that take the least time per token of a whole
+step: a cluster full of such packs, round after round, and what a step costs once. Four lengths matter:
 
     best   the one with the least time per token
     1      best / its degree: what one rank of it holds, so that short documents need no communication
@@ -11,34 +11,37 @@ a whole step: cluster full of such packs, round after round, and what a step cos
 A level takes the documents that are too long for the level below it. More levels are not always better: a level with
 few documents has few steps, and packs that are long anyway have room for short documents. So every choice among the
 lower lengths is tried on the data set.
+
+`budget` stands for the tokens of a step, and `documents` for int64[n] tokens of documents, everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 
 SAMPLE = 1024
 """Documents that stand for a level's where it is priced."""
 NEAR_PERCENT = 101
 """Times per token up to this much of the least are as good: then steps that are nearest to their tokens are taken."""
-FILLED = 32
+FILL_PARTS = 32
 """Parts of a step's tokens in which its distance from them is counted."""
 
 
-class Level(NamedTuple):
+class PackingLevel(NamedTuple):
     """Packs of one length, and how they are run.
 
     Attributes:
         tokens: of a full pack.
         shape: of the group that runs a pack.
-        policy: what a round of them keeps, and when gradients are reduced.
+        policy: what a round of them stores, and when gradients are reduced.
         packs: of a step; as many rounds of full clusters as the step's tokens allow.
         token_ps: predicted picoseconds per token of a full step.
     """
@@ -50,25 +53,18 @@ class Level(NamedTuple):
     token_ps: int
 
 
-def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tuple[Level, ...]]:
-    """The levels that a data set may have, shortest packs first; each level has documents of its own.
+def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tuple[PackingLevel, ...]]:
+    """Yield the levels that a data set may have, shortest packs first; each level has documents of its own.
 
-    Every set has packs that hold the longest document; the first set has no others.
-
-    Args:
-        lengths: int64[n] tokens of every document.
-        cost: prices the packs.
-        budget: tokens of a step.
-
-    Raises:
-        SeqloomError: a document that no group holds, or that is longer than a step.
+    Every set has packs that hold the longest document; the first set has no others. SeqloomError for a document that
+    no group holds, or that is longer than a step.
     """
     *lower, top = level_lengths(lengths, cost, budget)
     sizes = np.sort(cost.padded_lengths(lengths))
     seen = set()
     for count in range(len(lower) + 1):
         for chosen in combinations(lower, count):
-            levels = _with_documents([*chosen, top], sizes, cost, budget)
+            levels = _levels([*chosen, top], sizes, cost, budget)
             if levels not in seen:
                 seen.add(levels)
                 yield levels
@@ -76,88 +72,89 @@ def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tu
 
 def level_lengths(lengths: np.ndarray, cost: CostModel, budget: int) -> list[int]:
     """Tokens of packs that may make a level, ascending: 1, best, 2 and top, as far as they differ."""
-    _require_room(lengths, cost, budget)
+    _check_longest(lengths, cost, budget)
     sizes = np.sort(cost.padded_lengths(lengths))
     longest = int(sizes[-1])
     half = int(sizes[np.searchsorted(np.cumsum(sizes), (int(sizes.sum()) + 1) // 2)])
-    known = candidates(cost, budget)
-    usual = [tokens for tokens in known if tokens >= half] or [longest]  # a level is for a good part of all tokens
+    candidates = candidate_lengths(cost, budget)
+    usual = [tokens for tokens in candidates if tokens >= half] or [longest]  # a level is for a good part of all tokens
     common = sizes[sizes <= usual[0]]  # what all of them can hold, so that they are compared on the same documents
-    best = _cheapest(usual, common, cost, budget)
-    top = best
+    best = top = _cheapest(usual, common, cost, budget)
     if longest > best.tokens:
-        holding = {longest, *(tokens for tokens in known if tokens >= longest)}
+        holding = {longest, *(tokens for tokens in candidates if tokens >= longest)}
         top = _cheapest(holding, sizes[sizes > best.tokens], cost, budget)
     wanted = {best.tokens // best.shape.degree, best.tokens, top.tokens}
     wanted |= {tokens for tokens in (top.tokens // top.shape.degree,) if tokens > best.tokens}
     return sorted({tokens // cost.pad_multiple * cost.pad_multiple for tokens in wanted} - {0})
 
 
-def candidates(cost: CostModel, budget: int) -> list[int]:
+def candidate_lengths(cost: CostModel, budget: int) -> list[int]:
     """Lengths that packs may well have, ascending: powers of two, and what fills ranks and step without a rest.
 
-    For every degree and checkpointing: the fewest rounds of full clusters that the step's tokens need.
+    For every degree and policy: the fewest rounds of full clusters that the step's tokens need.
     """
-    most = min(room(cost), budget)
+    most = min(max_pack_tokens(cost), budget)
     found = {1 << power for power in range(most.bit_length())}
     for degree in {shape.degree for shape in cost.shapes}:
         share = budget // len(cost.family.blocks(degree))
         for policy in cost.policies:
-            rounds = max(1, -(-share // (degree * cost.capacity(policy))))
-            found.add(share // rounds)
-    return sorted(
-        {tokens // cost.pad_multiple * cost.pad_multiple for tokens in found if cost.pad_multiple <= tokens <= most}
-    )
+            found.add(share // max(1, -(-share // (degree * cost.capacity(policy)))))
+    multiple = cost.pad_multiple
+    return sorted({tokens // multiple * multiple for tokens in found if multiple <= tokens <= most})
 
 
-def room(cost: CostModel) -> int:
-    """Tokens that the largest group holds, in whole granules."""
+def max_pack_tokens(cost: CostModel) -> int:
+    """Tokens that the largest group holds, in whole pad multiples."""
     degree = max(shape.degree for shape in cost.shapes)
-    return degree * max(cost.capacity(policy) for policy in cost.policies) // cost.pad_multiple * cost.pad_multiple
+    return degree * max(map(cost.capacity, cost.policies)) // cost.pad_multiple * cost.pad_multiple
 
 
-def profiled(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -> Level:
-    """The cheapest way to run packs of this many tokens or, to fill a step, somewhat more, full of such documents.
+def _levels(lengths: Sequence[int], sizes: np.ndarray, cost: CostModel, budget: int) -> tuple[PackingLevel, ...]:
+    """Levels of these lengths, each priced with its own documents; lengths that have none are left out."""
+    levels, below = [], 0
+    for tokens in lengths:
+        own = sizes[(sizes > below) & (sizes <= tokens)]
+        if len(own):
+            levels.append(cheapest_level(tokens, own, cost, budget))
+            below = levels[-1].tokens
+    return tuple(levels)
 
-    Args:
-        tokens: of a pack, at least.
-        documents: int64[n] tokens, at least one.
-        cost: prices the packs.
-        budget: tokens of a step.
-    """
+
+def cheapest_level(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -> PackingLevel:
+    """Find the cheapest way to run packs of `tokens` or, to fill a step, somewhat more, full of such documents."""
     return _cheapest([tokens], documents, cost, budget)
 
 
-def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, budget: int) -> Level:
-    """The length and the way to run it with the least time per token; of nearly equal ones, the fullest step's."""
+def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, budget: int) -> PackingLevel:
+    """The level with the least time per token over these lengths; of nearly equal ones, the fullest step's."""
     spread = np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)
-    priced = [(policy, cost.tables(documents[spread], policy)) for policy in cost.policies]
-    found = [
-        level for tokens in sorted(lengths) for priced_in in priced for level in _ways(tokens, *priced_in, cost, budget)
-    ]
+    wanted = sorted(lengths)
+    priced = [each for policy in cost.policies for each in _priced(wanted, policy, documents[spread], cost, budget)]
+    found = [level for _, level in sorted(priced, key=itemgetter(0))]
     least = min(level.token_ps for level in found)
     near = [level for level in found if 100 * level.token_ps <= NEAR_PERCENT * least]
-    empty = {level: FILLED * (budget - level.packs * level.tokens) // budget for level in near}
+    empty = {level: FILL_PARTS * (budget - level.packs * level.tokens) // budget for level in near}
     return min(near, key=lambda level: (empty[level], level.token_ps, level.tokens, level.shape.degree))
 
 
-def _ways(tokens: int, policy: MemoryPolicy, tables: CostTables, cost: CostModel, budget: int) -> list[Level]:
-    """Every shape whose group holds a pack of this many tokens under a policy, priced.
+def _priced(
+    lengths: Iterable[int], policy: MemoryPolicy, documents: np.ndarray, cost: CostModel, budget: int
+) -> Iterator[tuple[int, PackingLevel]]:
+    """Yield (length, its level) for every shape whose group holds a pack of that length, full of such documents.
 
     Packs become longer, as far as memory allows, where that brings a step nearer to its tokens.
     """
-    rates = tables.cost.sum(axis=2) / float(tables.tokens.sum())
-    overhead = cost.step_overhead_ns(policy)
-    found = []
-    for index, shape in enumerate(tables.shapes):
-        most = shape.degree * tables.capacity
-        if tokens > most:
-            continue
-        packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
-        full = max(tokens, min(most, budget // packs) // cost.pad_multiple * cost.pad_multiple)
-        pack_ns = int(np.rint(tables.fixed[:, index] + rates[:, index] * full).max())
-        found.append(Level(full, shape, policy, packs, 1000 * (rounds * pack_ns + overhead) // (packs * full)))
-    return found
+    tables, step_ns, multiple = cost.tables(documents, policy), cost.step_overhead_ns(policy), cost.pad_multiple
+    token_ns = tables.cost.sum(axis=2) / float(tables.tokens.sum())
+    for tokens in lengths:
+        for index, shape in enumerate(tables.shapes):
+            most = shape.degree * tables.capacity
+            if tokens <= most:
+                packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
+                full = max(tokens, min(most, budget // packs) // multiple * multiple)
+                pack_ns = int(np.rint(tables.fixed[:, index] + token_ns[:, index] * full).max())
+                token_ps = 1000 * (rounds * pack_ns + step_ns) // (packs * full)
+                yield tokens, PackingLevel(full, shape, policy, packs, token_ps)
 
 
 def packs_per_step(tokens: int, degree: int, cost: CostModel, budget: int) -> tuple[int, int]:
@@ -169,21 +166,9 @@ def packs_per_step(tokens: int, degree: int, cost: CostModel, budget: int) -> tu
     return packs, -(-packs // side_by_side)
 
 
-def _with_documents(wanted: Sequence[int], sizes: np.ndarray, cost: CostModel, budget: int) -> tuple[Level, ...]:
-    """Levels of these lengths, each priced with its own documents; lengths that have none are left out."""
-    levels, below = [], 0
-    for tokens in wanted:
-        own = sizes[(sizes > below) & (sizes <= tokens)]
-        if len(own):
-            levels.append(profiled(tokens, own, cost, budget))
-            below = levels[-1].tokens
-    return tuple(levels)
-
-
-def _require_room(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
+def _check_longest(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
     document = int(np.argmax(lengths))
-    size = int(cost.padded_lengths(lengths[document : document + 1])[0])
-    most = room(cost)
+    size, most = int(cost.padded_lengths(lengths).max()), max_pack_tokens(cost)
     if size > most:
         raise SeqloomError(
             f"sequence {document} has {lengths[document]} tokens, but the largest group holds {most}; drop longer "

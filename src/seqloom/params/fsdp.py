@@ -111,10 +111,10 @@ class FSDPParameters:
         self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         """See `Parameters.forward`; the part is the whole model."""
-        if not (part.begins and part.ends):
+        if not (part.has_embedding and part.has_head):
             raise SeqloomError(
-                f"layers {part.first} to {part.stop - 1} of {part.of} asked of parameters that FSDP2 shards over all "
-                "ranks: they run the whole model; plan with one stage, or keep the stages' parameters apart"
+                f"layers {part.first} to {part.stop - 1} of {part.model_layers} asked of parameters that FSDP2 shards "
+                "over all ranks: they run the whole model; plan with one stage, or keep the stages' parameters apart"
             )
         loss = self._loss(given, labels, context)
         if not torch.is_grad_enabled():  # no backward will release what forward has gathered

@@ -234,8 +234,8 @@ class PipelineFSDP:
         if part not in self._needs:
             mine = ", ".join(f"{each.first} to {each.stop - 1}" for each in self._parts)
             raise SeqloomError(
-                f"layers {part.first} to {part.stop - 1} of {part.of} asked of a rank that holds the stages with "
-                f"layers {mine}; plan with the stages that the parameters were placed for"
+                f"layers {part.first} to {part.stop - 1} of {part.model_layers} asked of a rank that holds the stages "
+                f"with layers {mine}; plan with the stages that the parameters were placed for"
             )
 
 

@@ -108,10 +108,10 @@ def parameters_of(adapter: ModelAdapter, part: LayerRange) -> dict[str, nn.Param
         raise SeqloomError(adapter.stages_error)
     names = {id(parameter): name for name, parameter in adapter.module.named_parameters()}
     modules = list(adapter.layers[part.first : part.stop])
-    modules = [adapter.embedding, *modules] if part.begins else modules
-    modules = [*modules, adapter.norm, adapter.head] if part.ends else modules
+    modules = [adapter.embedding, *modules] if part.has_embedding else modules
+    modules = [*modules, adapter.norm, adapter.head] if part.has_head else modules
     found = {names[id(parameter)]: parameter for module in modules for parameter in module.parameters()}
-    if part.begins and part.ends and len(found) != len(names):
+    if part.has_embedding and part.has_head and len(found) != len(names):
         lost = next(name for name in names.values() if name not in found)
         raise SeqloomError(
             f"parameter {lost} is neither of the embedding nor of a layer, the final norm or the head, so no stage "

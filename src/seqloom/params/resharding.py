@@ -24,8 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
-from seqloom.dist.reshard_index import Box, boxes_of
-from seqloom.dist.resharding import Pending, Resharder
+from seqloom.dist.resharding import Box, InFlight, Resharder, boxes_of
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.models.adapter import ModelAdapter, ModelWithLoss
@@ -38,9 +37,9 @@ from seqloom.plan.parameter_layout import (
     EMBEDDING,
     HEAD,
     Weight,
-    bundles,
-    columns_of,
     compute_layout,
+    dp_groups,
+    layer_buckets,
     optimiser_layout,
     step_layout,
 )
@@ -92,7 +91,7 @@ class MoveMaker:
         self._weights, self._learning = weights, sorted(learning)
         self._transport, self._device = transport, device
         self._home = optimiser_layout(weights, transport.ranks)
-        self.bundles = bundles(weights)
+        self.bundles = layer_buckets(weights)
 
     def make(self, plan: Plan, per_pass: PerPass) -> Moves:
         """Do the index work of a plan's strategy."""
@@ -113,21 +112,21 @@ class MoveMaker:
         for number, index in sorted(per_pass):
             line = plan.pipelines[number]
             stage = line.stages[index]
-            for column in columns_of(stage.ranks, stage.tensor):
+            for column in dp_groups(stage.ranks, stage.tensor):
                 if self._transport.rank in column:
-                    found.append((column, line.parts[index]))
+                    found.append((column, line.layer_ranges[index]))
         return found
 
     def _pass(
         self, moves: Moves, column: tuple[int, ...], part: LayerRange, step: Layout, compute: Layout
     ) -> Resharder:
-        wanted = [any(needs(home, part) for home in weight.home) for weight in self._weights]
+        wanted = [any(needs(home, part) for home in weight.used_by) for weight in self._weights]
         numbers = [number for number in sorted(moves.shared) if wanted[number]]
         learning = [
             [number for number in own if number in self._learning and number in numbers] for own in self.bundles
         ]
         others = [number for number in numbers if number not in self._learning]
-        source, target = (_only(layout.among(column), numbers) for layout in (step, compute))
+        source, target = (_only(layout.restrict(column), numbers) for layout in (step, compute))
         # Not aside: the ranks of a stage run one row, so these meet the stage's other exchanges in one order. Aside
         # they could stand behind gradients that wait for ranks which wait for this stage. In one hop for the same
         # reason: two would share a stream with these.
@@ -157,8 +156,8 @@ def gathered_per_pass(plan: Plan) -> PerPass:
         for action in (action for row in line.actions for action in row):
             if action.kind != ActionKind.UNSHARD or action.round is None:
                 continue
-            stage, groups = line.stages[action.stage], line.rounds[action.round].work[action.stage].groups
-            absent = sorted(set(stage.ranks).difference(*(group.party for group in groups)))
+            stage, groups = line.stages[action.stage], line.rounds[action.round].by_stage[action.stage].groups
+            absent = sorted(set(stage.ranks).difference(*(group.participants for group in groups)))
             if absent:
                 raise SeqloomError(
                     f"{action} of pipeline {number} gathers parameters for a round in which ranks {absent} have no "
@@ -173,7 +172,7 @@ def needs(home: int | str, part: LayerRange) -> bool:
     """Whether a part of the model has a home of weights."""
     if isinstance(home, int):
         return part.first <= home < part.stop
-    return part.begins if home == EMBEDDING else part.ends
+    return part.has_embedding if home == EMBEDDING else part.has_head
 
 
 def _only(layout: Layout, items: Sequence[int]) -> Layout:
@@ -211,7 +210,7 @@ class ParamPrefetch:
 
     def __init__(self) -> None:
         """Start with nothing under way."""
-        self._open: dict[int, Pending] = {}
+        self._open: dict[int, InFlight] = {}
 
     def start(self, relay: Resharder, rows: Tensors, dtype: torch.dtype, room: Tensors) -> None:
         """Send this rank's rows to all who need them, and receive what this one needs into `room`.
@@ -219,9 +218,9 @@ class ParamPrefetch:
         Returns at once, but waits for first hops where this rank has to begin the second ones.
         """
         for bundle in range(len(relay.bundles)):
-            self._open[bundle] = relay.start(bundle, rows, dtype, into=room)
+            self._open[bundle] = relay.start_copy(bundle, rows, dtype, into=room)
         for pending in self._open.values():
-            pending.go_on()
+            pending.start_second_hop()
 
     def wait(self, bundles: Iterable[int]) -> None:
         """Return when these are there."""
@@ -260,7 +259,7 @@ class GradReduce:
         }
         self._lacking = [set(held) for held in self._held]
         self._left = list(range(len(self._held)))
-        self._started: list[Pending] = []
+        self._started: list[InFlight] = []
 
     def add(self, number: int) -> None:
         """Note that a weight has its whole gradient."""
@@ -289,7 +288,7 @@ class GradReduce:
         self.end()
         sums: dict[int, torch.Tensor] = {}
         for pending in self._started:
-            pending.go_on()
+            pending.start_second_hop()
         for pending in self._started:
             sums |= pending.wait()
         return sums
@@ -298,7 +297,7 @@ class GradReduce:
         """Start what is complete, from the last bundle on."""
         while self._left and not self._lacking[self._left[-1]]:
             bundle = self._left.pop()
-            self._started.append(self._relay.start_sum(bundle, self._take(self._held[bundle]), self._dtype))
+            self._started.append(self._relay.start_reduce(bundle, self._take(self._held[bundle]), self._dtype))
 
 
 # ---- merged: runtime.passes
@@ -353,7 +352,7 @@ class Passes:
         relay = self._relays[part]
         room = {number: self._copies.give_memory(number) for number in self._numbers(part) - self._in_use()}
         for bundle in range(len(relay.bundles)):  # one at a time: what is packed stays small
-            relay.start(bundle, self._shares, self._copies.dtype, into=room).wait()
+            relay.start_copy(bundle, self._shares, self._copies.dtype, into=room).wait()
         self._there.add(part)
 
     def layer_went_back(self, numbers: Set[int]) -> None:
@@ -414,7 +413,7 @@ class Passes:
     def _sum(self, part: LayerRange, bundle: int) -> None:
         relay, wide = self._relays[part], sum_dtype(self._copies.dtype)
         found = self._copies.take_gradients(relay.bundles[bundle])
-        self._gradients |= relay.start_sum(bundle, found, wide, into=self._gradients).wait()
+        self._gradients |= relay.start_reduce(bundle, found, wide, into=self._gradients).wait()
 
     def _numbers(self, part: LayerRange) -> set[int]:
         return {number for bundle in self._relays[part].bundles for number in bundle}
@@ -509,7 +508,7 @@ class ReshardingParameters:
         shares = {number: self._copies.new(held[number]) for number in shared & held.keys()}
         self._passes = Passes(moves.passes, shares, self._copies)
         self._arrivals.start(moves.values, rows, dtype, room | shares)
-        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.parts, strict=True)]
+        stages = [pair for line in plan.pipelines for pair in zip(line.stages, line.layer_ranges, strict=True)]
         parts = {part: self._bundles_of(part) for stage, part in stages if rank in stage.ranks}
         self._departures = GradReduce(moves.gradients, self._taken, sum_dtype(dtype), parts)
         self._last = False
@@ -528,9 +527,9 @@ class ReshardingParameters:
         self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         """See `Parameters.forward`."""
-        if part.begins:
+        if part.has_embedding:
             self._arrivals.wait(self._wants[EMBEDDING])
-        if part.ends and self._adapter.norm is None:
+        if part.has_head and self._adapter.norm is None:
             self._arrivals.wait(self._wants[HEAD])
         output = self._loss(given, labels, context, part)
         missing = self._arrivals.missing(self._bundles_of(part))
@@ -630,7 +629,7 @@ class ReshardingParameters:
 
     def _bundles_at(self, home: int | str) -> frozenset[int]:
         """Return the bundles with weights that a home needs."""
-        homes = [{each for number in own for each in self._weights[number].home} for own in self._bundles]
+        homes = [{each for number in own for each in self._weights[number].used_by} for own in self._bundles]
         return frozenset(bundle for bundle, own in enumerate(homes) if home in own)
 
     def _bundles_of(self, part: LayerRange) -> frozenset[int]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from seqloom.attention.lse import sum_dtype
 from seqloom.compat import dtensor_like, inherit_timeout
 from seqloom.dist import Transport
-from seqloom.dist.reshard_index import Box
+from seqloom.dist.resharding import Box
 from seqloom.errors import SeqloomError
 from seqloom.models.adapter import ModelAdapter
 from seqloom.params.fsdp import check_job

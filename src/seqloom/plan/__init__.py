@@ -1,7 +1,7 @@
 """The plan: what every other part of Seqloom reads."""
 
 from seqloom.plan.action import Action, ActionKind
-from seqloom.plan.group import Group, Method, in_order
+from seqloom.plan.group import Group, Method, sort_groups
 from seqloom.plan.limits import GroupFamily, Limits, Reduce, Sharding
 from seqloom.plan.parameter_layout import Weight, compute_layout, optimiser_layout, step_layout
 from seqloom.plan.pipeline import LayerRange, Pipeline, Stage
@@ -29,7 +29,7 @@ __all__ = [
     "StageMicroBatch",
     "Weight",
     "compute_layout",
-    "in_order",
     "optimiser_layout",
+    "sort_groups",
     "step_layout",
 ]

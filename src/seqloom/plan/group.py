@@ -44,7 +44,7 @@ class Group:
     route: Route | None = None
 
     @property
-    def party(self) -> tuple[int, ...]:
+    def participants(self) -> tuple[int, ...]:
         """Ranks that meet in the group's exchanges: its own, and the proxies of its route."""
         if self.route is None:
             return self.ranks
@@ -55,7 +55,7 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
-    def turn(self, node_size: int) -> int:
+    def order_key(self, node_size: int) -> int:
         """Return when the group runs among those of its round: 0 between nodes, 1 inside a node, 2 on one rank."""
         if len(self.ranks) == 1:
             return 2
@@ -66,7 +66,7 @@ class Group:
         """Tokens of all spans."""
         return sum(stop - start for _, start, stop in self.spans)
 
-    def blocks(self) -> tuple[tuple[int, ...], ...]:
+    def ulysses_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every ring index: the Ulysses communicators of the group."""
         return tuple(self.ranks[k : k + self.ulysses] for k in range(0, len(self.ranks), self.ulysses))
 
@@ -81,7 +81,7 @@ class Group:
 
     def token_columns(self) -> list[Column]:
         """Return rank, item, start and stop of the boxes of `token_layout`, in no order: cheap to join with others."""
-        dealt = [_deal(self.ring_spans(k), block) for k, block in enumerate(self.blocks())]
+        dealt = [_deal(self.ring_spans(k), block) for k, block in enumerate(self.ulysses_groups())]
         return [np.concatenate(columns) for columns in zip(*dealt, strict=True)]
 
     def head_layout(self, heads: int, kv_heads: int | None = None) -> Layout:
@@ -100,7 +100,7 @@ class Group:
         if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
             raise PlanError(f"{kv_heads} kv heads for {heads} heads: kv heads must divide the heads")
         boxes = []
-        for k, block in enumerate(self.blocks()):
+        for k, block in enumerate(self.ulysses_groups()):
             spans = self.ring_spans(k)
             for rank, (low, high) in zip(block, even_ranges(heads, self.ulysses), strict=True):
                 if kv_heads is not None:
@@ -136,9 +136,9 @@ class Group:
         return max(-(-share // self.ulysses) for share in shares)
 
 
-def in_order(groups: Iterable[Group], node_size: int) -> tuple[Group, ...]:
+def sort_groups(groups: Iterable[Group], node_size: int) -> tuple[Group, ...]:
     """Sort the groups of a round by `Group.turn`, slow links first; others keep their order."""
-    return tuple(sorted(groups, key=lambda group: group.turn(node_size)))
+    return tuple(sorted(groups, key=lambda group: group.order_key(node_size)))
 
 
 def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:

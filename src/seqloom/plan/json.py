@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from seqloom.errors import PlanError, unknown
+from seqloom.errors import PlanError, unknown_name
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.route import Route
 from seqloom.plan.action import Action
@@ -37,6 +37,8 @@ from seqloom.plan.round import Checkpoint, Remap, Round, StageMicroBatch
 
 FORMAT = "seqloom.plan"
 VERSION = 1
+KEYS_OF_LIMITS = {"pad_multiple": "granule"}
+"""Attributes of `Limits` that have another name in files."""
 _LARGEST = 2**53  # every JSON reader keeps integers up to here exactly
 
 
@@ -58,7 +60,7 @@ def _dump(value: dict[str, Any]) -> str:
 def _content(plan: Plan) -> dict[str, Any]:
     limits = plan.limits
     return {
-        "limits": {name: getattr(limits, name) for name in limits.__slots__},
+        "limits": {KEYS_OF_LIMITS.get(name, name): getattr(limits, name) for name in limits.__slots__},
         "sharding": plan.sharding,
         "reduce": plan.reduce,
         "documents": plan.documents,
@@ -69,7 +71,7 @@ def _content(plan: Plan) -> dict[str, Any]:
 def _pipeline(pipeline: Pipeline) -> dict[str, Any]:
     return {
         "stages": [{"ranks": s.ranks, "layers": s.layers, "tensor": s.tensor} for s in pipeline.stages],
-        "rounds": [[_work(work) for work in current.work] for current in pipeline.rounds],
+        "rounds": [[_work(work) for work in current.by_stage] for current in pipeline.rounds],
         "actions": [" ".join(map(str, row)) for row in pipeline.actions],
     }
 
@@ -134,9 +136,11 @@ def from_json(text: str) -> Plan:
 
 
 def _read_limits(value: Any, where: str) -> Limits:
-    fields = _object(value, where, Limits.__slots__)
+    keys = {KEYS_OF_LIMITS.get(name, name): name for name in Limits.__slots__}
+    fields = _object(value, where, tuple(keys))
     capacity = _list(fields.pop("capacity"), f"{where}.capacity", _read_capacity)
-    return Limits(capacity=capacity, **{name: _integer(number, f"{where}.{name}") for name, number in fields.items()})
+    numbers = {keys[key]: _integer(number, f"{where}.{key}") for key, number in fields.items()}
+    return Limits(capacity=capacity, **numbers)
 
 
 def _read_capacity(value: Any, where: str) -> tuple[Checkpoint, int]:
@@ -235,7 +239,7 @@ def _object(value: Any, where: str, keys: tuple[str, ...]) -> dict[str, Any]:
         _refuse(where, f"is {_short(value)}", f"give an object with the keys {', '.join(keys)}")
     for key in value:
         if key not in keys:
-            raise PlanError(f"plan file, {where}: {unknown('key', key, keys)}", rule="format")
+            raise PlanError(f"plan file, {where}: {unknown_name('key', key, keys)}", rule="format")
     missing = [key for key in keys if key not in value]
     if missing:
         _refuse(where, f"lacks the key {missing[0]!r}", f"its keys are {', '.join(keys)}")
@@ -270,7 +274,7 @@ def _enum(value: Any, where: str, kind: type[E]) -> E:
     try:
         return kind(value)
     except ValueError:
-        hint = unknown(kind.__name__.lower(), str(value), [member.value for member in kind])
+        hint = unknown_name(kind.__name__.lower(), str(value), [member.value for member in kind])
         raise PlanError(f"plan file, {where}: {hint}", rule="format") from None
 
 

@@ -138,7 +138,7 @@ class Limits:
     node_size: int
     heads: int
     capacity: tuple[tuple[Checkpoint, int], ...]
-    granule: int = 1
+    pad_multiple: int = 1
     communicators: int = 16
 
     @property
@@ -148,7 +148,7 @@ class Limits:
 
     def padded(self, tokens: int) -> int:
         """Return `tokens` rounded up to the granule."""
-        return -(-tokens // self.granule) * self.granule
+        return -(-tokens // self.pad_multiple) * self.pad_multiple
 
     def shard_groups(self, sharding: Sharding, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Cut a host's ranks into shard groups: ranks that share parameter shards, and so take part in the same

@@ -45,11 +45,11 @@ class Weight(NamedTuple):
     name: str
     rows: int
     columns: int
-    home: tuple[int | str, ...]
-    cut: int | None = None
+    used_by: tuple[int | str, ...]
+    tp_axis: int | None = None
 
 
-def bundles(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
+def layer_buckets(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
     """Return the weights that move together: the embedding's, those of layers 0, 1, .., then the norm's and the head's.
 
     Layer k is bundle k + 1, the head is the last bundle; a bundle may be empty. A weight of several homes belongs to
@@ -58,12 +58,12 @@ def bundles(weights: Sequence[Weight]) -> tuple[tuple[int, ...], ...]:
     bundle to the first, and a rank that ends a model and does not begin it just keeps the table's until the first
     bundle's turn.
     """
-    layers = 1 + max((home for weight in weights for home in weight.home if isinstance(home, int)), default=-1)
+    layers = 1 + max((home for weight in weights for home in weight.used_by if isinstance(home, int)), default=-1)
     found: list[list[int]] = [[] for _ in range(layers + 2)]
     for index, weight in enumerate(weights):
-        if not weight.home:
+        if not weight.used_by:
             raise PlanError(f"{weight.name} has no home; name the layers that need it, {EMBEDDING!r} or {HEAD!r}")
-        found[min(_bundle(home, layers) for home in weight.home)].append(index)
+        found[min(_bundle(home, layers) for home in weight.used_by)].append(index)
     return tuple(map(tuple, found))
 
 
@@ -89,7 +89,7 @@ def compute_layout(weights: Sequence[Weight], pipelines: Sequence[Pipeline]) -> 
 
 
 def step_layout(
-    weights: Sequence[Weight], pipelines: Sequence[Pipeline], per_pass: Collection[tuple[int, int]] = ()
+    weights: Sequence[Weight], pipelines: Sequence[Pipeline], resharded: Collection[tuple[int, int]] = ()
 ) -> Layout:
     """Return what every rank holds for the whole step, where some stages are gathered for every pass.
 
@@ -103,14 +103,14 @@ def step_layout(
     Args:
         weights: of the whole model.
         pipelines: side by side.
-        per_pass: (pipeline, stage) of the stages that are gathered for every pass.
+        resharded: (pipeline, stage) of the stages that are gathered for every pass.
     """
     shapes, homes = _shapes(weights), _Homes(weights)
     found = []
     for number, pipeline in enumerate(pipelines):
-        parts = pipeline.parts
+        parts = pipeline.layer_ranges
         for host in range(len(pipeline.ranks_by_pp_rank)):
-            stages = sorted(pipeline.stages_of(host), key=lambda stage: ((number, stage) in per_pass, stage))
+            stages = sorted(pipeline.stages_of(host), key=lambda stage: ((number, stage) in resharded, stage))
             held: dict[int, int] = {}  # weight: tensor degree of the stage that has brought it
             for stage in stages:
                 ranks, tensor = pipeline.stages[stage].ranks, pipeline.stages[stage].tensor
@@ -118,11 +118,11 @@ def step_layout(
                 _check_cuts(weights, needed, tensor, held)
                 new = np.array([item for item in needed if item not in held], dtype=np.int64)
                 held.update(dict.fromkeys(new.tolist(), tensor))
-                found.append(_stage_boxes(shapes, new, np.array(ranks), tensor, (number, stage) in per_pass))
+                found.append(_stage_boxes(shapes, new, np.array(ranks), tensor, (number, stage) in resharded))
     return _layout(found)
 
 
-def columns_of(ranks: Sequence[int], tensor: int) -> tuple[tuple[int, ...], ...]:
+def dp_groups(ranks: Sequence[int], tensor: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of a stage that have the same slice of weights, slice by slice."""
     return tuple(tuple(ranks[k::tensor]) for k in range(tensor))
 
@@ -159,7 +159,7 @@ def _layout(parts: Sequence[tuple[Column, ...]]) -> Layout:
 
 def _shapes(weights: Sequence[Weight]) -> np.ndarray:
     """Return rows, columns and cut (-1: none) of every weight, int64[weights, 3]."""
-    table = [(each.rows, each.columns, -1 if each.cut is None else each.cut) for each in weights]
+    table = [(each.rows, each.columns, -1 if each.tp_axis is None else each.tp_axis) for each in weights]
     return np.array(table, dtype=np.int64).reshape(-1, 3)
 
 
@@ -171,7 +171,7 @@ class _Homes:
     """Which weights a part of the model needs; parts repeat from pipeline to pipeline."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        self._pairs = [(home, index) for index, weight in enumerate(weights) for home in weight.home]
+        self._pairs = [(home, index) for index, weight in enumerate(weights) for home in weight.used_by]
         self._known: dict[LayerRange, tuple[int, ...]] = {}
 
     def needed(self, part: LayerRange) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class _Homes:
         return self._known[part]
 
     def _find(self, part: LayerRange) -> Iterator[int]:
-        ends = {EMBEDDING: part.begins, HEAD: part.ends}
+        ends = {EMBEDDING: part.has_embedding, HEAD: part.has_head}
         for home, index in self._pairs:
             if ends[home] if isinstance(home, str) else part.first <= home < part.stop:
                 yield index
@@ -190,11 +190,11 @@ def _check_cuts(weights: Sequence[Weight], needed: Sequence[int], tensor: int, h
     """Refuse a team that cannot cut a weight evenly, and two stages of one host that cut one differently."""
     for item in needed:
         weight = weights[item]
-        if weight.cut is None:
+        if weight.tp_axis is None:
             continue
-        length = weight.columns if weight.cut == COLUMNS else weight.rows
+        length = weight.columns if weight.tp_axis == COLUMNS else weight.rows
         if length % tensor:
-            axis = "columns" if weight.cut == COLUMNS else "rows"
+            axis = "columns" if weight.tp_axis == COLUMNS else "rows"
             raise PlanError(
                 f"{weight.name} has {length} {axis}, a stage with tensor degree {tensor} cuts them evenly; "
                 f"use a tensor degree that divides {length}"

@@ -37,17 +37,17 @@ class LayerRange(NamedTuple):
 
     first: int
     stop: int
-    of: int
+    model_layers: int
 
     @property
-    def begins(self) -> bool:
+    def has_embedding(self) -> bool:
         """Whether it takes token ids; others take hidden states."""
         return self.first == 0
 
     @property
-    def ends(self) -> bool:
+    def has_head(self) -> bool:
         """Whether it gives the sum of token losses; others give hidden states."""
-        return self.stop == self.of
+        return self.stop == self.model_layers
 
 
 # ---- merged: plan.pipeline
@@ -84,7 +84,7 @@ class Pipeline:
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property
-    def parts(self) -> tuple[LayerRange, ...]:
+    def layer_ranges(self) -> tuple[LayerRange, ...]:
         """What every stage has of the model."""
         return tuple(LayerRange(*stage.layers, self.stages[-1].layers[1]) for stage in self.stages)
 
@@ -141,11 +141,11 @@ def _open_together(rounds: Sequence[Round]) -> Iterator[range]:
     """Split the rounds into the shortest runs such that no document has pieces in two of them."""
     last: dict[int, int] = {}
     for number, current in enumerate(rounds):
-        for span in current.work[0].spans():
+        for span in current.by_stage[0].spans():
             last[span.document] = number
     start, reach = 0, 0
     for number, current in enumerate(rounds):
-        reach = max([reach, *(last[span.document] for span in current.work[0].spans())])
+        reach = max([reach, *(last[span.document] for span in current.by_stage[0].spans())])
         if number >= reach:
             yield range(start, number + 1)
             start = reach = number + 1
@@ -170,20 +170,20 @@ BACKWARD = (ActionKind.B, ActionKind.I)
 COMPUTING = (ActionKind.F, *BACKWARD, ActionKind.W)
 
 
-class PassMove(Enum):
+class ShardCollective(Enum):
     """What an action moves between shares and copies."""
 
-    GATHER = "gather"  # parameters: the shares to all ranks
-    SUM = "sum"  # gradients: of all ranks to the shares
+    ALL_GATHER = "all_gather"  # parameters: the shares to all ranks
+    REDUCE_SCATTER = "reduce_scatter"  # gradients: of all ranks to the shares
 
 
-def stages_per_pass(pipeline: Pipeline) -> frozenset[int]:
+def reshard_after_forward_stages(pipeline: Pipeline) -> frozenset[int]:
     """Return the stages that a pipeline gathers for every pass: those with an UNSHARD of a round."""
     actions = (action for row in pipeline.actions for action in row)
     return frozenset(each.stage for each in actions if each.kind is ActionKind.UNSHARD and each.round is not None)
 
 
-def gathered_for_passes(pipeline: Pipeline, stages: Sequence[int] | None = None) -> Pipeline:
+def with_reshard_after_forward(pipeline: Pipeline, stages: Sequence[int] | None = None) -> Pipeline:
     """Return the pipeline with these stages gathered for every pass; None: all of them."""
     chosen = range(len(pipeline.stages)) if stages is None else stages
 
@@ -197,7 +197,7 @@ def gathered_for_passes(pipeline: Pipeline, stages: Sequence[int] | None = None)
     return replace(pipeline, actions=tuple(rows))
 
 
-def pass_moves(row: Sequence[Action], stages: frozenset[int]) -> Iterator[PassMove | None]:
+def shard_collectives(row: Sequence[Action], stages: frozenset[int]) -> Iterator[ShardCollective | None]:
     """Yield for every action of a host's row what it moves.
 
     Args:
@@ -210,11 +210,11 @@ def pass_moves(row: Sequence[Action], stages: frozenset[int]) -> Iterator[PassMo
         move = None
         if action.stage in stages:
             if action.kind is ActionKind.UNSHARD:
-                move = PassMove.GATHER
+                move = ShardCollective.ALL_GATHER
             elif action.kind in BACKWARD:
                 owed.add(action.stage)
             elif _sums(action, action.stage in owed, halves):
-                move = PassMove.SUM
+                move = ShardCollective.REDUCE_SCATTER
                 owed.discard(action.stage)
         yield move
 

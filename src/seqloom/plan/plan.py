@@ -138,7 +138,7 @@ def _form_of(path: str | Path) -> str:
 # A plan's pipelines in a few characters: for logs, tables and metrics.
 
 
-def outline(plan: Plan) -> str:
+def plan_shape(plan: Plan) -> str:
     """Name the pipelines of a plan side by side, those with most ranks first; equal ones are counted.
 
     A pipeline is tensor degree x stages / ranks, where groups of ranks that follow each other count as stages:

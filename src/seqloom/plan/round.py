@@ -78,9 +78,9 @@ class StageMicroBatch:
 class Round:
     """One micro-batch: a `Work` for every stage, all on the same spans."""
 
-    work: tuple[StageMicroBatch, ...]
+    by_stage: tuple[StageMicroBatch, ...]
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of all stages."""
-        return tuple(group for work in self.work for group in work.groups)
+        return tuple(group for work in self.by_stage for group in work.groups)

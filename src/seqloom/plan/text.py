@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NoReturn, TypeVar
 
-from seqloom.errors import PlanError, unknown
+from seqloom.errors import PlanError, unknown_name
 from seqloom.layout.layout import Layout, Span
 from seqloom.layout.route import Route
 from seqloom.plan.action import Action
 from seqloom.plan.group import Group, Method
+from seqloom.plan.json import KEYS_OF_LIMITS
 from seqloom.plan.limits import Limits, Reduce, Sharding
 from seqloom.plan.pipeline import Pipeline, Stage
 from seqloom.plan.plan import Plan
@@ -49,6 +50,7 @@ def read_plan(text: str) -> Plan:
         lines.expect_number("pipeline", number, len(pipelines))
         pipelines.append(_read_pipeline(lines, documents))
     sharding, reduce, planner = header.pop("sharding"), header.pop("reduce"), header.pop("planner")
+    header["pad_multiple"] = header.pop("granule")
     return Plan(Limits(**header), sharding, reduce, documents, tuple(pipelines), planner)
 
 
@@ -97,7 +99,7 @@ class _Lines:
         try:
             return kind(word)
         except ValueError:
-            return self.refuse(str(unknown(kind.__name__.lower(), word, [member.value for member in kind])))
+            return self.refuse(str(unknown_name(kind.__name__.lower(), word, [member.value for member in kind])))
 
 
 def _short(line: str) -> str:
@@ -109,7 +111,7 @@ def _read_header(lines: _Lines) -> dict:
     while "documents" not in header:
         key, _, value = lines.take().partition(" ")
         if key not in _KEYS:
-            lines.refuse(str(unknown("key", key, _KEYS)))
+            lines.refuse(str(unknown_name("key", key, _KEYS)))
         if key in header and key != "capacity":
             lines.refuse(f"{key} is given twice; keep one line")
         if key == "capacity":
@@ -301,8 +303,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield "seqloom plan 1"
     plain = re.fullmatch(r"[A-Za-z0-9_.+-]+", plan.planner)
     yield f"planner {plan.planner if plain else json.dumps(plan.planner)}"
-    for name in ("ranks", "node_size", "heads", "granule", "communicators"):
-        yield f"{name} {getattr(plan.limits, name)}"
+    for name in ("ranks", "node_size", "heads", "pad_multiple", "communicators"):
+        yield f"{KEYS_OF_LIMITS.get(name, name)} {getattr(plan.limits, name)}"
     for checkpoint, tokens in plan.limits.capacity:
         yield f"capacity {checkpoint} {tokens}"
     yield f"sharding {plan.sharding}"
@@ -320,9 +322,9 @@ def _pipeline_lines(pipeline: Pipeline, documents: tuple[int, ...]) -> Iterator[
         extent = f"layers {stage.layers[0]}-{stage.layers[1]}"
         yield f"stage {s} ranks {_runs(stage.ranks)} {extent} tensor {stage.tensor}"
     for r, current in enumerate(pipeline.rounds):
-        if not current.work:
+        if not current.by_stage:
             yield f"round {r}"
-        for s, work in enumerate(current.work):
+        for s, work in enumerate(current.by_stage):
             remap = "" if work.remap == Remap.ATTENTION else f" remap {work.remap}"
             offload = " offload" if work.offload else ""
             yield f"round {r} stage {s} checkpoint {work.checkpoint}{remap}{offload}"

@@ -17,7 +17,7 @@ from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
 from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
 from seqloom.planners.flex.search import tiles
-from seqloom.planners.problem import GroupPlacement, Problem, fitting_problems, to_plan
+from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
 from seqloom.planners.solver import Matrix, programme, require_highspy
 
 MOST_DOCUMENTS = 20
@@ -85,7 +85,7 @@ class Model:
         return np.array(solver.getSolution().col_value)
 
 
-def slots_of(problem: Problem, kept: int, rounds: int) -> Iterator[Slot]:
+def slots_of(problem: BatchProblem, kept: int, rounds: int) -> Iterator[Slot]:
     """Every group that a plan of at most ``rounds`` rounds per place may open under this policy."""
     cost, degrees = problem.cost, problem.tables.degree.tolist()
     shard_group = cost.shard_group_size
@@ -115,12 +115,12 @@ def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) ->
     plans = []
     for reduce in dict.fromkeys(problem.policy.reduce for problem in fitting):
         array = fitting[0].lengths
-        alike = [Problem(array, cost, v, cost.tables(array, v)) for v in cost.policies if v.reduce == reduce]
+        alike = [BatchProblem(array, cost, v, cost.tables(array, v)) for v in cost.policies if v.reduce == reduce]
         plans.append(exact_for(alike, nodes))
     return min(plans, key=cost.plan_ns)
 
 
-def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
+def exact_for(problems: Sequence[BatchProblem], nodes: int) -> Plan:
     """The best plan whose rounds use any of these policies: data, variables, constraints, objective."""
     # data
     cost, n = problems[0].cost, len(problems[0].lengths)
@@ -161,17 +161,17 @@ def exact_for(problems: Sequence[Problem], nodes: int) -> Plan:
             model.constrain({time[place, kept, index]: 1.0, time[place, kept, index + 1]: -1.0}, 0, np.inf)
     # objective
     values = model.minimise(step, nodes)
-    return to_plan(problems[0], chosen_rounds(problems[0], slots, values, opened, holds), "exact")
+    return problems[0].plan(chosen_rounds(problems[0], slots, values, opened, holds), "exact")
 
 
-def searched_ns(problem: Problem) -> int:
+def searched_ns(problem: BatchProblem) -> int:
     """ns of a step that ``flex`` finds under one policy, without the step's overhead: the optimum is no longer."""
-    bound = work_bound(problem.search)
-    return finish_searches(start_searches(problem.search, bound), bound, None, 0).best_ns
+    bound = work_bound(problem.batch_tables)
+    return finish_searches(start_searches(problem.batch_tables, bound), bound, None, 0).best_ns
 
 
 def chosen_rounds(
-    problem: Problem, slots: list[Slot], values: np.ndarray, opened: list[int], holds: list[list[int]]
+    problem: BatchProblem, slots: list[Slot], values: np.ndarray, opened: list[int], holds: list[list[int]]
 ) -> list[list[GroupPlacement]]:
     """The rounds of a solution; wide ones first, so that no shard group waits in between."""
     rounds: dict[tuple[int, tuple[int, int], int, int], list[GroupPlacement]] = {}

@@ -1,6 +1,7 @@
 """Why a plan places documents as it does: for every class of documents its zone, its shape, and the next best choice.
 
-Everything is derived from the plan and the cost model, so it serves plans of any planner.
+Everything follows from the plan and the cost model, so it serves plans of any planner. `CutThresholds` says from which
+length on a document may be cut inside a node, and across nodes: by prices, never by constants.
 """
 
 from __future__ import annotations
@@ -12,19 +13,42 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost import CostModel, CostTables, GroupShape, MemoryPolicy
 from seqloom.cost.resharding import unshard_times_by_stage
 from seqloom.errors import SeqloomError
 from seqloom.plan import Group, Plan, StageMicroBatch
-from seqloom.planners.zones.search import ZoneBounds, zone_bounds
 from seqloom.simulate import simulate
 
 ZONES = ("inter-node", "intra-node", "local")
-WHOLE = GroupShape(1, 1)
+SINGLE_RANK = GroupShape(1, 1)
+SHORTEST, OCTAVES, STEPS = 128, 14, 16
+"""Lengths at which thresholds compare prices: so many steps per octave."""
 
 
-class Placement(NamedTuple):
-    """Where documents of one octave of lengths are: what makes them a class."""
+@dataclass(frozen=True, slots=True)
+class CutThresholds:
+    """Lengths in tokens from which on a cut pays, or is forced; None where no document may be, or has to be, cut so.
+
+    A cut costs rank-time: exchanges, shorter kernels, more launches. It *pays* where that is no more than the
+    break-even, the share of rank-time that would otherwise be lost; it is *forced* where one rank (or one node) has not
+    enough memory, or would still be at work when the round ends. Routed shapes count: a faster network lowers the
+    thresholds.
+    """
+
+    break_even: float
+    """What a cut may cost, as a share of the uncut document's rank-time."""
+    intra_pays: int | None
+    intra_forced: int | None
+    inter_pays: int | None
+    inter_forced: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The thresholds for a report in JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class PlacementKey(NamedTuple):
+    """What documents of one class have in common."""
 
     octave: int
     """Lengths from ``2**octave`` to below ``2**(octave + 1)`` tokens."""
@@ -36,7 +60,7 @@ class Placement(NamedTuple):
     """cheapest; memory, time: whole it would not fit, or end late; not cheapest: for balance, or by rule."""
 
 
-class Figures(NamedTuple):
+class DocumentPrices(NamedTuple):
     """One placed document. Costs are rank-ns: time on every rank that works on it."""
 
     tokens: int
@@ -48,9 +72,9 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DocumentClass:
-    """Documents that were placed alike for the same reason. Costs are rank-ns, the mean of the class."""
+    """Documents placed in the same way for the same reason. Costs are rank-ns, the mean of the class."""
 
-    placement: Placement
+    placement: PlacementKey
     documents: int
     shortest: int
     longest: int
@@ -63,16 +87,16 @@ class DocumentClass:
 
     def as_dict(self) -> dict[str, Any]:
         """The class for a report in JSON; times in ms."""
-        place = self.placement
+        key = self.placement
         return {
             "lengths": [self.shortest, self.longest],
             "documents": self.documents,
-            "zone": place.zone,
-            "shape": str(place.shape),
-            "method": method_name(place.shape),
-            "routed": place.shape.routed,
-            "remapped": place.remapped or None,
-            "reason": place.reason,
+            "zone": key.zone,
+            "shape": str(key.shape),
+            "method": method_name(key.shape),
+            "routed": key.shape.routed,
+            "remapped": key.remapped or None,
+            "reason": key.reason,
             "rank_ms": self.cost_ns / 1e6,
             "whole_rank_ms": self.whole_ns / 1e6,
             "next_best": self.next_best or None,
@@ -82,14 +106,14 @@ class DocumentClass:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The bounds of the zones, and the classes of documents, longest first."""
+    """The thresholds of the zones, and the classes of documents, longest first."""
 
-    bounds: ZoneBounds
+    thresholds: CutThresholds
     classes: tuple[DocumentClass, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation for a report in JSON."""
-        return {"bounds": self.bounds.as_dict(), "classes": [one.as_dict() for one in self.classes]}
+        return {"bounds": self.thresholds.as_dict(), "classes": [one.as_dict() for one in self.classes]}
 
 
 def method_name(shape: GroupShape) -> str:
@@ -99,11 +123,6 @@ def method_name(shape: GroupShape) -> str:
     parts = [f"ulysses {shape.ulysses}"] if shape.ulysses > 1 else []
     parts += [f"{shape.method.value} {shape.ring}"] if shape.ring > 1 else []
     return " x ".join(parts) + (", routed" if shape.routed else "")
-
-
-def shape_of(group: Group) -> GroupShape:
-    """The shape of a group, as the cost tables list it."""
-    return GroupShape(group.ulysses, group.ring, group.method, group.route is not None)
 
 
 def explain(plan: Plan, cost: CostModel) -> Explanation:
@@ -120,31 +139,26 @@ def explain(plan: Plan, cost: CostModel) -> Explanation:
         raise SeqloomError(
             "a plan that gathers parameters for every pass cannot be explained; explain one in which they stay"
         )
-    times = [(entry.pipeline, entry.round, entry.time_ns) for entry in simulate(plan, cost).rounds]
-    seen: dict[Placement, list[Figures]] = defaultdict(list)
-    spent = 0
-    for pipeline, index, round_ns in times:
-        work = plan.pipelines[pipeline].rounds[index].work[0]
-        for placement, figures in _placed(work, MemoryPolicy(work.checkpoint, plan.reduce), round_ns, cost):
-            seen[placement].append(figures)
-            spent += figures.cost_ns
-    classes = [_class(placement, rows) for placement, rows in seen.items()]
+    rounds = simulate(plan, cost).rounds
+    works = [plan.pipelines[entry.pipeline].rounds[entry.round].by_stage[0] for entry in rounds]
+    priced: dict[PlacementKey, list[DocumentPrices]] = defaultdict(list)
+    for entry, work in zip(rounds, works, strict=True):
+        for key, prices in _priced_documents(work, MemoryPolicy(work.checkpoint, plan.reduce), entry.time_ns, cost):
+            priced[key].append(prices)
+    classes = [_class_of(key, rows) for key, rows in priced.items()]
     classes.sort(key=lambda one: (-one.longest, -one.shortest, one.placement))
-    longest_round = max(time for _, _, time in times)
-    first = plan.pipelines[times[0][0]].rounds[times[0][1]].work[0]
-    total = cost.ranks * cost.plan_ns(plan)
-    bounds = zone_bounds(
-        cost, MemoryPolicy(first.checkpoint, plan.reduce), longest_round, max(0, total - spent) / spent
-    )
-    return Explanation(bounds, tuple(classes))
+    spent = sum(prices.cost_ns for rows in priced.values() for prices in rows)
+    idle = max(0, cost.ranks * cost.plan_ns(plan) - spent) / spent
+    first = MemoryPolicy(works[0].checkpoint, plan.reduce)
+    return Explanation(cut_thresholds(cost, first, max(entry.time_ns for entry in rounds), idle), tuple(classes))
 
 
-def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
+def _class_of(key: PlacementKey, rows: list[DocumentPrices]) -> DocumentClass:
     """The class of these documents; of their next best choices the most frequent one is named."""
     [(next_best, _)] = Counter(row.next_best for row in rows if row.next_best).most_common(1) or [("", 0)]
     others = [row.next_ns for row in rows if row.next_best]
     return DocumentClass(
-        placement=placement,
+        placement=key,
         documents=len(rows),
         shortest=min(row.tokens for row in rows),
         longest=max(row.tokens for row in rows),
@@ -155,39 +169,79 @@ def _class(placement: Placement, rows: list[Figures]) -> DocumentClass:
     )
 
 
-def _placed(
+def _priced_documents(
     work: StageMicroBatch, policy: MemoryPolicy, round_ns: int, cost: CostModel
-) -> Iterator[tuple[Placement, Figures]]:
-    """Every span of a round: its placement, and what it costs there and elsewhere."""
-    spans = [(span.tokens, shape_of(group), group) for group in work.groups for span in group.spans]
+) -> Iterator[tuple[PlacementKey, DocumentPrices]]:
+    """Every span of a round: where it is, and what it costs there and elsewhere."""
+    spans = [(span.tokens, _shape_of(group), group) for group in work.groups for span in group.spans]
     used = {shape for _, shape, _ in spans}
-    shapes = tuple(dict.fromkeys([WHOLE, *cost.shapes, *sorted(used - set(cost.shapes))]))
-    lengths = np.array([tokens for tokens, _, _ in spans])
-    tables = cost.tables(lengths, policy, shapes)
-    time = tables.cost[:2].max(axis=0)
-    rank_ns = time * tables.degree[:, None]
+    shapes = tuple(dict.fromkeys([SINGLE_RANK, *cost.shapes, *sorted(used - set(cost.shapes))]))
+    tables = cost.tables(np.array([tokens for tokens, _, _ in spans]), policy, shapes)
+    rank_ns = tables.cost[:2].max(axis=0) * tables.degree[:, None]
     fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
-    ends = time + tables.fixed[:2].max(axis=0)[:, None] <= round_ns
+    ends = tables.cost[:2].max(axis=0) + tables.fixed[:2].max(axis=0)[:, None] <= round_ns
     remapped = "" if work.linear is None else work.remap.value
     for k, (tokens, shape, group) in enumerate(spans):
         own = shapes.index(shape)
-        open_to = np.flatnonzero(fits[:, k] & ends[:, k] & (np.arange(len(shapes)) != own))
-        best = int(open_to[rank_ns[open_to, k].argmin()]) if len(open_to) else None
-        placement = Placement(
+        others = np.flatnonzero(fits[:, k] & ends[:, k] & (np.arange(len(shapes)) != own))
+        best = int(others[rank_ns[others, k].argmin()]) if len(others) else None
+        cheapest = best is None or rank_ns[own, k] <= rank_ns[best, k]
+        key = PlacementKey(
             octave=tokens.bit_length() - 1,
-            zone=ZONES[group.turn(cost.node_size)],
+            zone=ZONES[group.order_key(cost.node_size)],
             shape=shape,
             remapped=remapped,
-            reason=_reason(bool(fits[0, k]), bool(ends[0, k]), best is None or rank_ns[own, k] <= rank_ns[best, k]),
+            reason=_reason(bool(fits[0, k]), bool(ends[0, k]), bool(cheapest)),
         )
         other, other_ns = ("", 0) if best is None else (str(shapes[best]), int(rank_ns[best, k]))
-        yield placement, Figures(tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
+        yield key, DocumentPrices(tokens, int(rank_ns[own, k]), int(rank_ns[0, k]), other, other_ns)
+
+
+def _shape_of(group: Group) -> GroupShape:
+    return GroupShape(group.ulysses, group.ring, group.method, group.route is not None)
 
 
 def _reason(whole_fits: bool, whole_ends: bool, cheapest: bool) -> str:
-    """Why a document is in its shape and not in another."""
     if not whole_fits:
         return "memory"
     if not whole_ends:
         return "time"
     return "cheapest" if cheapest else "not cheapest"
+
+
+def cut_thresholds(cost: CostModel, policy: MemoryPolicy, round_ns: int, break_even: float) -> CutThresholds:
+    """The thresholds of one cost model and policy.
+
+    Args:
+        round_ns: when the round ends.
+        break_even: share of the rank-time of an uncut document that a cut may cost.
+    """
+    steps = SHORTEST * 2 ** (np.arange(OCTAVES * STEPS) / STEPS)
+    tables = cost.tables(np.unique(cost.padded_lengths(np.rint(steps).astype(np.int64))), policy)
+    local = tables.degree == 1
+    inside = (tables.degree > 1) & (tables.degree <= cost.node_size)
+    across = tables.degree > cost.node_size
+    return CutThresholds(
+        break_even=break_even,
+        intra_pays=_pays(tables, inside, local, break_even),
+        intra_forced=_forced(tables, local, round_ns) if inside.any() else None,
+        inter_pays=_pays(tables, across, local | inside, break_even),
+        inter_forced=_forced(tables, local | inside, round_ns) if across.any() else None,
+    )
+
+
+def _pays(tables: CostTables, wide: np.ndarray, narrow: np.ndarray, break_even: float) -> int | None:
+    """The shortest length whose cheapest wide shape costs no more than the break-even above its cheapest narrow one."""
+    if not wide.any():
+        return None
+    spent = tables.cost[:2].max(axis=0) * tables.degree[:, None]
+    pays = spent[wide].min(axis=0) <= (1 + break_even) * spent[narrow].min(axis=0)
+    return int(tables.tokens[pays.argmax()]) if pays.any() else None
+
+
+def _forced(tables: CostTables, narrow: np.ndarray, round_ns: int) -> int | None:
+    """The shortest length that no narrow shape holds, or ends in time."""
+    fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
+    ends = (tables.cost[:2] + tables.fixed[:2, :, None]).max(axis=0) <= round_ns
+    held = (fits & ends)[narrow].any(axis=0)
+    return None if held.all() else int(tables.tokens[(~held).argmax()])

@@ -1,15 +1,17 @@
-"""What a planner is asked, and how its answer becomes a plan.
+"""A batch to plan, and how a planner's answer becomes a plan.
 
-A ``Problem`` is one batch under one policy of one cost model, as integer arrays. Every planner answers with rounds of
-``Seat``s: which documents, in which shape, from which rank on. ``to_plan`` turns them into the value everybody reads.
+A `BatchProblem` is one batch under one memory policy of one cost model, as integer arrays. Planners whose groups lie on
+disjoint aligned blocks answer with rounds of `GroupPlacement`: which documents, in which shape, from which rank on.
+`StepPricer` prices such rounds, `BatchProblem.plan` turns them into the plan. `build_plan` assembles any plan of one
+stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +21,11 @@ from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Pipeline, Plan, Round, StageMicroBatch, in_order
+from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch, sort_groups
 from seqloom.planners.loops import NEVER, BatchTables
 
 CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.PROFILE)
-"""From the fastest, which keeps the most, to the slowest."""
+"""From the fastest, which keeps the most activations, to the slowest."""
 
 
 class GroupPlacement(NamedTuple):
@@ -34,9 +36,13 @@ class GroupPlacement(NamedTuple):
     documents: Sequence[int]
 
 
+PlacedRounds = Sequence[Sequence[GroupPlacement]]
+"""What a planner answers: the groups of every round, in running order."""
+
+
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """One batch under one policy of a cost model. Times in ns."""
+class BatchProblem:
+    """One batch under one memory policy of a cost model. Times in ns."""
 
     lengths: np.ndarray
     """int64[n]: true lengths; a document's id is its index."""
@@ -45,7 +51,7 @@ class Problem:
     tables: CostTables
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | np.ndarray, cost: CostModel, policy: MemoryPolicy) -> Problem:
+    def of(cls, lengths: Sequence[int] | np.ndarray, cost: CostModel, policy: MemoryPolicy) -> BatchProblem:
         """Price the documents; SeqloomError if one of them fits on no group."""
         array = Batch.of(lengths).lengths
         problem = cls(array, cost, policy, cost.tables(array, policy))
@@ -69,20 +75,22 @@ class Problem:
             f"raise the memory budget or use more GPUs"
         )
 
+    def checkpoint(self, groups: Sequence[GroupPlacement]) -> Checkpoint:
+        """The fastest checkpoint whose memory holds a round of these groups."""
+        tokens = self.tables.tokens
+        fullest = max(-(-int(tokens[list(group.documents)].sum()) // group.shape.degree) for group in groups)
+        checkpoint = fastest_checkpoint(self.capacities, fullest)
+        assert checkpoint is not None
+        return checkpoint
+
     @cached_property
     def capacities(self) -> dict[Checkpoint, int]:
-        """Tokens a rank holds in a round, under each checkpointing choice that goes with this way to reduce."""
-        return {v.checkpoint: self.cost.capacity(v) for v in self.cost.policies if v.reduce == self.policy.reduce}
-
-    def checkpoint(self, seats: Sequence[GroupPlacement]) -> Checkpoint:
-        """What a round of these seats keeps: the fastest choice whose memory holds it."""
-        tokens = self.tables.tokens
-        fullest = max(-(-int(tokens[list(seat.documents)].sum()) // seat.shape.degree) for seat in seats)
-        return next(c for c in CHECKPOINTS if self.capacities.get(c, -1) >= fullest)
+        """Tokens a rank holds in a round, under each checkpoint that goes with this way to reduce gradients."""
+        return checkpoint_capacities(self.cost, self.policy.reduce)
 
     @cached_property
-    def search(self) -> BatchTables:
-        """The same problem as plain arrays for the hot loops; lanes that are never used are left out."""
+    def batch_tables(self) -> BatchTables:
+        """The same problem for the loops; lanes that are never used are left out."""
         tables = self.tables
         lanes = [0] + [lane for lane in (1, 2) if tables.cost[lane].any() or tables.fixed[lane].any()]
         cost = np.ascontiguousarray(tables.cost[lanes])
@@ -97,6 +105,8 @@ class Problem:
             best = time[shapes].argmin(axis=0)
             solo_shape[index] = shapes[best]
             solo_ns[index] = time[shapes[best], np.arange(len(best))]
+        work = np.where(fits, cost.max(axis=0) * tables.degree[:, None], NEVER).min(axis=0)
+        share = int(fixed.max(axis=0).min()) * tables.tokens // tables.capacity
         return BatchTables(
             tokens=tables.tokens,
             cost=cost,
@@ -105,126 +115,122 @@ class Problem:
             degrees=degrees,
             solo_ns=solo_ns,
             solo_shape=solo_shape,
-            value=self._value(cost, fixed, fits),
+            value=np.maximum(work + share, 1),
             capacity=tables.capacity,
             ranks=self.cost.ranks,
             shard_group=self.cost.shard_group_size,
             node=self.cost.node_size,
         )
 
-    def _value(self, cost: np.ndarray, fixed: np.ndarray, fits: np.ndarray) -> np.ndarray:
-        """int64[n] rank-ns: a document's cheapest work, plus its part of what a full round costs before its first."""
-        work = np.where(fits, cost.max(axis=0) * self.tables.degree[:, None], NEVER).min(axis=0)
-        share = int(fixed.max(axis=0).min()) * self.tables.tokens // self.tables.capacity
-        return np.maximum(work + share, 1)
+    def plan(self, rounds: PlacedRounds, planner: str) -> Plan:
+        """Build the plan of these rounds; each keeps as much of its activations as its memory allows."""
+        cost, lengths = self.cost, self.lengths.tolist()
+        built = []
+        for placed in rounds:
+            groups = [
+                whole_documents(cost, shape, range(start, start + shape.degree), documents, lengths)
+                for shape, start, documents in sorted(placed, key=lambda group: group.start)
+            ]
+            built.append(StageMicroBatch(sort_groups(groups, cost.node_size), self.checkpoint(placed)))
+        return build_plan(cost, lengths, built, self.policy.reduce, planner)
 
 
-def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> list[Problem]:
+def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> list[BatchProblem]:
     """The batch under every policy whose memory holds it; SeqloomError if there is none."""
     array = Batch.of(lengths).lengths
-    problems = [Problem(array, cost, policy, cost.tables(array, policy)) for policy in cost.policies]
+    problems = [BatchProblem(array, cost, policy, cost.tables(array, policy)) for policy in cost.policies]
     fitting = [problem for problem in problems if problem.fits]
     if not fitting:
         raise max(problems, key=lambda problem: problem.tables.capacity).too_long()
     return fitting
 
 
-def to_plan(problem: Problem, rounds: Sequence[Sequence[GroupPlacement]], planner: str) -> Plan:
-    """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
-    cost, lengths = problem.cost, problem.lengths.tolist()
-    built = []
-    for seats in rounds:
-        groups = tuple(
-            cost.group(
-                seat.shape,
-                range(seat.start, seat.start + seat.shape.degree),
-                [Span(k, 0, lengths[k]) for k in sorted(seat.documents)],
-            )
-            for seat in sorted(seats, key=lambda seat: seat.start)
-        )
-        built.append(Round((StageMicroBatch(in_order(groups, cost.node_size), problem.checkpoint(seats)),)))
-    pipeline = Pipeline.single(range(cost.ranks), cost.model.layers, built, problem.policy.reduce, cost.tensor)
+def checkpoint_capacities(cost: CostModel, reduce: Reduce) -> dict[Checkpoint, int]:
+    """Tokens a rank holds in a round, under each checkpoint that goes with this way to reduce gradients."""
+    return {policy.checkpoint: cost.capacity(policy) for policy in cost.policies if policy.reduce == reduce}
+
+
+def fastest_checkpoint(capacities: dict[Checkpoint, int], tokens: int) -> Checkpoint | None:
+    """The fastest checkpoint that holds so many tokens on a rank; None: none does."""
+    return next((checkpoint for checkpoint in CHECKPOINTS if capacities.get(checkpoint, -1) >= tokens), None)
+
+
+def whole_documents(
+    cost: CostModel, shape: GroupShape, ranks: Sequence[int], documents: Iterable[int], lengths: Sequence[int]
+) -> Group:
+    """A group of this shape that works on whole documents, in ascending order; ``lengths`` are those of the batch."""
+    ordered = sorted(documents)
+    spans = map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False))
+    return cost.group(shape, ranks, tuple(spans))
+
+
+def build_plan(
+    cost: CostModel, lengths: Sequence[int], rounds: Iterable[StageMicroBatch], reduce: Reduce, planner: str
+) -> Plan:
+    """Assemble the plan of one stage over all ranks from its rounds, in this order."""
+    built = [Round((work,)) for work in rounds]
     return Plan(
-        limits=cost.limits(problem.policy.reduce),
+        limits=cost.limits(reduce),
         sharding=cost.sharding,
-        reduce=problem.policy.reduce,
+        reduce=reduce,
         documents=tuple(lengths),
-        pipelines=(pipeline,),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor),),
         planner=planner,
     )
 
 
-# ---- merged: planners.pricing
-# The time of rounds of seats, from the integers that planners compare, before any plan is built.
-#
-# It equals ``cost.plan_ns`` of the plan that ``to_plan`` builds from the same rounds, but for what free sharding
-# moves
-# and does not hide: each round keeps as much of its activations as its memory allows, takes as long as its slowest
-# group,
-# and holds only the shard groups that its groups touch.
-#
-# Network cards and NVLink ports need no look here. Seats are disjoint blocks of the family; a block that crosses
-# nodes
-# consists of whole nodes, so no two groups of a round share a card, and what one group puts on a card or port never
-# takes longer than the group.
+class StepPricer:
+    """Step times of many answers to one problem, from the integers that planners compare.
 
+    They equal ``cost.plan_ns`` of the plan that `BatchProblem.plan` builds, but for the exposed resharding time under
+    free sharding. NICs and NVLink ports need no look here: groups lie on disjoint blocks of the family; a block that
+    crosses nodes consists of whole nodes, so no two groups of a round share a NIC, and what one group puts on a NIC or
+    port never takes longer than the group.
+    """
 
-Rounds = Sequence[Sequence[GroupPlacement]]
-"""What a planner answers: the seats of every round, in running order."""
-
-
-def price_rounds(problem: Problem, rounds: Rounds) -> int:
-    """Step time in ns of the plan that ``to_plan`` builds from these rounds."""
-    return Pricer(problem).step_ns(rounds)
-
-
-class Pricer:
-    """Prices many answers to one problem."""
-
-    def __init__(self, problem: Problem) -> None:
-        """The tables of other checkpoints are made when one is first used."""
+    def __init__(self, problem: BatchProblem) -> None:
+        """Tables of other checkpoints are made when one is first used."""
         self.problem = problem
         self._shape = {shape: index for index, shape in enumerate(problem.tables.shapes)}
         self._tables = {problem.policy.checkpoint: problem.tables}
 
-    def step_ns(self, rounds: Rounds) -> int:
-        """Step time in ns, with what a step costs once."""
+    def step_ns(self, rounds: PlacedRounds) -> int:
+        """Step time in ns, with the step's overhead."""
         if not rounds:
             return 0
         cost, reduce = self.problem.cost, self.problem.policy.reduce
-        checkpoints = [self.problem.checkpoint(seats) for seats in rounds]
+        checkpoints = [self.problem.checkpoint(groups) for groups in rounds]
         size, times = cost.shard_group_size, iter(self._group_times(rounds, checkpoints))
         slowest, joined = np.zeros((len(rounds), cost.ranks // size), dtype=np.int64), []
-        for row, seats in zip(slowest, rounds, strict=True):
-            touched = [range(seat.start // size, (seat.start + seat.shape.degree - 1) // size + 1) for seat in seats]
+        for row, groups in zip(slowest, rounds, strict=True):
+            touched = [range(start // size, (start + shape.degree - 1) // size + 1) for shape, start, _ in groups]
             for shard_groups, time in zip(touched, times, strict=False):
                 row[shard_groups.start] = max(row[shard_groups.start], time)  # the others of a group wait for this one
             joined.append(join_shard_groups(shard_groups for shard_groups in touched if len(shard_groups) > 1))
         overhead = max(cost.step_overhead_ns(MemoryPolicy(checkpoint, reduce)) for checkpoint in set(checkpoints))
         return int(finish_times(slowest, joined).max()) + overhead
 
-    def _group_times(self, rounds: Rounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
+    def _group_times(self, rounds: PlacedRounds, checkpoints: Sequence[Checkpoint]) -> list[int]:
         """ns of every group, round after round; groups of one shape and checkpoint are priced together."""
-        alike: dict[tuple[Checkpoint, int], list[int]] = {}
-        seats = list(chain.from_iterable(rounds))
-        kept = chain.from_iterable([c] * len(r) for c, r in zip(checkpoints, rounds, strict=True))
-        for index, (seat, checkpoint) in enumerate(zip(seats, kept, strict=True)):
-            alike.setdefault((checkpoint, self._shape[seat.shape]), []).append(index)
-        times = [0] * len(seats)
-        for (checkpoint, shape), members in alike.items():
-            tables = self._tables_of(checkpoint)
-            documents = np.array(list(chain.from_iterable(seats[i].documents for i in members)))
-            first = np.cumsum([0] + [len(seats[i].documents) for i in members[:-1]])
+        groups = list(chain.from_iterable(rounds))
+        owners = chain.from_iterable([c] * len(placed) for c, placed in zip(checkpoints, rounds, strict=True))
+        classes: dict[tuple[Checkpoint, int], list[int]] = {}
+        for index, (group, checkpoint) in enumerate(zip(groups, owners, strict=True)):
+            classes.setdefault((checkpoint, self._shape[group.shape]), []).append(index)
+        times = [0] * len(groups)
+        for (checkpoint, shape), members in classes.items():
+            tables = self.tables(checkpoint)
+            documents = np.array(list(chain.from_iterable(groups[i].documents for i in members)))
+            first = np.cumsum([0] + [len(groups[i].documents) for i in members[:-1]])
             sums = np.add.reduceat(tables.cost[:, shape, documents], first, axis=1)
             for i, time in zip(members, (sums + tables.fixed[:, shape, None]).max(axis=0), strict=True):
                 times[i] = int(time)
         return times
 
-    def fastest_tables(self) -> CostTables:
-        """Tables of the checkpoint that keeps the most: no round is faster than under them."""
-        return self._tables_of(next(c for c in CHECKPOINTS if c in self.problem.capacities))
-
-    def _tables_of(self, checkpoint: Checkpoint) -> CostTables:
+    def tables(self, checkpoint: Checkpoint | None = None) -> CostTables:
+        """Tables of one checkpoint; None: of the one that keeps the most, under which every round is fastest."""
+        if checkpoint is None:
+            checkpoint = next(c for c in CHECKPOINTS if c in self.problem.capacities)
         if checkpoint not in self._tables:
             policy = MemoryPolicy(checkpoint, self.problem.policy.reduce)
             self._tables[checkpoint] = self.problem.cost.tables(self.problem.lengths, policy)

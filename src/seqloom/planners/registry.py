@@ -15,7 +15,7 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.describe import Batch
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Plan
 
 
@@ -87,7 +87,7 @@ def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:
         raise SeqloomError(f"planner {name!r}: {base} is called {_RENAMED[base]} now")
     spec = PLANNERS.get(base)
     if spec is None:
-        raise unknown("planner", base, [other.name for other in _TABLE if not other.packs_dataset])
+        raise unknown_name("planner", base, [other.name for other in _TABLE if not other.packs_dataset])
     if spec.packs_dataset:
         raise SeqloomError(
             f"planner {name!r} packs a whole data set into steps of its own, it plans no batch that is given; ask "

@@ -15,7 +15,7 @@ import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.profile import AdditiveProfile
-from seqloom.layout import level_targets, rebalanced
+from seqloom.layout import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
 WORTH = 100
@@ -38,8 +38,8 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
     for pipeline in plan.pipelines:
         rounds = []
         for current in pipeline.rounds:
-            work = _faster(current.work[0], MemoryPolicy(current.work[0].checkpoint, plan.reduce), plan, cost)
-            changed |= work is not current.work[0]
+            work = _faster(current.by_stage[0], MemoryPolicy(current.by_stage[0].checkpoint, plan.reduce), plan, cost)
+            changed |= work is not current.by_stage[0]
             rounds.append(Round((work,)))
         pipelines.append(replace(pipeline, rounds=tuple(rounds)))
     if not changed:
@@ -78,6 +78,6 @@ def _layouts(
         stays = np.where(asleep, 0, rank_ns - token_ns * held)
         for quarters in QUARTERS:
             work_ns = (quarters * stays + (4 - quarters) * (level - token_ns * held)) // 4
-            targets = level_targets(work_ns, token_ns, held, shard_groups)
+            targets = balanced_token_counts(work_ns, token_ns, held, shard_groups)
             if int(targets.max()) <= cost.capacity(policy) and not np.array_equal(targets, held):
-                yield replace(work, linear=rebalanced(layout, targets, cost.node_size, shard_groups), remap=remap)
+                yield replace(work, linear=rebalance_layout(layout, targets, cost.node_size, shard_groups), remap=remap)

@@ -1,13 +1,13 @@
-"""Planner ``static``: one degree for every group of the whole run, best-fit packing. What most trainers do.
+"""Planners ``static`` and ``adaptive``: groups of one degree, best-fit packing. What most trainers do.
 
-The packing is that of the published comparisons: documents, longest first, into the fullest bin that still
-has room; bins of nine tenths of a group's memory (or the longest document, if that is more); bins taken as
-many at a time as groups stand side by side. No evening-out of the last round.
+``static`` has one degree for a whole run, ``adaptive`` chooses one per batch. The packing is that of the published
+comparisons: documents, longest first, into the fullest bin that still has room; bins of nine tenths of a group's memory
+(or the longest document, if that is more); bins taken as many at a time as groups stand side by side. Nothing evens
+out the last round.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,16 +16,17 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.problem import GroupPlacement, Pricer, Problem, Rounds, fitting_problems, to_plan
+from seqloom.planners.packing import best_fit_decreasing
+from seqloom.planners.problem import BatchProblem, GroupPlacement, PlacedRounds, StepPricer, fitting_problems
 
 
-class Answer(NamedTuple):
-    """A priced answer: one degree, one shape, one policy."""
+class UniformAnswer(NamedTuple):
+    """Priced rounds of one degree, in its best shape, under one memory policy."""
 
     ns: int
     degree: int
-    problem: Problem
-    rounds: Rounds
+    problem: BatchProblem
+    rounds: PlacedRounds
 
 
 def plan_static(lengths: np.ndarray, cost: CostModel, *, degree: int | None = None, longest: int | None = None) -> Plan:
@@ -41,11 +42,39 @@ def plan_static(lengths: np.ndarray, cost: CostModel, *, degree: int | None = No
     """
     problems = fitting_problems(lengths, cost)
     if degree is None:
-        degrees = holding_degrees(problems, cost, _longest_allowed(cost) if longest is None else longest)
+        degrees = holding_degrees(problems, longest_of_run(cost) if longest is None else longest)
     else:
-        degrees = [_checked(degree, problems, cost)]
-    best = min(homogeneous_answers(problems, degrees), key=lambda answer: answer.ns)
-    return to_plan(best.problem, best.rounds, "static")
+        legal, degrees = holding_degrees(problems, 1), [degree]
+        if degree not in legal:
+            raise SeqloomError(
+                f"degree {degree}: no such groups here, or they do not hold this batch; choose one of "
+                f"{', '.join(map(str, legal))}"
+            )
+    best = _fastest(uniform_answers(problems, degrees))
+    return best.problem.plan(best.rounds, "static")
+
+
+def plan_adaptive(lengths: np.ndarray, cost: CostModel) -> Plan:
+    """Plan a batch with groups of the fastest degree that holds it.
+
+    Args:
+        lengths: int64[n] tokens.
+        cost: prices the batch.
+    """
+    problems = fitting_problems(lengths, cost)
+    best = _fastest(uniform_answers(problems, holding_degrees(problems, 1)))
+    return best.problem.plan(best.rounds, "adaptive")
+
+
+def adaptive_and_static(lengths: np.ndarray, cost: CostModel) -> list[Plan]:
+    """Plan a batch with ``adaptive`` and with ``static``, packing every degree once; one plan where both agree."""
+    problems = fitting_problems(lengths, cost)
+    answers = uniform_answers(problems, holding_degrees(problems, 1))
+    run_degrees = holding_degrees(problems, longest_of_run(cost))
+    of_run = [answer for answer in answers if answer.degree in run_degrees]
+    adaptive, static = _fastest(answers), _fastest(of_run)
+    plans = [adaptive.problem.plan(adaptive.rounds, "adaptive")]
+    return plans if static is adaptive else [*plans, static.problem.plan(static.rounds, "static")]
 
 
 def fastest_static_degree(batches: Iterable[np.ndarray], cost: CostModel, longest: int | None = None) -> int:
@@ -56,12 +85,12 @@ def fastest_static_degree(batches: Iterable[np.ndarray], cost: CostModel, longes
         cost: prices the batches.
         longest: tokens of the longest sequence the run may see; by default as in ``plan_static``.
     """
-    longest = _longest_allowed(cost) if longest is None else longest
+    longest = longest_of_run(cost) if longest is None else longest
     total: dict[int, int] = {}
     for lengths in batches:
         problems = fitting_problems(lengths, cost)
         priced: dict[int, int] = {}
-        for answer in homogeneous_answers(problems, holding_degrees(problems, cost, longest)):
+        for answer in uniform_answers(problems, holding_degrees(problems, longest)):
             priced[answer.degree] = min(answer.ns, priced.get(answer.degree, answer.ns))
         known = total or dict.fromkeys(priced, 0)  # a degree must hold every batch
         total = {degree: known[degree] + ns for degree, ns in priced.items() if degree in known}
@@ -70,96 +99,56 @@ def fastest_static_degree(batches: Iterable[np.ndarray], cost: CostModel, longes
     return min(total, key=lambda degree: (total[degree], degree))
 
 
-def holding_degrees(problems: Sequence[Problem], cost: CostModel, longest: int) -> list[int]:
-    """Degrees whose groups hold ``longest`` tokens, and the batch's longest, under some policy."""
-    tokens = max(int(cost.padded_lengths(np.array([longest]))[0]), int(problems[0].tables.tokens.max()))
-    most = max(problem.tables.capacity for problem in problems)
-    degrees = np.unique(problems[0].tables.degree)
-    holding = degrees[degrees * most >= tokens].tolist()
-    if not holding:
-        room = int(degrees[-1]) * most
-        raise SeqloomError(
-            f"no group holds a sequence of {longest} tokens: the largest has {degrees[-1]} GPUs x {most} "
-            f"tokens; lower the longest sequence to {room}, raise the memory budget or use more GPUs"
-        )
-    return holding
-
-
-def homogeneous_answers(problems: Sequence[Problem], degrees: Sequence[int]) -> list[Answer]:
-    """The packing of every degree under every policy that holds the batch in it, in its best shape."""
+def uniform_answers(problems: Sequence[BatchProblem], degrees: Sequence[int]) -> list[UniformAnswer]:
+    """Pack and price every degree under every policy that holds the batch in it, each in its best shape."""
     answers = []
     for problem in problems:
-        tables, pricer = problem.tables, Pricer(problem)
+        tables, pricer = problem.tables, StepPricer(problem)
         longest = int(tables.tokens.max())
         for degree in degrees:
             if longest > degree * tables.capacity:
                 continue
-            bins = pack(tables.tokens, max(9 * degree * tables.capacity // 10, longest))
+            bins = best_fit_decreasing(tables.tokens, max(9 * degree * tables.capacity // 10, longest))
             candidates = []
             for shape in np.flatnonzero(tables.degree == degree).tolist():
-                rounds = in_turn(problem, bins, shape)
-                candidates.append(Answer(pricer.step_ns(rounds), degree, problem, rounds))
+                rounds = rounds_in_order(problem, bins, shape)
+                candidates.append(UniformAnswer(pricer.step_ns(rounds), degree, problem, rounds))
             answers.append(min(candidates, key=lambda answer: answer.ns))
     return answers
 
 
-def pack(tokens: np.ndarray, room: int) -> list[list[int]]:
-    """Best fit decreasing: documents, longest first, into the fullest bin of ``room`` tokens that fits."""
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
-    for document in np.argsort(-tokens, kind="stable").tolist():
-        size = int(tokens[document])
-        place = bisect_left(free, (size, -1))
-        if place < len(free):
-            left, number = free.pop(place)
-        else:
-            left, number = room, len(bins)
-            bins.append([])
-        bins[number].append(document)
-        insort(free, (left - size, number))
-    return bins
-
-
-def in_turn(problem: Problem, bins: Sequence[Sequence[int]], shape: int) -> list[list[GroupPlacement]]:
+def rounds_in_order(problem: BatchProblem, bins: Sequence[Sequence[int]], shape: int) -> list[list[GroupPlacement]]:
     """Rounds of these bins in their order, as many side by side as the cluster has blocks for."""
-    kind = problem.tables.shapes[shape]
-    blocks = problem.cost.family.blocks(kind.degree)
+    own = problem.tables.shapes[shape]
+    blocks = problem.cost.family.blocks(own.degree)
     return [
-        [GroupPlacement(kind, block.start, documents) for block, documents in zip(blocks, bins[first:], strict=False)]
+        [GroupPlacement(own, block.start, documents) for block, documents in zip(blocks, bins[first:], strict=False)]
         for first in range(0, len(bins), len(blocks))
     ]
 
 
-def _longest_allowed(cost: CostModel) -> int:
-    """Longest sequence the cost model was made for, as far as the cluster holds it; 1 if not said."""
-    allowed: int | None = cost.max_length
-    most = max(shape.degree for shape in cost.shapes) * max(cost.capacity(v) for v in cost.policies)
-    return 1 if allowed is None else min(allowed, most // cost.pad_multiple * cost.pad_multiple)
-
-
-def _checked(degree: int, problems: Sequence[Problem], cost: CostModel) -> int:
-    """The degree asked for, if the cluster has such groups and they hold the batch."""
-    legal = holding_degrees(problems, cost, 1)
-    if degree not in legal:
-        known = ", ".join(str(d) for d in legal)
+def holding_degrees(problems: Sequence[BatchProblem], longest: int) -> list[int]:
+    """Degrees whose groups hold ``longest`` tokens, and the batch's longest, under some policy."""
+    tables = problems[0].tables
+    tokens = max(int(problems[0].cost.padded_lengths(np.array([longest]))[0]), int(tables.tokens.max()))
+    most = max(problem.tables.capacity for problem in problems)
+    degrees = np.unique(tables.degree)
+    holding = degrees[degrees * most >= tokens].tolist()
+    if not holding:
         raise SeqloomError(
-            f"degree {degree}: no such groups here, or they do not hold this batch; choose one of {known}"
+            f"no group holds a sequence of {longest} tokens: the largest has {degrees[-1]} GPUs x {most} tokens; "
+            f"lower the longest sequence to {int(degrees[-1]) * most}, raise the memory budget or use more GPUs"
         )
-    return degree
+    return holding
 
 
-# ---- merged: planners.adaptive
-# Planner ``adaptive``: one degree per batch, the fastest that holds it. The same packing as ``static``.
+def longest_of_run(cost: CostModel) -> int:
+    """Longest sequence the cost model was made for, as far as the cluster holds it; 1 if not said."""
+    if cost.max_length is None:
+        return 1
+    most = max(shape.degree for shape in cost.shapes) * max(map(cost.capacity, cost.policies))
+    return min(cost.max_length, most // cost.pad_multiple * cost.pad_multiple)
 
 
-def plan_adaptive(lengths: np.ndarray, cost: CostModel) -> Plan:
-    """Plan a batch with groups of one degree: every degree that holds the batch's longest is tried.
-
-    Args:
-        lengths: int64[n] tokens.
-        cost: prices the batch.
-    """
-    problems = fitting_problems(lengths, cost)
-    answers = homogeneous_answers(problems, holding_degrees(problems, cost, 1))
-    best = min(answers, key=lambda answer: answer.ns)
-    return to_plan(best.problem, best.rounds, "adaptive")
+def _fastest(answers: Sequence[UniformAnswer]) -> UniformAnswer:
+    return min(answers, key=lambda answer: answer.ns)

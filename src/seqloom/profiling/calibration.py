@@ -1,19 +1,21 @@
-"""What stages cost beside their work: a handover to the next one, and a backward in two halves instead of one.
+"""Measuring the constants of a profile on these ranks, for one model, by running it.
 
-A message has its bytes and its link's latency, and somebody must notice that it has come. On a CPU that is another
-thread, which waits for its turn on the core. So it is measured where it matters: in a step whose stages are busy. The
-same units with split backwards tell what splitting costs.
-
-Parameters stay with their stages meanwhile, also for runs under free sharding: in a step that moves them, whatever the
-prediction misses of that would be taken for handovers, of which a step has few.
+1. Attention kernels, matrix products and messages are timed by themselves, on all ranks at once, because ranks share
+   memory and clock (`Calibrator._measure_start`).
+2. Real training steps of equal groups are timed (`StepTimer`, `trial_plans`), and `cost.calibrate` fits all constants
+   to both together. A step is what a trainer does with a plan: bind it, run its rounds, reduce, clip, update; its time
+   is that of the slowest rank, all of them having begun together.
+3. For pipelines: a rank's work while others wait, the handover to the next stage, and a backward in two halves
+   instead of one (`measure_stage_costs`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -22,116 +24,34 @@ import torch
 
 from seqloom.attention.kernels.dispatch import KernelTimes, TimePoint, default_dispatcher
 from seqloom.attention.kernels.interface import AttentionShape
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
+from seqloom.cost.shapes import candidate_shapes
 from seqloom.describe import ModelSpec
-from seqloom.dist import P2PTensor, Transport
+from seqloom.dist import Context, P2PTensor, Transport
+from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
-from seqloom.plan import Plan, Sharding
+from seqloom.layout import Span
+from seqloom.models import ModelAdapter, Transformer
+from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Sharding, Stage, StageMicroBatch
 from seqloom.planners.pipeline import plan_pipeline
-from seqloom.profiling.kernels import Effort, measure
-from seqloom.profiling.trials import StepTimer, described, one_and_all, trial_plans
+from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
-
-UNITS, STAGE_TOKENS, STAGE_REPEATS = 4, 256, 7
-"""Units per stage, tokens of each, steps that are timed."""
-MOST_US = 1 << 17
-"""No handover takes longer."""
-
-
-class Taken(NamedTuple):
-    """What a step took: the fastest of several."""
-
-    step_ns: float
-    """The slowest rank, from beginning to end."""
-    busy_ns: float
-    """In forwards and backwards, the mean over ranks."""
-
-
-def with_stage_costs(
-    cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype, stages: int
-) -> AnalyticProfile:
-    """Return the profile of `cost` with `handover_us` and `split_us` measured. All ranks call it and find the same.
-
-    Args:
-        cost: of the machine; everything else of its profile is measured already.
-        transport: this rank's, over torch.distributed.
-        device: where the model runs.
-        dtype: that its layers compute in.
-        stages: of the pipeline that is timed.
-    """
-    profile = cost.profile
-    assert isinstance(profile, AnalyticProfile)
-    if cost.sharding == Sharding.FREE:
-        cost = with_profile(cost, profile, Sharding.FULL)
-    documents = np.full(UNITS * stages, STAGE_TOKENS)
-    whole, split = (
-        plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")
-    )
-    timer = StepTimer(cost, transport, device, dtype, whole.pipelines[0].stages)
-    taken = [[_taken(timer, plan) for plan in (whole, split)] for _ in range(STAGE_REPEATS + 1)][1:]
-    at_once, in_halves = (Taken(*map(min, zip(*turns, strict=True))) for turns in zip(*taken, strict=True))
-    passes = len(whole.pipelines[0].rounds) * cost.model.layers / stages  # of a layer by a unit, on a rank
-    found = {
-        "handover_us": solved(whole, cost, *at_once),
-        "split_us": max(0.0, in_halves.busy_ns - at_once.busy_ns) / passes / 1e3,
-    }
-    source = f"a pipeline of {stages} stages with {UNITS * stages} documents of {STAGE_TOKENS} tokens, "
-    sources = {"handover_us": source + "1F1B", "split_us": source + "ZB-H1 less 1F1B"}
-    return replace(profile, **found, sources=profile.sources | sources)
-
-
-def solved(plan: Plan, cost: CostModel, step_ns: float, busy_ns: float) -> float:
-    """Return the microseconds of a handover at which a plan takes as long as it did, to one; 0 where it was faster.
-
-    Where forwards and backwards themselves took another time than predicted, the step is scaled by as much: their
-    error is not a handover's.
-
-    Args:
-        plan: of one pipeline.
-        cost: its handovers may cost something already, which does not count.
-        step_ns: that the step took.
-        busy_ns: that a rank spent in forwards and backwards, the mean over ranks.
-    """
-    profile = cost.profile
-    assert isinstance(profile, AnalyticProfile)
-
-    def predicted(us: float) -> int:
-        return predicted_ns(plan, with_profile(cost, replace(profile, handover_us=us)))
-
-    expected = simulate(plan, cost)
-    wanted = step_ns * float((expected.busy_ns + expected.comm_ns).mean()) / busy_ns
-    low, high = 0, MOST_US
-    while low < high:  # the least whole number that is enough
-        middle = (low + high) // 2
-        low, high = (low, middle) if predicted(middle) >= wanted else (middle + 1, high)
-    return float(low)
-
-
-def _taken(timer: StepTimer, plan: Plan) -> Taken:
-    """Run a step."""
-    seconds = timer.seconds(plan)
-    return Taken(1e9 * seconds, 1e9 * timer.mean_busy())
-
-
-# ---- merged: train.calibration
-# Measuring a machine: a profile of these ranks for one model, by running the real thing.
-#
-# Kernels, matrix products and messages are timed by themselves, on all ranks at once, because ranks share memory
-# and
-# clock. Then real steps of equal groups are timed, and all constants are fitted to both together.
-
+from seqloom.train.config import Optimiser
+from seqloom.train.model import prepare_layers, shard_parameters
+from seqloom.train.optim import clip_gradients, make_optimiser
+from seqloom.train.trainer import max_over_ranks
 
 REPEATS, TURNS = 3, 3
-"""How often what is measured apart is timed, and how often all trials are; the first turn of them is the slowest."""
-BRIEF_S, OFTENER = 0.25, 3
-"""Steps of fewer seconds are repeated that many times as often: a delay of the host weighs more in them."""
+"""How often kernels and messages are timed, and how often all trials are; the first turn of them is the slowest."""
+SHORT_STEP_S, SHORT_STEP_REPEATS = 0.25, 3
+"""Steps of fewer seconds are repeated more often in a turn: a delay of the host weighs more in them."""
 KERNEL_LENGTHS = {"cpu": (16, 64, 256, 1_024, 4_096), "cuda": (16, 128, 512, 2_048, 8_192, 32_768, 131_072)}
-"""Documents whose kernels are timed; what the shortest costs is what any document costs, however short."""
-MESSAGES = (1 << 12, 1 << 22)
-"""Bytes of the messages whose times give a link's latency and bandwidth."""
-TOKENS = 2048
+"""Documents whose kernels are timed; the shortest gives the cost per document, whatever its length."""
+MESSAGE_BYTES = (1 << 12, 1 << 22)
+"""Messages whose times give a link's latency and bandwidth."""
+MATMUL_TOKENS = 2048
 """Rows of the matrix products."""
 START_US = {
     "step_us": 1_000.0,
@@ -141,24 +61,28 @@ START_US = {
     "prefix_us": 1_000.0,
     "round_us": 0.0,
 }
-"""Where the fit of constants begins that cannot be measured apart."""
-GATHERED_US = 1_000.0
-"""The same for work on gathered keys; on a CPU alone, since elsewhere it is a kernel that hides among others."""
+"""Where the fit starts for constants that cannot be measured by themselves."""
+START_GATHERED_US = 1_000.0
+"""The same for work on gathered keys; on a CPU only, since elsewhere it is a kernel that hides among others."""
+UNITS, STAGE_TOKENS, STAGE_REPEATS = 4, 256, 7
+"""Documents per stage, tokens of each, and timed steps of the pipeline that is measured."""
+MOST_HANDOVER_US = 1 << 17
+TINY, SHORT = 64, 256
+"""Tokens per rank of a group with next to nothing to do, and of a short document."""
+PIECES = 16
+"""Pieces of a document on one rank: they separate the cost of a piece from that of the tokens before it."""
 
 Report = Callable[[str], None]
 Send = Callable[[torch.Tensor], None]
 
 
-class Machine:
-    """One of the ranks that measure together."""
+class Calibrator:
+    """One of the ranks that measure a profile together."""
 
     def __init__(self, cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
-        """Measure for the model, the sharding and the capacity of `cost`; its profile gives what takes no time.
+        """Measure for the model, sharding and capacity of `cost`; its profile gives the constants that are no times.
 
-        Args:
-            transport: this rank's, over torch.distributed.
-            device: where the model runs.
-            dtype: that its layers compute in; parameters are float32.
+        Layers compute in `dtype`; parameters are float32.
         """
         if not isinstance(cost.profile, AnalyticProfile):
             raise SeqloomError(f"profile {cost.profile.name} holds published constants; measure from an analytic one")
@@ -169,61 +93,57 @@ class Machine:
     def calibrate(
         self, longest: int, report: Report = lambda text: None, *, widest: int | None = None, stages: int = 1
     ) -> Calibration:
-        """Measure and fit; all ranks call it and find the same.
+        """Measure and fit; all ranks call it and get the same.
 
         Args:
             longest: tokens of the longest document to try.
-            report: told what comes next.
+            report: called with what comes next.
             widest: ranks of the largest group that is tried; None: all.
             stages: of the pipeline by which handovers are measured; 1: they are not.
         """
         report("kernels, matrix products, messages")
-        start, cost = self._start(), self.cost
-        trials = self._trials(list(trial_plans(cost, longest, widest)), report)
-        apart = ["matmul", "attention", "tile", "document"]
-        if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only what is left counts
-            apart.append(f"{self._links}.collective.bytes")
-        found = calibrate(with_profile(cost, start), trials, dict.fromkeys(apart, 1.0))
+        start, cost = self._measure_start(), self.cost
+        trials = self._time_trials(list(trial_plans(cost, longest, widest)), report)
+        known = ["matmul", "attention", "tile", "document"]
+        if self.device.type == "cpu":  # elsewhere gathers hide behind computing, and only the exposed rest counts
+            known.append(f"{self._links}.collective.bytes")
+        calibration = calibrate(with_profile(cost, start), trials, dict.fromkeys(known, 1.0))
         if stages == 1:
-            return found
+            return calibration
         report("ranks by themselves")
-        found = replace(found, profile=self._alone(found.profile, longest))
+        profile = self._measure_solo_ratio(calibration.profile, longest)
         report(f"handovers between {stages} stages, backwards in halves")
-        own = with_profile(cost, found.profile)
-        return replace(found, profile=with_stage_costs(own, self.transport, self.device, self.dtype, stages))
+        profile = measure_stage_costs(with_profile(cost, profile), self.transport, self.device, self.dtype, stages)
+        return replace(calibration, profile=profile)
 
-    def _alone(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
-        """The profile with what a rank's work takes while all others wait, as a share of that while all are busy."""
-        plans = [pair for tokens in (longest // 2, longest) for pair in one_and_all(self.cost, tokens)]
-        turns = [[self._busy(plan) for plan in plans] for _ in range(TURNS)]
+    def _measure_solo_ratio(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
+        """Add the time of a rank's work while all others wait, as a share of that while all are busy."""
+        plans = [plan for tokens in (longest // 2, longest) for plan in solo_and_full_plans(self.cost, tokens)]
+        turns = [[self._longest_busy_seconds(plan) for plan in plans] for _ in range(TURNS)]
         fastest = [min(times) for times in zip(*turns, strict=True)]
         source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
         sources = profile.sources | {"alone": source}
         return replace(profile, alone=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
 
-    def _busy(self, plan: Plan) -> float:
-        """Seconds in forwards and backwards of the rank that works longest."""
+    def _longest_busy_seconds(self, plan: Plan) -> float:
         self.timer.seconds(plan)
-        assert self.timer.last is not None
-        return self.timer.slowest(self.timer.last.forward_s + self.timer.last.backward_s)
+        return max_over_ranks(self.timer.busy_seconds, self.transport, self.device)
 
-    def _trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
+    def _time_trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
         seconds = [inf] * len(plans)
         for turn in range(TURNS):
             for number, plan in enumerate(plans):
-                if turn:
-                    repeats = 1 if seconds[number] > BRIEF_S else OFTENER
-                    seconds[number] = min(seconds[number], *(self.timer.seconds(plan) for _ in range(repeats)))
-                else:
-                    report(f"trial {number + 1} of {len(plans)}: {described(plan)}")
-                    seconds[number] = self.timer.seconds(plan)
+                if turn == 0:
+                    report(f"trial {number + 1} of {len(plans)}: {describe_trial(plan)}")
+                repeats = SHORT_STEP_REPEATS if turn and seconds[number] <= SHORT_STEP_S else 1
+                seconds[number] = min(seconds[number], *(self.timer.seconds(plan) for _ in range(repeats)))
             if turn + 1 < TURNS:
                 report(f"all trials again, turn {turn + 2} of {TURNS}")
-        return [Trial(plan, 1e9 * each) for plan, each in zip(plans, seconds, strict=True)]
+        return [Trial(plan, 1e9 * fastest) for plan, fastest in zip(plans, seconds, strict=True)]
 
-    def _start(self) -> AnalyticProfile:
-        """What is measured apart, in the place of the given profile's."""
+    def _measure_start(self) -> AnalyticProfile:
+        """Return the given profile with the constants that are measured by themselves."""
         spec = self.cost.model
         kernels = self._kernel_times()
         changes: dict[str, Any] = {
@@ -234,12 +154,13 @@ class Machine:
             self._links: self._link_rates(),
         }
         ranks = f"{self.transport.ranks} ranks at once"
-        apart = dict.fromkeys(changes, f"measured apart, {ranks}, then fitted to steps of {spec.name}")
-        fitted = dict.fromkeys(("memory_efficiency", *START_US), f"fitted to steps of {spec.name}, {ranks}")
-        fitted |= {"round_us": "in layer_us", "overlap": "0: traffic is fitted as what does not hide"}
+        sources = dict.fromkeys(changes, f"measured apart, {ranks}, then fitted to steps of {spec.name}")
+        fitted = f"fitted to steps of {spec.name}, {ranks}"
+        sources |= dict.fromkeys(("memory_efficiency", *START_US), fitted)
+        sources |= {"round_us": "in layer_us", "overlap": "0: traffic is fitted as what does not hide"}
         if self.device.type == "cpu":
-            changes["gathered_us"], fitted["gathered_us"] = GATHERED_US, fitted["layer_us"]
-        changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | apart | fitted}
+            changes["gathered_us"], sources["gathered_us"] = START_GATHERED_US, fitted
+        changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | sources}
         return replace(self.given, **changes, **START_US)
 
     def _kernel_times(self) -> KernelTimes:
@@ -248,7 +169,9 @@ class Machine:
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
         lengths = KERNEL_LENGTHS[self.device.type]
-        times = measure([default_dispatcher(self.device)], shape, Effort(lengths, max(lengths), 2)).times[0]
+        times = time_kernels([default_dispatcher(self.device)], shape, TimingSettings(lengths, max(lengths), 2)).times[
+            0
+        ]
         causal, full = (
             tuple(
                 TimePoint(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points
@@ -258,11 +181,11 @@ class Machine:
         return replace(times, causal=causal, full=full)
 
     def _link_rates(self) -> Links:
-        """Messages to a neighbour and all-gathers, timed.
+        """Time messages to a neighbour and all-gathers.
 
-        The fit begins with an all-to-all as a message per doubling, and a gather as a message to every other rank.
+        The fit starts with an all-to-all as a message per doubling, and a gather as a message to every other rank.
         """
-        p2p, collective = self._link(self._pass_on), self._link(self._gather)
+        p2p, collective = self._link(self._send_to_neighbour), self._link(self._all_gather)
         hop = p2p.call_us
         return Links(replace(p2p, hop_us=hop), p2p, replace(collective, hop_us=hop))
 
@@ -274,65 +197,286 @@ class Machine:
         link = self.cost.cluster.nic if self._links == "network" else self.cost.cluster.intra
         if self.transport.ranks == 1:
             return LinkRate(1.0, 1.0, 0.0)
-        short, long = (self._message_seconds(send, size) for size in MESSAGES)
-        gb_s = MESSAGES[1] / max(long - short, long / 2) / 1e9
+        short, long = (self._message_seconds(send, size) for size in MESSAGE_BYTES)
+        gb_s = MESSAGE_BYTES[1] / max(long - short, long / 2) / 1e9
         return LinkRate(gb_s / link.gb_s, max(1.0, 1e6 * min(short, long / 2)), 0.0)
 
     def _message_seconds(self, send: Send, size: int) -> float:
         message = torch.zeros(size // 4, device=self.device)
         send(message)
-        return statistics.median(self._timed(send, message) for _ in range(2 * REPEATS))
+        times = []
+        for _ in range(2 * REPEATS):
+            self._mean(0.0)  # all ranks begin together
+            begin = time.perf_counter()
+            send(message)
+            synchronize(self.device)
+            times.append(self._mean(time.perf_counter() - begin))
+        return statistics.median(times)
 
-    def _gather(self, message: torch.Tensor) -> None:
-        """An all-gather in which a rank ends up with as many bytes as the message has."""
+    def _all_gather(self, message: torch.Tensor) -> None:
+        """All-gather so that a rank ends up with as many bytes as the message has."""
         ranks = range(self.transport.ranks)
         share = message[: len(message) // len(ranks)]
         self.transport.all_gather(message.new_empty(len(share) * len(ranks)), share, ranks)
 
-    def _pass_on(self, message: torch.Tensor) -> None:
+    def _send_to_neighbour(self, message: torch.Tensor) -> None:
         rank, ranks = self.transport.rank, self.transport.ranks
-        sent, received = (
-            P2PTensor((rank + 1) % ranks, message),
-            P2PTensor((rank - 1) % ranks, torch.empty_like(message)),
-        )
-        self.transport.exchange([sent], [received]).wait()
-
-    def _timed(self, send: Send, message: torch.Tensor) -> float:
-        self._mean(0.0)
-        begin = time.perf_counter()
-        send(message)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return self._mean(time.perf_counter() - begin)
+        received = P2PTensor((rank - 1) % ranks, torch.empty_like(message))
+        self.transport.exchange([P2PTensor((rank + 1) % ranks, message)], [received]).wait()
 
     def _mean(self, value: float) -> float:
-        """The mean over ranks, which wait for each other here."""
-        total = torch.tensor([value], dtype=torch.float64, device=self.device)
-        self.transport.all_reduce(total, range(self.transport.ranks))
-        return float(total) / self.transport.ranks
+        return mean_over_ranks(value, self.transport, self.device)
+
+
+def mean_over_ranks(value: float, transport: Transport, device: torch.device) -> float:
+    """Return the mean of all ranks, which wait for each other here."""
+    total = torch.tensor([value], dtype=torch.float64, device=device)
+    transport.all_reduce(total, range(transport.ranks))
+    return float(total) / transport.ranks
 
 
 def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of this rank on matrix products of a layer, forward and backward."""
+    """TFLOP/s of this rank on the matrix products of a layer, forward and backward."""
     flops = seconds = 0.0
     for before, after in [(spec.hidden, spec.heads * spec.head_dim), (spec.hidden, spec.ffn), (spec.ffn, spec.hidden)]:
-        sizes = ((TOKENS, before), (after, before), (TOKENS, after))
-        x, weight, slope = (torch.randn(size, device=device).to(dtype) for size in sizes)
+        sizes = ((MATMUL_TOKENS, before), (after, before), (MATMUL_TOKENS, after))
+        x, weight, gradient = (torch.randn(size, device=device).to(dtype) for size in sizes)
         for repeat in range(REPEATS + 1):
             begin = time.perf_counter()
-            _ = x @ weight.T, slope @ weight, slope.T @ x
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            _ = x @ weight.T, gradient @ weight, gradient.T @ x
+            synchronize(device)
             if repeat:
                 seconds += time.perf_counter() - begin
-                flops += 6.0 * TOKENS * before * after
+                flops += 6.0 * MATMUL_TOKENS * before * after
     return flops / seconds / 1e12
 
 
 def _curve(points: Sequence[TimePoint], spec: ModelSpec, area: float) -> Curve:
-    """Throughput from times, without what any document costs; ``area``: in causal documents of the same length."""
+    """Throughput from times, less the cost per document; ``area``: in causal documents of the same length."""
     shortest, *others = points
     forward, backward = ([max(1, point[k] - shortest[k]) / 1e3 for point in others] for k in (1, 2))
     curve = fit_curve([point.length for point in others], forward, backward, spec.heads, spec.head_dim)
-    faster = (tuple(area * rate for rate in rates) for rates in (curve.forward, curve.backward))
-    return Curve(curve.lengths, *faster)
+    return Curve(curve.lengths, *(tuple(area * rate for rate in rates) for rates in (curve.forward, curve.backward)))
+
+
+# ---- Timed steps
+
+
+class StepTimer:
+    """Times real training steps on this rank, on dummy tokens; the trained parameters mean nothing.
+
+    Attributes:
+        last_result: of the last step, on this rank.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        transport: Transport,
+        device: torch.device,
+        dtype: torch.dtype,
+        stages: Sequence[Stage] = (),
+    ) -> None:
+        """Build the reference model of the cost model's spec, sharded as plans say; all ranks take part.
+
+        `stages` are those of all plans that are timed; none or one: no pipeline. Under free sharding any plan is timed.
+        """
+        self._vocabulary, self._transport, self._device = cost.model.vocabulary, transport, device
+        adapter = ModelAdapter.of(Transformer(cost.model, dtype=torch.float32, device=device))
+        adapter = prepare_layers(adapter, split_backward=len(stages) > 1 or cost.sharding == Sharding.FREE)
+        compute_dtype = None if dtype == torch.float32 else dtype
+        self._parameters = shard_parameters(adapter, transport, stages, cost, compute_dtype)
+        self._settings = Optimiser()
+        self._optimiser = make_optimiser(self._parameters.master_weights(), self._settings)
+        self.last_result: StepResult | None = None
+
+    def bind(self, plan: Plan) -> RankPlan:
+        """Bind a plan to this rank."""
+        return bind_plan(plan, self._transport, device=self._device, check=False)
+
+    def seconds(self, plan: Plan) -> float:
+        """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
+        max_over_ranks(0.0, self._transport, self._device)  # all ranks begin together
+        begin = time.perf_counter()
+        self.last_result = result = self.gradients(self.bind(plan))
+        clip_gradients(self._parameters, result.gradient_norm, self._settings.clip)
+        self._optimiser.step()
+        self._parameters.zero_grad()
+        synchronize(self._device)
+        return max_over_ranks(time.perf_counter() - begin, self._transport, self._device)
+
+    def gradients(self, rank_plan: RankPlan) -> StepResult:
+        """Run a plan up to its gradients."""
+        return run_step(rank_plan, self._parameters, self._rows, sum(rank_plan.plan.documents))
+
+    def _rows(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and labels that are the same for a token on whatever rank it is."""
+        ids = (context.documents * 7919 + context.positions) % self._vocabulary
+        return ids, (ids + 1) % self._vocabulary
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of this rank in forwards and backwards of the last step."""
+        assert self.last_result is not None
+        return self.last_result.forward_s + self.last_result.backward_s
+
+    def mean_busy_seconds(self) -> float:
+        """Mean of `busy_seconds` over ranks; all ranks call it."""
+        return mean_over_ranks(self.busy_seconds, self._transport, self._device)
+
+
+class GroupLoad(NamedTuple):
+    """What every group of a trial works on: documents of one length, the same in every round."""
+
+    documents: int
+    length: int
+    rounds: int = 1
+    pieces: int = 1
+    """Of every document, one after another in rounds of their own."""
+
+
+def trial_plans(cost: CostModel, longest: int, widest: int | None = None) -> Iterator[Plan]:
+    """Yield plans of equal groups side by side: every power of two as degree, from next to nothing to full ranks.
+
+    Full ranks have short documents, middling ones, or the longest (`longest` tokens), and keys that go round a ring or
+    are gathered: these differ in the cost of a document and of a token, and plans have all of them. `widest` limits the
+    ranks of a group.
+    """
+    policies = [policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE]
+    if not policies:
+        raise SeqloomError(
+            f"{cost.model.name} holds no token without recomputing; measure a smaller model or more ranks"
+        )
+    capacity = min(cost.capacity(policy) for policy in policies)
+    shapes = candidate_shapes(cost.family, cost.model.heads, cost.model.kv_heads)
+    sizes = [size for size in cost.family.sizes if size & (size - 1) == 0 and size <= (widest or cost.ranks)]
+    for degree in sizes:
+        longest_here = min(degree * capacity, max(longest, capacity))
+        loads = [
+            GroupLoad(1, TINY * degree),
+            GroupLoad(max(1, degree * capacity // 2 // SHORT), min(SHORT, capacity)),
+            GroupLoad(2 * degree, capacity // 2),
+            GroupLoad(max(1, degree * capacity // longest_here), longest_here),
+        ]
+        in_pieces = []
+        if degree == 1:
+            in_pieces = [GroupLoad(1, size, pieces=min(size, PIECES)) for size in (longest_here // 8, longest_here)]
+        first, *others = (shape for shape in shapes if shape.degree == degree)
+        yield from (equal_groups_plan(cost, first, load, policies[0]) for load in (*loads, *in_pieces))
+        for policy in policies if degree == 1 else policies[:1]:  # gradients reduced per round, and per step
+            yield equal_groups_plan(cost, first, GroupLoad(1, TINY * degree, rounds=3), policy)
+        narrow = [shape for shape in others if shape.ulysses == 1 and shape.ring in (2, 4)]
+        rings = [shape for shape in narrow if shape.method == Method.RING]
+        gathers = [shape._replace(method=Method.GATHER) for shape in (first, *rings) if shape.ring > 1]
+        for shape in rings:
+            yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in (loads[0], loads[2]))
+        for shape in gathers:
+            yield from (equal_groups_plan(cost, shape, load, policies[0]) for load in loads)
+
+
+def solo_and_full_plans(cost: CostModel, tokens: int) -> tuple[Plan, Plan]:
+    """Return a plan with a document of at most so many tokens on the first rank only, and one with it on every rank."""
+    policy = next(policy for policy in cost.policies if policy.checkpoint == Checkpoint.NONE)
+    load = GroupLoad(1, min(tokens, cost.capacity(policy)))
+    solo, full = (equal_groups_plan(cost, GroupShape(1, 1), load, policy, groups) for groups in (1, cost.ranks))
+    return solo, full
+
+
+def equal_groups_plan(
+    cost: CostModel, shape: GroupShape, load: GroupLoad, policy: MemoryPolicy, groups: int | None = None
+) -> Plan:
+    """Return the plan in which every block of the shape's degree, or the first `groups` of them, has the same load."""
+    blocks = cost.family.blocks(shape.degree)[:groups]
+    rounds, per_round = [], load.documents * len(blocks)
+    edges = [load.length * piece // load.pieces for piece in range(load.pieces + 1)]
+    for first in range(0, load.rounds * per_round, per_round):
+        for start, stop in pairwise(edges):
+            firsts = range(first, first + per_round, load.documents)
+            spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in firsts)
+            work = tuple(cost.group(shape, block, tuple(part)) for block, part in zip(blocks, spans, strict=True))
+            rounds.append(Round((StageMicroBatch(work, policy.checkpoint),)))
+    plan = Plan(
+        limits=cost.limits(policy.reduce),
+        sharding=cost.sharding,
+        reduce=policy.reduce,
+        documents=(load.length,) * (load.rounds * per_round),
+        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, rounds, policy.reduce),),
+        planner="trial",
+    )
+    plan.validate()
+    return plan
+
+
+def describe_trial(plan: Plan) -> str:
+    """For example: 8 of 2x1, each 16 x 256 tokens, 3 rounds."""
+    rounds = plan.pipelines[0].rounds
+    groups = rounds[0].by_stage[0].groups
+    first, length = groups[0], plan.documents[0]
+    unit = "rounds" if first.spans[0].tokens == length else "pieces"
+    more = f", {len(rounds)} {unit}" if len(rounds) > 1 else ""
+    shape = GroupShape(first.ulysses, first.ring, first.method)
+    return f"{len(groups)} of {shape}, each {len(first.spans)} x {length} tokens{more}"
+
+
+# ---- Costs of pipeline stages
+# A message between stages takes its bytes and its link's latency, and a rank must notice that it has come: on a CPU
+# that is another thread, which waits for its turn on the core. So handovers are measured in a step whose stages are
+# busy. Parameters stay with their stages meanwhile, also for runs under free sharding: in a step that moves them, the
+# error of predicting those moves would count as handovers, of which a step has few.
+
+
+class StepTimes(NamedTuple):
+    """Nanoseconds of a step: of the slowest rank from beginning to end, and busy in passes, the mean over ranks."""
+
+    step_ns: float
+    busy_ns: float
+
+
+def measure_stage_costs(
+    cost: CostModel, transport: Transport, device: torch.device, dtype: torch.dtype, stages: int
+) -> AnalyticProfile:
+    """Return the profile of `cost` with `handover_us` and `split_us` measured. All ranks call it and get the same.
+
+    A pipeline of `stages` stages is timed; everything else of the profile is measured already.
+    """
+    profile = cost.profile
+    assert isinstance(profile, AnalyticProfile)
+    if cost.sharding == Sharding.FREE:
+        cost = with_profile(cost, profile, Sharding.FULL)
+    documents = np.full(UNITS * stages, STAGE_TOKENS)
+    plans = [plan_pipeline(documents, cost, stages=stages, schedule=name, pieces=1) for name in ("1f1b", "zb-h1")]
+    pipeline = plans[0].pipelines[0]
+    timer = StepTimer(cost, transport, device, dtype, pipeline.stages)
+
+    def run(plan: Plan) -> StepTimes:
+        seconds = timer.seconds(plan)
+        return StepTimes(1e9 * seconds, 1e9 * timer.mean_busy_seconds())
+
+    turns = [[run(plan) for plan in plans] for _ in range(STAGE_REPEATS + 1)][1:]
+    full, split = (StepTimes(*map(min, zip(*times, strict=True))) for times in zip(*turns, strict=True))
+    passes = len(pipeline.rounds) * cost.model.layers / stages  # through a layer, on a rank
+    costs = {
+        "handover_us": solve_handover_us(plans[0], cost, full),
+        "split_us": max(0.0, split.busy_ns - full.busy_ns) / passes / 1e3,
+    }
+    source = f"a pipeline of {stages} stages with {UNITS * stages} documents of {STAGE_TOKENS} tokens, "
+    sources = {"handover_us": source + "1F1B", "split_us": source + "ZB-H1 less 1F1B"}
+    return replace(profile, **costs, sources=profile.sources | sources)
+
+
+def solve_handover_us(plan: Plan, cost: CostModel, measured: StepTimes) -> float:
+    """Return the microseconds of a handover at which the prediction equals the measured step; 0 where it was faster.
+
+    Where passes themselves took another time than predicted, the step is scaled by as much: their error is not a
+    handover's. A cost of handovers in the profile of `cost` does not count.
+    """
+    profile = cost.profile
+    assert isinstance(profile, AnalyticProfile)
+    expected = simulate(plan, cost)
+    wanted = measured.step_ns * float((expected.busy_ns + expected.comm_ns).mean()) / measured.busy_ns
+    low, high = 0, MOST_HANDOVER_US
+    while low < high:  # the least whole number that is enough
+        middle = (low + high) // 2
+        enough = predicted_ns(plan, with_profile(cost, replace(profile, handover_us=float(middle)))) >= wanted
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return float(low)

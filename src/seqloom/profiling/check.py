@@ -1,4 +1,7 @@
-"""What packing a run's documents before it starts would do: other steps of the same documents, and their figures."""
+"""What `seqloom check` predicts before a run starts: its documents, and times and memory of its first steps.
+
+Figures only, without torch. What a run could not start with raises the error that the run would raise.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +24,9 @@ from seqloom.planners.uniform import fastest_static_degree
 from seqloom.simulate import predicted_ns
 from seqloom.simulate.memory import peak_memory
 from seqloom.train.config import Config
-from seqloom.train.setup import Planners, chosen, make_cost, make_sampler, model_spec, open_documents
+from seqloom.train.setup import RunPlanners, RunSetup, make_sampler, open_documents
 
 PACKINGS: dict[str, Callable[[np.ndarray, CostModel, int], Packing]] = {"hbp": hbp, "first-fit": plain_packing}
-
-
-@dataclass(frozen=True, slots=True)
-class Repacked:
-    """The documents of some steps, packed as one data set.
-
-    Attributes:
-        tokens_per_step: that no step exceeds.
-        balance: by the name of the packing.
-        refused: why there is none; "" where there is.
-    """
-
-    tokens_per_step: int
-    balance: dict[str, Balance]
-    refused: str = ""
-
-
-def repacked(batches: Sequence[np.ndarray], cost: CostModel) -> Repacked:
-    """Pack the documents of these batches, int64[n] tokens each, into steps as large as the batches are on average."""
-    lengths = np.concatenate(list(batches))
-    occupied = cost.padded_lengths(lengths)
-    most = max(-(-int(occupied.sum()) // len(batches)), int(occupied.max()))
-    try:
-        found = {name: packing(lengths, cost, most).balance for name, packing in PACKINGS.items()}
-    except SeqloomError as error:  # a model that only pipelines hold, or a document that only pieces of it fit
-        return Repacked(most, {}, str(error))
-    return Repacked(most, found)
-
-
-# ---- merged: train.check
-# What a run will be, before it starts: its documents, its steps, and the predicted times and memory of the first
-# ones.
-#
-# Figures only. Nothing here needs torch; what a run could not start with raises the error that the run would raise.
-
 
 T = TypeVar("T")
 Progress = Callable[[str, int], None]
@@ -66,17 +34,17 @@ Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class DocumentCounts:
     """What a source holds under the config's limit of length.
 
     Attributes:
         documents, tokens: of an epoch.
-        valid: labels that count, of an epoch.
+        valid: labels of an epoch that the loss counts.
         longest: tokens.
-        truncated, dropped: documents to which it happened.
+        truncated, dropped: number of documents that were.
         lost: tokens that this took away.
         batches: of the first epoch.
-        unlabelled: those of them in which no label counts.
+        unlabelled: batches of the first epoch in which no label counts.
     """
 
     documents: int
@@ -91,46 +59,40 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outlook:
+class RunCheck:
     """A run before anything is planned.
 
     Attributes:
-        config: of the run.
-        cost: prices its plans.
-        planners: that plan its steps.
-        training: its documents.
-        validation: those of evaluation; None: there are none.
-        steps: of the whole run.
+        setup: of the run.
+        training: counts of its documents.
+        validation: counts of the documents of evaluation; None: there are none.
         sample: the first batches.
     """
 
-    config: Config
-    cost: CostModel
-    planners: Planners
-    training: Documents
-    validation: Documents | None
-    steps: int
+    setup: RunSetup
+    training: DocumentCounts
+    validation: DocumentCounts | None
     sample: tuple[Batch, ...]
 
     @property
-    def baseline(self) -> bool:
-        """Whether the planner is another one than its stand-in, so that this one is worth a comparison."""
-        planner, plain = self.planners.planner, self.planners.fallback
-        return (parse_planner(planner.name)[0].name, planner.options) != (plain.name, plain.options)
+    def has_baseline(self) -> bool:
+        """Whether planner and fallback differ, so that comparing them says something."""
+        planner, fallback = self.setup.planners.planner, self.setup.planners.fallback
+        return (parse_planner(planner.name)[0].name, planner.options) != (fallback.name, fallback.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
+class PredictedSteps:
     """The sampled steps under one planner; every tuple has one entry per batch.
 
     Attributes:
         planner: its name and options.
         step_ns: predicted.
-        bound_ns: what no plan on the same stages beats; the step's own time where nothing is proven.
+        bound_ns: lower bound on the same stages; the step's own time where nothing is proven.
         rounds: of the plan.
-        plan_ns: what planning took, the bound included, as in a run.
+        plan_ns: time of planning and of the bound, as in a run.
         memory: int64[batches, ranks], predicted peak bytes.
-        fallbacks: why a plain plan stands in; "" where it does not.
+        fallback_reasons: why the fallback planner was used; "" where it was not.
         balance: how evenly the steps use the ranks.
     """
 
@@ -140,7 +102,7 @@ class Forecast:
     rounds: tuple[int, ...]
     plan_ns: tuple[int, ...]
     memory: np.ndarray
-    fallbacks: tuple[str, ...]
+    fallback_reasons: tuple[str, ...]
     balance: Balance
 
     @property
@@ -159,98 +121,53 @@ class Forecast:
         return int(self.memory.max())
 
 
-def outlook(config: Config, ranks: int, batches: int = 8) -> Outlook:
-    """Open and count what a run reads, and refuse what it would refuse; no step is planned.
+def inspect_run(config: Config, ranks: int, batches: int = 8) -> RunCheck:
+    """Open and count what a run on `ranks` processes reads, and refuse what it would refuse; no step is planned.
 
-    Args:
-        config: of the run.
-        ranks: processes of the run.
-        batches: to look at, from the first on; not more than the run has steps.
+    The sample has the first `batches` batches, or as many as the run has steps.
     """
     if batches < 1:
         raise SeqloomError(f"{batches} batches to look at; give 1 or more")
-    spec = model_spec(config)
-    source = open_documents(config, spec)
-    cost = make_cost(config, spec, ranks, int(source.lengths.max()))
-    sources = {"data.source": source}
+    setup = RunSetup.load(config, ranks)
+    config, source, cost = setup.config, setup.source, setup.cost
+    _refuse_too_long("data.source", source, cost, setup.planners)
+    validation = None
     if config.data.validation is not None:
-        sources["data.validation"] = open_documents(config, spec, validation=True)
-    config, planners = chosen(config, cost, make_sampler(config, source, cost), source)
-    for name, each in sources.items():
-        _refuse_too_long(name, each, cost, planners)
-    samplers = [make_sampler(config, each, cost if each is source else None) for each in sources.values()]
-    training, *others = map(_count, sources.values(), samplers)
-    steps = config.run.steps or len(_labels(make_sampler(config, source, cost), config.run.epochs or 1))
-    sample = make_sampler(config, source, cost).peek(min(batches, steps))
-    return Outlook(config, cost, planners, training, others[0] if others else None, steps, tuple(sample))
+        documents = open_documents(config, setup.spec, validation=True)
+        _refuse_too_long("data.validation", documents, cost, setup.planners)
+        validation = _count_documents(documents, make_sampler(config, documents))
+    training = _count_documents(source, make_sampler(config, source, cost))
+    return RunCheck(setup, training, validation, tuple(setup.sampler.peek(min(batches, setup.steps))))
 
 
-def forecasts(run: Outlook, progress: Progress | None = None) -> list[Forecast]:
-    """Plan the sampled batches with the run's planner, and with what stands in for it where that is another.
-
-    Static has one degree: the one that is fastest over the sample.
-    """
-    lengths = [batch.lengths for batch in run.sample]
-    planner, plain = run.planners.planner, run.planners.fallback
-    made = [_forecast(planner, plain, lengths, run.cost, progress)]
-    if run.baseline:
-        if plain == PlannerChoice("static"):
-            plain = PlannerChoice(f"static:{fastest_static_degree(lengths, run.cost)}")
-        made.append(_forecast(plain, plain, lengths, run.cost, progress))
-    return made
-
-
-def warnings(run: Outlook, planned: Forecast) -> list[str]:
-    """Say what lets a run start and is probably not meant, each with the way out."""
-    found = []
-    if any(planned.fallbacks):
-        reason = next(filter(None, planned.fallbacks))
-        count = sum(map(bool, planned.fallbacks))
-        found.append(
-            f"the {run.planners.fallback.name} plan stands in for {count} of {len(run.sample)} steps, since planner "
-            f"{planned.planner!r} could not plan them: {reason}"
+def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: RunPlanners) -> None:
+    """Refuse a document that no plan holds: the step that has it could not be planned."""
+    document = int(source.lengths.argmax())
+    length = source.lengths[document : document + 1]
+    if planners.multi_stage:
+        try:
+            planners.planner.plan(length, cost)
+        except SeqloomError as error:
+            raise SeqloomError(f"{name}: document {document}: {error}") from None
+        return
+    degree = max(shape.degree for shape in cost.shapes)
+    capacity = max(cost.capacity(policy) for policy in cost.policies)
+    most = degree * capacity // cost.pad_multiple * cost.pad_multiple
+    if int(cost.padded_lengths(length)[0]) > most:
+        raise SeqloomError(
+            f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
+            f"ranks x {capacity:,} tokens) holds {most:,}; set data.max_length to {most} with data.too_long 'truncate' "
+            "or 'drop', raise plan.capacity or plan.budget_gib, or use more ranks"
         )
-    plan_ns, step_ns = median(planned.plan_ns), median(planned.step_ns)
-    if not run.config.plan.ahead:
-        found.append(
-            f"plan.ahead = 0, so every step waits for its plan, about {plan_ns / 1e6:.3g} ms beside a step of "
-            f"{step_ns / 1e6:.3g} ms; raise it to 1 or more"
-        )
-    elif plan_ns > step_ns:
-        found.append(
-            f"planning takes {plan_ns / 1e6:.3g} ms and a step {step_ns / 1e6:.3g} ms (medians), so planning ahead "
-            "falls behind and steps wait; choose a faster planner, or give a step more tokens"
-        )
-    if run.training.unlabelled:
-        found.append(
-            f"no label counts in {run.training.unlabelled:,} of the first epoch's {run.training.batches:,} batches, "
-            "and such a step is refused; put more documents in a step, or prepare the data without such documents"
-        )
-    return found + _of_evaluation(run)
 
 
-def _of_evaluation(run: Outlook) -> list[str]:
-    every, batches = run.config.evaluation.every, run.config.evaluation.batches
-    if run.validation is None:
-        return []
-    if not every:
-        return ["data.validation is set and evaluation.every = 0, so nothing is evaluated; set every, or leave it out"]
-    found = []
-    if every > run.steps:
-        found.append(f"evaluation.every = {every} is more than the {run.steps:,} steps of the run; lower it")
-    if batches > run.validation.batches:
-        found.append(
-            f"evaluation.batches = {batches}, but data.validation has {run.validation.batches}, so documents count "
-            f"more than once; lower it to {run.validation.batches}"
-        )
-    return found
-
-
-def _count(source: Source, sampler: Sampler) -> Documents:
+def _count_documents(source: Source, sampler: Sampler) -> DocumentCounts:
     limited = source if isinstance(source, LengthLimitedSource) else None
-    valid = _labels(sampler, 1)
-    return Documents(
-        documents=len(source.lengths),
+    valid = []
+    while sampler.epoch < 1:
+        valid.append(sampler.next_batch().valid_tokens)
+    return DocumentCounts(
+        documents=len(source),
         tokens=int(source.lengths.sum()),
         valid=sum(valid),
         longest=int(source.lengths.max()),
@@ -262,75 +179,132 @@ def _count(source: Source, sampler: Sampler) -> Documents:
     )
 
 
-def _labels(sampler: Sampler, epochs: int) -> list[int]:
-    """Labels that count in every batch of some epochs; by tokens, each epoch has its own number of them."""
-    valid = []
-    while sampler.epoch < epochs:
-        valid.append(sampler.next_batch().valid_tokens)
-    return valid
+def predict_steps(run: RunCheck, progress: Progress | None = None) -> list[PredictedSteps]:
+    """Plan the sampled batches with the run's planner, and with the fallback planner where that is another.
+
+    Static has one degree: the one that is fastest over the sample.
+    """
+    lengths, cost = [batch.lengths for batch in run.sample], run.setup.cost
+    planner, fallback = run.setup.planners.planner, run.setup.planners.fallback
+    predictions = [_predict(planner, fallback, lengths, cost, progress)]
+    if run.has_baseline:
+        if fallback == PlannerChoice("static"):
+            fallback = PlannerChoice(f"static:{fastest_static_degree(lengths, cost)}")
+        predictions.append(_predict(fallback, fallback, lengths, cost, progress))
+    return predictions
 
 
-def _refuse_too_long(name: str, source: Source, cost: CostModel, planners: Planners) -> None:
-    """Refuse a document that no plan holds: the step that has it could not be planned."""
-    document = int(source.lengths.argmax())
-    length = source.lengths[document : document + 1]
-    if planners.cut:
-        try:
-            planners.planner.plan(length, cost)
-        except SeqloomError as error:
-            raise SeqloomError(f"{name}: document {document}: {error}") from None
-        return
-    degree = max(shape.degree for shape in cost.shapes)
-    capacity = max(cost.capacity(policy) for policy in cost.policies)
-    room = degree * capacity // cost.pad_multiple * cost.pad_multiple
-    if int(cost.padded_lengths(length)[0]) > room:
-        raise SeqloomError(
-            f"{name}: document {document} has {length[0]:,} tokens, but the largest group ({degree} "
-            f"ranks x {capacity:,} tokens) holds {room:,}; set data.max_length to {room} with data.too_long 'truncate' "
-            "or 'drop', raise plan.capacity or plan.budget_gib, or use more ranks"
-        )
-
-
-def _forecast(
-    chosen: PlannerChoice,
-    plain: PlannerChoice,
+def _predict(
+    planner: PlannerChoice,
+    fallback: PlannerChoice,
     lengths: Sequence[np.ndarray],
     cost: CostModel,
     progress: Progress | None,
-) -> Forecast:
-    """Plan every batch as a run does: where the planner cannot, the plain one stands in, with the reason."""
-    _plan(chosen, plain, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
-    made: list[tuple[Plan, str]] = []
-    step_ns, bounds, took = [], [], []
-    for index, each in enumerate(lengths):
+) -> PredictedSteps:
+    """Plan every batch as a run does: by the fallback planner, with the reason, where the planner cannot."""
+    _plan(planner, fallback, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
+    plans: list[Plan] = []
+    reasons, step_ns, bound_ns, plan_ns = [], [], [], []
+    for index, batch in enumerate(lengths):
         if progress is not None:
-            progress(chosen.name, index)
-        planned, ns = _timed(lambda each=each: _plan(chosen, plain, each, cost))
-        bound, bound_ns = _timed(lambda plan=planned[0]: plan_bound(plan, cost))
-        made.append(planned)
-        step_ns.append(int(predicted_ns(planned[0], cost)))
-        bounds.append(step_ns[-1] if bound is None else int(bound))
-        took.append(ns + bound_ns)
-    return Forecast(
-        planner=str(chosen),
+            progress(planner.name, index)
+        (plan, reason), planning = _timed(lambda batch=batch: _plan(planner, fallback, batch, cost))
+        bound, bounding = _timed(lambda plan=plan: plan_bound(plan, cost))
+        plans.append(plan)
+        reasons.append(reason)
+        step_ns.append(int(predicted_ns(plan, cost)))
+        bound_ns.append(step_ns[-1] if bound is None else int(bound))
+        plan_ns.append(planning + bounding)
+    return PredictedSteps(
+        planner=str(planner),
         step_ns=tuple(step_ns),
-        bound_ns=tuple(bounds),
-        rounds=tuple(plan.rounds for plan, _ in made),
-        plan_ns=tuple(took),
-        memory=np.stack([peak_memory(plan, cost) for plan, _ in made]),
-        fallbacks=tuple(why for _, why in made),
-        balance=plans_balance([plan for plan, _ in made], cost, step_ns),
+        bound_ns=tuple(bound_ns),
+        rounds=tuple(plan.rounds for plan in plans),
+        plan_ns=tuple(plan_ns),
+        memory=np.stack([peak_memory(plan, cost) for plan in plans]),
+        fallback_reasons=tuple(reasons),
+        balance=plans_balance(plans, cost, step_ns),
     )
 
 
-def _plan(chosen: PlannerChoice, plain: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
+def _plan(planner: PlannerChoice, fallback: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
     try:
-        return chosen.plan(lengths, cost), ""
+        return planner.plan(lengths, cost), ""
     except SeqloomError as error:
-        return plain.plan(lengths, cost), str(error)
+        return fallback.plan(lengths, cost), str(error)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, int]:
     """Do some work; return its result and the ns it took."""
     begin = time.perf_counter_ns()
     return work(), time.perf_counter_ns() - begin
+
+
+def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
+    """Say what lets a run start and is probably not meant, each with the way out."""
+    warnings, config = [], run.setup.config
+    reasons = [reason for reason in predicted.fallback_reasons if reason]
+    if reasons:
+        warnings.append(
+            f"the {run.setup.planners.fallback.name} planner is the fallback in {len(reasons)} of {len(run.sample)} "
+            f"steps, since planner {predicted.planner!r} could not plan them: {reasons[0]}"
+        )
+    plan_ns, step_ns = median(predicted.plan_ns), median(predicted.step_ns)
+    if not config.plan.ahead:
+        warnings.append(
+            f"plan.ahead = 0, so every step waits for its plan, about {plan_ns / 1e6:.3g} ms beside a step of "
+            f"{step_ns / 1e6:.3g} ms; raise it to 1 or more"
+        )
+    elif plan_ns > step_ns:
+        warnings.append(
+            f"planning takes {plan_ns / 1e6:.3g} ms and a step {step_ns / 1e6:.3g} ms (medians), so planning ahead "
+            "falls behind and steps wait; choose a faster planner, or give a step more tokens"
+        )
+    if run.training.unlabelled:
+        warnings.append(
+            f"no label counts in {run.training.unlabelled:,} of the first epoch's {run.training.batches:,} batches, "
+            "and such a step is refused; put more documents in a step, or prepare the data without such documents"
+        )
+    every, batches = config.evaluation.every, config.evaluation.batches
+    if run.validation is not None and not every:
+        warnings.append(
+            "data.validation is set and evaluation.every = 0, so nothing is evaluated; set every, or leave it out"
+        )
+    elif run.validation is not None:
+        if every > run.setup.steps:
+            warnings.append(
+                f"evaluation.every = {every} is more than the {run.setup.steps:,} steps of the run; lower it"
+            )
+        if batches > run.validation.batches:
+            warnings.append(
+                f"evaluation.batches = {batches}, but data.validation has {run.validation.batches}, so documents count "
+                f"more than once; lower it to {run.validation.batches}"
+            )
+    return warnings
+
+
+@dataclass(frozen=True, slots=True)
+class PackingComparison:
+    """The documents of some steps, packed again into other steps before a run starts.
+
+    Attributes:
+        tokens_per_step: that no step exceeds.
+        balance: by the name of the packing.
+        refused: why there is none; "" where there is.
+    """
+
+    tokens_per_step: int
+    balance: dict[str, Balance]
+    refused: str = ""
+
+
+def compare_packings(batches: Sequence[np.ndarray], cost: CostModel) -> PackingComparison:
+    """Pack the documents of these batches, int64[n] tokens each, into steps as large as the batches are on average."""
+    lengths = np.concatenate(list(batches))
+    padded = cost.padded_lengths(lengths)
+    most = max(-(-int(padded.sum()) // len(batches)), int(padded.max()))
+    try:
+        balance = {name: packing(lengths, cost, most).balance for name, packing in PACKINGS.items()}
+    except SeqloomError as error:  # a model that only pipelines hold, or a document that only pieces of it fit
+        return PackingComparison(most, {}, str(error))
+    return PackingComparison(most, balance)

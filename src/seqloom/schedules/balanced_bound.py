@@ -23,6 +23,6 @@ def least_makespan(pp_ranks: Sequence[int], times: Times) -> int:
         own = [stage for stage, other in enumerate(pp_ranks) if other == host]
         forward, backward, weights = (int(column[own].sum()) for column in times[:3])
         head = int(times.forward[: own[0], 0].sum())
-        tail = int((times.backward[: own[0]].sum(axis=0) + times.weights[0] * (own[0] > 0)).min())
+        tail = int((times.backward_input[: own[0]].sum(axis=0) + times.backward_weight[0] * (own[0] > 0)).min())
         best = max(best, head + forward + backward + max(weights, tail))
     return best

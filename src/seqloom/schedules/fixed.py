@@ -8,7 +8,7 @@ from contextlib import suppress
 from seqloom.errors import PlanError
 from seqloom.plan.action import Action, ActionKind
 from seqloom.schedules.schedule import Schedule, Unit, backward_order, units_of
-from seqloom.schedules.timing import Times, play
+from seqloom.schedules.timing import Times, simulate_schedule
 
 
 def one_more_each(needed: Sequence[int], of: int) -> list[int]:
@@ -160,8 +160,8 @@ def _leanest_of_the_fast(orders: Sequence[Schedule]) -> Schedule:
     found: list[tuple[int, int, Schedule]] = []
     for order in orders:
         with suppress(PlanError):  # an order that stops
-            played = play(order, Times.equal(order))
-            found.append((max(played.peak, default=0), played.makespan, order))
+            played = simulate_schedule(order, Times.uniform(order))
+            found.append((max(played.peak_memory, default=0), played.makespan, order))
     fastest = min(makespan for _, makespan, _ in found)
     return min((entry for entry in found if 100 * entry[1] <= 103 * fastest), key=lambda entry: entry[:2])[2]
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from seqloom.errors import PlanError, unknown
+from seqloom.errors import PlanError, unknown_name
 from seqloom.schedules import fixed as looped
 from seqloom.schedules import fixed as strict
 from seqloom.schedules import zero_bubble
 from seqloom.schedules import zero_bubble as vee
 from seqloom.schedules.schedule import Schedule, units_of
-from seqloom.schedules.search import balanced
-from seqloom.schedules.timing import Times, play, shares, sizes
+from seqloom.schedules.search import balanced_schedule
+from seqloom.schedules.timing import Times, simulate_schedule, unit_sizes, unit_sizes_on
 
 MOST_CELLS = 1 << 15
 """Stages times units: the largest table that is built by name."""
@@ -67,11 +67,11 @@ FAMILIES: dict[str, Family] = {
     "balanced": Family(lambda request: _balanced(request), (1, None)),
 }
 
-NAMES = tuple(FAMILIES)
+SCHEDULE_NAMES = tuple(FAMILIES)
 """Every schedule that can be asked for by name."""
 
 
-def schedule_of(
+def build_schedule(
     name: str,
     stages: int,
     micro_batches: int,
@@ -94,7 +94,7 @@ def schedule_of(
             refused. `balanced` uses what it may, without a limit as much as seq1f1b.
     """
     if name not in FAMILIES:
-        raise unknown("schedule", name, NAMES)
+        raise unknown_name("schedule", name, SCHEDULE_NAMES)
     family = FAMILIES[name]
     least, units = _least_and_sum(pieces, micro_batches)
     for what, value in (("stages", stages), ("micro-batches", micro_batches), ("pieces", least)):
@@ -111,14 +111,14 @@ def schedule_of(
             f"backwards first in, first out; use 1 piece, or the schedule {family.whole}"
         )
     if not isinstance(times, Times):
-        parts, _ = shares(tuple(range(stages)) * asked, units_of(counts))
+        parts, _ = unit_sizes_on(tuple(range(stages)) * asked, units_of(counts))
         times = Times(*(parts * value for value in times))
     if memory is not None and memory < 1:
         must = "all pieces of a micro-batch go forward before the first goes backward"
         raise PlanError(f"{name} with memory for {float(memory):g} micro-batches; {must}; use 1 or more")
     made = family.build(Request(name, stages, asked, tuple(counts), times, memory))
     if memory is not None:
-        within(made, memory)
+        check_memory(made, memory)
     return made
 
 
@@ -127,22 +127,22 @@ def _least_and_sum(pieces: int | Sequence[int], micro_batches: int) -> tuple[int
     return (pieces, pieces * micro_batches) if isinstance(pieces, int) else (min(pieces, default=1), sum(pieces))
 
 
-def within(schedule: Schedule, memory: Fraction) -> None:
+def check_memory(schedule: Schedule, memory: Fraction) -> None:
     """Refuse a schedule whose hosts hold more than so many micro-batches."""
-    held, one = sizes(schedule)
+    held, one = unit_sizes(schedule)
     schedule.validate(math.floor(memory * one), held, one)
 
 
 def _balanced(request: Request) -> Schedule:
     """Equal pieces on equal stages, for the memory of Seq1F1B or what is asked for."""
     hosts, units = tuple(range(request.pp_size)) * request.chunks, units_of(request.pieces)
-    held, one = shares(hosts, units)
+    held, one = unit_sizes_on(hosts, units)
     if request.memory is None:
         order = strict.one_forward_one_backward(request.name, request.pp_size, request.pieces)
-        cap = request.chunks * max(play(order, Times.equal(order), held[: request.pp_size]).peak)
+        cap = request.chunks * max(simulate_schedule(order, Times.uniform(order), held[: request.pp_size]).peak_memory)
     else:
         cap = math.floor(request.memory * one)
-    return balanced(hosts, units, request.times, held, cap)
+    return balanced_schedule(hosts, units, request.times, held, cap)
 
 
 def _chunks(name: str, family: Family, chunks: int | None) -> int:

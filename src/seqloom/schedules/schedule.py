@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.errors import PlanError, broken
+from seqloom.errors import PlanError, violation
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.rules.actions import Table, complete, ending, matched, ordered, send_of
 
@@ -58,7 +58,7 @@ class Schedule:
         return f"<Schedule {self.name}: {len(self.pp_ranks)} stages on {width} hosts, {len(self.units)} units>"
 
     @property
-    def links(self) -> tuple[tuple[int, int], ...]:
+    def piece_pairs(self) -> tuple[tuple[int, int], ...]:
         """(early, late) units that hold neighbouring pieces of one sequence."""
         last: dict[int, int] = {}
         pairs = []
@@ -75,10 +75,10 @@ class Schedule:
         pairs |= {(b, a) for a, b in pairs}
         return tuple(tuple(sorted(b for a, b in pairs if a == host)) for host in range(len(self.rows)))
 
-    def validate(self, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None, one: int = 1) -> None:
+    def validate(self, cap: int | Sequence[int] | None = None, memory: np.ndarray | None = None, one: int = 1) -> None:
         """Refuse an order that breaks a rule, never ends, or holds more than `cap`; see `rules.validate`."""
 
-        validate(self, cap, held, one)
+        validate(self, cap, memory, one)
 
     def grid(self, mark: tuple[int, int] | None = None) -> str:
         """Draw one line per host, an action per column; `mark` is the (host, action) to point at."""
@@ -101,7 +101,7 @@ class Schedule:
 
         return from_csv(text, name, pieces)
 
-    def rows_of_plan(self) -> Rows:
+    def pipeline_actions(self) -> Rows:
         """The rows of a plan's `Pipeline.actions`: with messages, parameters gathered and gradients reduced once."""
         rows = []
         for host, row in enumerate(self.with_messages()):
@@ -224,24 +224,24 @@ I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backwa
 
 
 def validate(
-    schedule: Schedule, cap: int | Sequence[int] | None = None, held: np.ndarray | None = None, one: int = 1
+    schedule: Schedule, cap: int | Sequence[int] | None = None, memory: np.ndarray | None = None, one: int = 1
 ) -> None:
     """Check every rule; raise `PlanError`, with the grid and its failing step, at the first that is broken.
 
     Args:
         schedule: to check.
         cap: the most that a host may hold, or one number per host; None for no limit.
-        held: int64[stages, units], what a unit holds on a stage from its F to its B or W; 1 without it.
+        memory: int64[stages, units], what a unit holds on a stage from its F to its B or W; 1 without it.
         one: what an error calls 1, for example the bytes of a micro-batch.
     """
     _shape(schedule)
-    table = Table(schedule.name, schedule.pp_ranks, len(schedule.units), schedule.rows, schedule.links)
+    table = Table(schedule.name, schedule.pp_ranks, len(schedule.units), schedule.rows, schedule.piece_pairs)
     with drawn(schedule.rows):
         complete(table)
         ordered(table)
         ending(table, _waits(schedule), "a forward waits for the stage before, a backward for the stage after")
         if cap is not None:
-            _memory(schedule, cap, held, one)
+            _memory(schedule, cap, memory, one)
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def _shape(schedule: Schedule) -> None:
     if named != list(range(len(named))) or not named:
         value = f"{schedule.name} has its stages on hosts {list(schedule.pp_ranks)}"
         must = "hosts are numbered from 0 in the order in which the stages name them"
-        raise broken("hosts", value, must, f"use {[named.index(host) for host in schedule.pp_ranks] or [0]}")
+        raise violation("hosts", value, must, f"use {[named.index(host) for host in schedule.pp_ranks] or [0]}")
     done: Counter[int] = Counter()
     for number, unit in enumerate(schedule.units):
         if unit.piece != done[unit.sequence] or not 0 <= unit.piece < unit.pieces:
@@ -269,12 +269,12 @@ def _shape(schedule: Schedule) -> None:
                 f"{schedule.name} has piece {unit.piece} of {unit.pieces} of sequence {unit.sequence} as unit {number}"
             )
             must = "the pieces of a sequence are numbered from 0 and come in that order"
-            raise broken("units", value, must, f"its piece {done[unit.sequence]} comes here")
+            raise violation("units", value, must, f"its piece {done[unit.sequence]} comes here")
         done[unit.sequence] += 1
     for unit in schedule.units:
         if done[unit.sequence] != unit.pieces:
             value = f"{schedule.name} has {done[unit.sequence]} of the {unit.pieces} pieces of sequence {unit.sequence}"
-            raise broken("units", value, "a sequence has all its pieces", "add the others, or lower its number")
+            raise violation("units", value, "a sequence has all its pieces", "add the others, or lower its number")
 
 
 def _waits(schedule: Schedule) -> Callable[[Action], Action | None]:
@@ -307,7 +307,9 @@ def _memory(schedule: Schedule, cap: int | Sequence[int], held: np.ndarray | Non
             if live > most:
                 value = f"{schedule.name} host {h} holds {_amount(live, one)} from {action} (action {k}) on"
                 must = f"at most {_amount(most, one)} may be held"
-                raise broken("memory", value, must, "run a backward first, raise the limit, or use more pieces", (h, k))
+                raise violation(
+                    "memory", value, must, "run a backward first, raise the limit, or use more pieces", (h, k)
+                )
 
 
 def _amount(value: int, one: int) -> str:

@@ -22,18 +22,18 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from seqloom.errors import broken
+from seqloom.errors import violation
 from seqloom.plan.action import Action, ActionKind
 from seqloom.schedules.fixed import one_forward_one_backward
 from seqloom.schedules.schedule import Rows, Schedule, Unit, backward_order, units_of
-from seqloom.schedules.timing import Times, play
-from seqloom.schedules.zero_bubble import IN_ORDER, squeezed
+from seqloom.schedules.timing import Times, simulate_schedule
+from seqloom.schedules.zero_bubble import IN_ORDER, fill_bubbles
 
 KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SchedulingProblem:
     """What is to be put in order."""
 
     pp_ranks: tuple[int, ...]
@@ -55,11 +55,11 @@ class Problem:
 
     @classmethod
     def of(
-        cls, pp_ranks: Sequence[int], units: Sequence[Unit], times: Times, held: np.ndarray, message: int = 0
-    ) -> Problem:
+        cls, pp_ranks: Sequence[int], units: Sequence[Unit], times: Times, memory: np.ndarray, message: int = 0
+    ) -> SchedulingProblem:
         """Take arrays int64[stages, units] apart."""
         needs = np.zeros((max(pp_ranks) + 1, len(units)), dtype=np.int64)
-        np.add.at(needs, list(pp_ranks), held)
+        np.add.at(needs, list(pp_ranks), memory)
         before, last = np.full(len(units), -1), {}
         for number, unit in enumerate(units):
             before[number] = last.get(unit.sequence, -1)
@@ -69,8 +69,10 @@ class Problem:
         return cls(
             tuple(pp_ranks),
             tuple(units),
-            np.concatenate([column.ravel() for column in (times.forward, times.backward, times.alone)]).tolist(),
-            held.ravel().tolist(),
+            np.concatenate(
+                [column.ravel() for column in (times.forward, times.backward_input, times.split_weight)]
+            ).tolist(),
+            memory.ravel().tolist(),
             needs.tolist(),
             np.where(before < 0, -1, first + before).ravel().tolist(),
             np.tile(urgency, len(pp_ranks)).tolist(),
@@ -93,13 +95,13 @@ def _least(units: Sequence[Unit], needs: np.ndarray) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListSchedule:
     """An order, and how long it takes."""
 
     rows: list[list[int]]
     makespan: int
 
-    def actions(self, problem: Problem) -> Rows:
+    def actions(self, problem: SchedulingProblem) -> Rows:
         """The rows as actions."""
         width, places = len(problem.units), len(problem.held)
         return tuple(
@@ -118,7 +120,7 @@ class State:
             forward to go first; with minus the number of units or less, backwards always go first.
     """
 
-    def __init__(self, problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> None:
+    def __init__(self, problem: SchedulingProblem, caps: Sequence[int], lead: Sequence[int]) -> None:
         hosts, width = problem.pp_ranks, len(problem.units)
         self.problem, self.lead, self.room = problem, lead, list(caps)
         self.width, self.places, self.last = width, len(problem.held), len(hosts) - 1
@@ -189,7 +191,7 @@ class State:
         return waiting <= self.back[place // self.width - 1] + self.lead[host]
 
 
-def listed(problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> Listed:
+def list_schedule(problem: SchedulingProblem, caps: Sequence[int], lead: Sequence[int]) -> ListSchedule:
     """Put a problem in order; for the arguments see `State`."""
     state, durations = State(problem, caps, lead), problem.durations
     rows: list[list[int]] = [[] for _ in caps]
@@ -206,7 +208,7 @@ def listed(problem: Problem, caps: Sequence[int], lead: Sequence[int]) -> Listed
                     heappush(heap, (now + durations[code], host, -1))
                     idle[host] = False
         if not heap:
-            return Listed(rows, now)
+            return ListSchedule(rows, now)
         now = heap[0][0]
         awake = []
         while heap and heap[0][0] == now:  # all that ends now has ended before anything begins
@@ -245,11 +247,11 @@ BUDGET = 12
 """List schedules tried."""
 
 
-def balanced(
+def balanced_schedule(
     pp_ranks: Sequence[int],
     units: Sequence[Unit],
     times: Times,
-    held: np.ndarray,
+    memory: np.ndarray,
     cap: int | Sequence[int],
     *,
     message: int = 0,
@@ -262,7 +264,7 @@ def balanced(
             holds on all of them is set aside when the first takes it in: valid, but not as sparing as V can be.
         units: in forward order.
         times: of every unit on every stage, integers.
-        held: int64[stages, units], what a unit holds on a stage from its F to its B or W.
+        memory: int64[stages, units], what a unit holds on a stage from its F to its B or W.
         cap: the most that a host may hold, or one number per host.
         message: time between the end of an action and its result being on the next stage's host.
         budget: list schedules to try, at least 1.
@@ -270,25 +272,25 @@ def balanced(
     Raises:
         PlanError: a sequence does not fit under the cap.
     """
-    problem = Problem.of(pp_ranks, units, times, held, message)
+    problem = SchedulingProblem.of(pp_ranks, units, times, memory, message)
     caps = [cap] * len(problem.needs) if isinstance(cap, int) else list(cap)
     check_fits(problem, caps)
-    best = searched(problem, caps, budget)
+    best = search_list_schedules(problem, caps, budget)
     found = Schedule(NAME, problem.pp_ranks, problem.units, best.actions(problem))
-    orders = [found, *_seq1f1b(problem, times, held, caps)]
-    return min(orders, key=lambda order: play(order, times, message=message).makespan)
+    orders = [found, *_seq1f1b(problem, times, memory, caps)]
+    return min(orders, key=lambda order: simulate_schedule(order, times, message=message).makespan)
 
 
-def check_fits(problem: Problem, caps: Sequence[int]) -> None:
+def check_fits(problem: SchedulingProblem, caps: Sequence[int]) -> None:
     """Refuse caps under which a sequence cannot be run."""
     for host, (most, least) in enumerate(zip(caps, problem.least, strict=True)):
         if most < least:
             value = f"host {host} may hold {most:,}"
             must = f"before its backward begins, the largest sequence needs {least:,} there"
-            raise broken("memory", value, must, "raise the limit, or keep less of a unit (checkpointing)")
+            raise violation("memory", value, must, "raise the limit, or keep less of a unit (checkpointing)")
 
 
-def searched(problem: Problem, caps: Sequence[int], budget: int) -> Listed:
+def search_list_schedules(problem: SchedulingProblem, caps: Sequence[int], budget: int) -> ListSchedule:
     """Return the best of `budget` list schedules; the caps are such that the problem fits."""
     even, never = [0] * len(caps), [-len(problem.units)] * len(caps)
     last = max(1, len(caps) - 1)
@@ -296,29 +298,31 @@ def searched(problem: Problem, caps: Sequence[int], budget: int) -> Listed:
         max(least, cap - cap * host // (5 * last))  # down to 80 %: the last hosts keep little but weight halves
         for host, (cap, least) in enumerate(zip(caps, problem.least, strict=True))
     ]
-    best, lead, room = listed(problem, caps, even), even, caps
+    best, lead, room = list_schedule(problem, caps, even), even, caps
     for tried_lead, tried_room in ((even, falling), (never, caps))[: budget - 1]:
-        order = listed(problem, tried_room, tried_lead)
+        order = list_schedule(problem, tried_room, tried_lead)
         if order.makespan < best.makespan:
             best, lead, room = order, tried_lead, tried_room
     return _climbed(problem, best, lead, room, budget - 3)
 
 
-def _climbed(problem: Problem, best: Listed, lead: list[int], room: Sequence[int], budget: int) -> Listed:
+def _climbed(
+    problem: SchedulingProblem, best: ListSchedule, lead: list[int], room: Sequence[int], budget: int
+) -> ListSchedule:
     """Make forwards a little more or less urgent, host by host, and keep what is faster."""
     steps = [(host, step) for host in range(len(lead)) for step in (1, -1)]
     failed = at = 0
     while budget > 0 and failed < len(steps):
         host, step = steps[at % len(steps)]
         moved = [value + step * (number == host) for number, value in enumerate(lead)]
-        order = listed(problem, room, moved)
+        order = list_schedule(problem, room, moved)
         budget, at, failed = budget - 1, at + 1, failed + 1
         if order.makespan < best.makespan:
             best, lead, failed = order, moved, 0
     return best
 
 
-def _seq1f1b(problem: Problem, times: Times, held: np.ndarray, caps: Sequence[int]) -> list[Schedule]:
+def _seq1f1b(problem: SchedulingProblem, times: Times, held: np.ndarray, caps: Sequence[int]) -> list[Schedule]:
     """Seq1F1B whole and with weight halves as fillers, where it fits: one stage per host, sequences in turn."""
     pieces = {unit.sequence: unit.pieces for unit in problem.units}
     in_turn = [unit[1:] for unit in units_of(list(pieces.values()))] == [unit[1:] for unit in problem.units]
@@ -326,8 +330,8 @@ def _seq1f1b(problem: Problem, times: Times, held: np.ndarray, caps: Sequence[in
         return []
     rows = one_forward_one_backward(NAME, len(problem.pp_ranks), list(pieces.values())).rows
     whole = Schedule(NAME, problem.pp_ranks, problem.units, rows)
-    peaks = play(whole, times, held).peak
+    peaks = simulate_schedule(whole, times, held).peak_memory
     if any(peak > cap for peak, cap in zip(peaks, caps, strict=True)):
         return []
-    split = [squeezed(whole, times, caps, held, freedom) for freedom in IN_ORDER]
+    split = [fill_bubbles(whole, times, caps, held, freedom) for freedom in IN_ORDER]
     return [whole, *(order for order in split if order is not None)]

@@ -28,27 +28,27 @@ class Times(NamedTuple):
     """int64[stages, units] each. A whole backward (B) takes `backward + weights`, W by itself `alone`."""
 
     forward: np.ndarray
-    backward: np.ndarray
+    backward_input: np.ndarray
     """The half with respect to the input (I)."""
-    weights: np.ndarray
+    backward_weight: np.ndarray
     """The half with respect to the weights (W)."""
-    apart: np.ndarray | int = 0
+    split_overhead: np.ndarray | int = 0
     """What both halves take more than a whole backward; any shape that fits."""
 
     @property
-    def alone(self) -> np.ndarray:
+    def split_weight(self) -> np.ndarray:
         """W with what splitting costs."""
-        return self.weights + self.apart
+        return self.backward_weight + self.split_overhead
 
     @classmethod
-    def equal(cls, schedule: Schedule, forward: int = 1, backward: int = 1, weights: int = 1) -> Times:
+    def uniform(cls, schedule: Schedule, forward: int = 1, backward_input: int = 1, backward_weight: int = 1) -> Times:
         """Return times that are the same for all units and stages."""
         shape = len(schedule.pp_ranks), len(schedule.units)
-        return cls(*(np.full(shape, value, dtype=np.int64) for value in (forward, backward, weights)))
+        return cls(*(np.full(shape, value, dtype=np.int64) for value in (forward, backward_input, backward_weight)))
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ScheduleTiming:
     """What came of it."""
 
     start: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class Played:
     stop: tuple[tuple[int, ...], ...]
     makespan: int
     """From the first start to the last stop."""
-    span: int
+    step_time: int
     """The longest that any host takes from its own first action to its own last."""
     bubble: float
     """Share of the span in which hosts wait: idle / (hosts * span).
@@ -65,17 +65,19 @@ class Played:
     well, and what a step costs is the span. In most orders the first host begins first and ends last, and the span
     is the makespan.
     """
-    peak: tuple[int, ...]
+    peak_memory: tuple[int, ...]
     """The most that every host holds at once, in the unit of `held`."""
 
 
-def play(schedule: Schedule, times: Times, held: np.ndarray | None = None, message: int = 0) -> Played:
+def simulate_schedule(
+    schedule: Schedule, times: Times, memory: np.ndarray | None = None, message: int = 0
+) -> ScheduleTiming:
     """Run the schedule and return when what happened.
 
     Args:
         schedule: rows in an order that ends; see `Schedule.validate`.
         times: of every unit on every stage.
-        held: int64[stages, units], what a unit holds on a stage from the start of its F to the end of its B or W;
+        memory: int64[stages, units], what a unit holds on a stage from the start of its F to the end of its B or W;
             1 without it.
         message: time between the end of an action and its result being on the next stage's host.
     """
@@ -87,9 +89,9 @@ def play(schedule: Schedule, times: Times, held: np.ndarray | None = None, messa
     span = max((last - first for first, last in ends), default=0)
     busy = sum(sum(stops) - sum(begins) for begins, stops in zip(start, stop, strict=True))
     bubble = 1 - busy / (len(start) * span) if span else 0.0
-    sizes = None if held is None else held.tolist()
+    sizes = None if memory is None else memory.tolist()
     peak = tuple(_peak(row, sizes) for row in schedule.rows)
-    return Played(tuple(map(tuple, start)), tuple(map(tuple, stop)), makespan, span, bubble, peak)
+    return ScheduleTiming(tuple(map(tuple, start)), tuple(map(tuple, stop)), makespan, span, bubble, peak)
 
 
 def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -99,7 +101,7 @@ def _sweep(schedule: Schedule, times: Times, message: int) -> tuple[list[list[in
     """
     hosts, rows = schedule.pp_ranks, schedule.rows
     last = len(hosts) - 1
-    forward, backward, weights, alone = (column.tolist() for column in (*times[:3], times.alone))
+    forward, backward, weights, alone = (column.tolist() for column in (*times[:3], times.split_weight))
     gone: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when F has ended, by stage and unit
     back: list[list[int]] = [[-1] * len(schedule.units) for _ in hosts]  # when B or I has
     late = [message if s and hosts[s] != hosts[s - 1] else 0 for s in range(len(hosts))]
@@ -166,45 +168,47 @@ def _peak(row: tuple[Action, ...], held: list[list[int]] | None) -> int:
 # equal part of its host's share of the model. Memory is in micro-batches on all stages of a host, so 1F1B holds p.
 
 
-class Figures(NamedTuple):
+class ScheduleMetrics(NamedTuple):
     """What a schedule costs, in the unit of the times that were given."""
 
     bubble: float
     """Idle share of the makespan, over all hosts."""
-    makespan: float
+    step_time: float
     """The longest that a host takes from its first action to its last: what a step costs when steps follow steps."""
-    until_end: float
+    makespan: float
     """From the first start to the last stop; more than the makespan where hosts that begin late also end late."""
     peak_memory: tuple[float, ...]
     """Per host."""
-    played: Played
+    timing: ScheduleTiming
     """The same in integers, with the start and stop of every action."""
 
 
-def figures(schedule: Schedule, forward: Fraction, backward: Fraction, weights: Fraction) -> Figures:
+def schedule_metrics(
+    schedule: Schedule, forward: Fraction, backward_input: Fraction, backward_weight: Fraction
+) -> ScheduleMetrics:
     """Play a schedule that is in order.
 
     Args:
         schedule: of equal micro-batches.
         forward: time of a whole micro-batch on all stages of a host.
-        backward: the same for the input half of its backward.
-        weights: the same for the weight half.
+        backward_input: the same for the input half of its backward.
+        backward_weight: the same for the weight half.
     """
-    whole = math.lcm(*(value.denominator for value in (forward, backward, weights)))
-    scaled = [int(value * whole) for value in (forward, backward, weights)]
-    held, one = sizes(schedule)
-    played = play(schedule, Times(*(held * value for value in scaled)), held)
+    whole = math.lcm(*(value.denominator for value in (forward, backward_input, backward_weight)))
+    scaled = [int(value * whole) for value in (forward, backward_input, backward_weight)]
+    held, one = unit_sizes(schedule)
+    played = simulate_schedule(schedule, Times(*(held * value for value in scaled)), held)
     unit = whole * one
-    peak = tuple(most / one for most in played.peak)
-    return Figures(played.bubble, played.span / unit, played.makespan / unit, peak, played)
+    peak = tuple(most / one for most in played.peak_memory)
+    return ScheduleMetrics(played.bubble, played.step_time / unit, played.makespan / unit, peak, played)
 
 
-def sizes(schedule: Schedule) -> tuple[np.ndarray, int]:
+def unit_sizes(schedule: Schedule) -> tuple[np.ndarray, int]:
     """int64[stages, units], the share of a micro-batch on a host that a unit on a stage is; and what all of it is."""
-    return shares(schedule.pp_ranks, schedule.units)
+    return unit_sizes_on(schedule.pp_ranks, schedule.units)
 
 
-def shares(pp_ranks: Sequence[int], units: Sequence[Unit]) -> tuple[np.ndarray, int]:
+def unit_sizes_on(pp_ranks: Sequence[int], units: Sequence[Unit]) -> tuple[np.ndarray, int]:
     """`sizes` of a schedule that is not made yet."""
     count = Counter(pp_ranks)
     chunks = np.array([count[host] for host in pp_ranks], dtype=np.int64)

@@ -21,34 +21,34 @@ from seqloom.errors import PlanError
 from seqloom.plan.action import Action, ActionKind
 from seqloom.schedules.fixed import one_forward_one_backward
 from seqloom.schedules.schedule import Schedule, units_of
-from seqloom.schedules.timing import Times, play, sizes
+from seqloom.schedules.timing import Times, simulate_schedule, unit_sizes
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 I = ActionKind.I  # noqa: E741 - the field's name for the input half of a backward
 
 
 @dataclass(frozen=True, slots=True)
-class Freedom:
+class FillPolicy:
     """How a host may depart from its row."""
 
     patience: float = 0.0
     """A W is put into a gap that is at least this share of it, even where it delays what comes next."""
-    reach: int = 0
+    lookahead: int = 0
     """An action may come before others of its row that are not ready, this many places early."""
     reserve: int = 0
     """A forward that comes early leaves this much memory free."""
 
 
-IN_ORDER = tuple(Freedom(patience) for patience in (0.0, 0.5, 1.0))
-RUN_AHEAD = tuple(Freedom(patience, 4, reserve) for patience, reserve in product((0.0, 0.5, 1.0), (0, 1, 2, 5)))
+IN_ORDER = tuple(FillPolicy(patience) for patience in (0.0, 0.5, 1.0))
+RUN_AHEAD = tuple(FillPolicy(patience, 4, reserve) for patience, reserve in product((0.0, 0.5, 1.0), (0, 1, 2, 5)))
 
 
-def best_of(
+def fastest_fill(
     order: Schedule,
     times: Times,
     caps: Iterable[int],
-    freedoms: Iterable[Freedom] = IN_ORDER,
-    held: np.ndarray | None = None,
+    policies: Iterable[FillPolicy] = IN_ORDER,
+    memory: np.ndarray | None = None,
 ) -> Schedule:
     """Return the fastest of several ways to place the weight halves, then the one with the least memory.
 
@@ -56,15 +56,15 @@ def best_of(
         order: rows of F and B in an order that ends.
         times: of every unit on every stage.
         caps: what a host may hold, to try.
-        freedoms: to try.
-        held: as for `squeezed`.
+        policies: to try.
+        memory: as for `squeezed`.
     """
     best: tuple[tuple[int, int, int], Schedule] | None = None
-    for cap, freedom in product(caps, freedoms):
-        found = squeezed(order, times, cap, held, freedom)
+    for cap, freedom in product(caps, policies):
+        found = fill_bubbles(order, times, cap, memory, freedom)
         if found is not None:
-            played = play(found, times, held)
-            score = played.span, played.makespan, max(played.peak, default=0)
+            played = simulate_schedule(found, times, memory)
+            score = played.step_time, played.makespan, max(played.peak_memory, default=0)
             if best is None or score < best[0]:
                 best = score, found
     if best is None:
@@ -72,12 +72,12 @@ def best_of(
     return best[1]
 
 
-def squeezed(
+def fill_bubbles(
     schedule: Schedule,
     times: Times,
     cap: int | Sequence[int],
-    held: np.ndarray | None = None,
-    freedom: Freedom = IN_ORDER[0],
+    memory: np.ndarray | None = None,
+    policy: FillPolicy = IN_ORDER[0],
 ) -> Schedule | None:
     """Return the schedule with split backwards, or None where it comes to a stop at this memory.
 
@@ -85,24 +85,26 @@ def squeezed(
         schedule: rows of F and B in an order that ends.
         times: of every unit on every stage.
         cap: the most that a host may hold, or one number per host.
-        held: int64[stages, units], what a unit holds on a stage from its F to its W; 1 without it.
-        freedom: how far a host may depart from its row.
+        memory: int64[stages, units], what a unit holds on a stage from its F to its W; 1 without it.
+        policy: how far a host may depart from its row.
     """
     caps = [cap] * len(schedule.rows) if isinstance(cap, int) else list(cap)
-    sizes = np.ones((len(schedule.pp_ranks), len(schedule.units)), dtype=np.int64) if held is None else held
-    rows = _Run(schedule, times, caps, sizes, freedom).rows()
+    sizes = np.ones((len(schedule.pp_ranks), len(schedule.units)), dtype=np.int64) if memory is None else memory
+    rows = _Run(schedule, times, caps, sizes, policy).rows()
     return None if rows is None else replace(schedule, rows=rows)
 
 
 class _Run:
     """All hosts in time."""
 
-    def __init__(self, schedule: Schedule, times: Times, caps: list[int], held: np.ndarray, freedom: Freedom) -> None:
+    def __init__(
+        self, schedule: Schedule, times: Times, caps: list[int], held: np.ndarray, freedom: FillPolicy
+    ) -> None:
         self.caps, self.freedom = caps, freedom
         self.held: list[list[int]] = held.tolist()
         self.last = len(schedule.pp_ranks) - 1
         self.forward, self.backward, self.weights = (
-            column.tolist() for column in (times.forward, times.backward, times.alone)
+            column.tolist() for column in (times.forward, times.backward_input, times.split_weight)
         )
         width = len(schedule.rows)
         self.lanes = [_lanes(row) for row in schedule.rows]
@@ -143,7 +145,7 @@ class _Run:
         heads = sorted(lane[0] for lane in self.lanes[host] if lane)
         soon, full = None, False
         for place, stage, kind, number in heads:
-            if place - heads[0][0] > self.freedom.reach:
+            if place - heads[0][0] > self.freedom.lookahead:
                 break
             ready = self.ready(stage, kind, number)
             if ready is None:
@@ -224,9 +226,9 @@ def zero_bubble(name: str, stages: int, pieces: Sequence[int], times: Times, lea
         lead: forwards that a host is ahead of the next one.
     """
     order = one_forward_one_backward(name, stages, pieces, lead)
-    held, _ = sizes(order)
-    cap = max(play(order, times, held).peak, default=0)
-    return best_of(order, times, (cap,) if lead == 1 else (cap, cap + int(held.max())), held=held)
+    held, _ = unit_sizes(order)
+    cap = max(simulate_schedule(order, times, held).peak_memory, default=0)
+    return fastest_fill(order, times, (cap,) if lead == 1 else (cap, cap + int(held.max())), memory=held)
 
 
 # ---- merged: plan.schedules.vee
@@ -260,7 +262,7 @@ def zb_v(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
     for r in range(pp_size):
         turns = [("f", 2 * (pp_size - r) - 1), ("gf", r), ("gb", pp_size - r), ("fagb", 4 * micro_batches)]
         rows.append(_in_turn(r, 2 * pp_size - 1 - r, micro_batches, turns))
-    return best_of(_vee(name, pp_size, micro_batches, rows), times, (2 * pp_size,))
+    return fastest_fill(_vee(name, pp_size, micro_batches, rows), times, (2 * pp_size,))
 
 
 def v_half(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
@@ -270,7 +272,7 @@ def v_half(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedul
     def slots(r: int) -> tuple[int, int, int, int]:
         return 2 * r, 3 * pp_size - r - 2, 3 * pp_size + extra + 2 * r - 1, 6 * pp_size + extra - r - 2
 
-    return best_of(_repeated(name, pp_size, micro_batches, slots), times, (pp_size + 2,), IN_ORDER + RUN_AHEAD)
+    return fastest_fill(_repeated(name, pp_size, micro_batches, slots), times, (pp_size + 2,), IN_ORDER + RUN_AHEAD)
 
 
 def v_min(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule:
@@ -281,7 +283,7 @@ def v_min(name: str, pp_size: int, micro_batches: int, times: Times) -> Schedule
     def slots(r: int) -> tuple[int, int, int, int]:
         return r, 2 * pp_size - r - 1, 2 * pp_size + extra + r, 4 * pp_size + extra - r - 1
 
-    return best_of(_repeated(name, pp_size, micro_batches, slots), times, (cap,), IN_ORDER + RUN_AHEAD)
+    return fastest_fill(_repeated(name, pp_size, micro_batches, slots), times, (cap,), IN_ORDER + RUN_AHEAD)
 
 
 def _in_turn(down: int, up: int, micro_batches: int, turns: list[tuple[str, int]]) -> tuple[Action, ...]:

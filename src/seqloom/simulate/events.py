@@ -25,8 +25,8 @@ class EventKind(IntEnum):
     SEND_B = 6
     RECV_B = 7
     STEP = 8  # the end of the step: what is reduced once per step, the optimiser
-    GATHER = 9  # parameters of a stage gathered for one pass
-    SUM = 10  # gradients of such a stage summed into the shares that its ranks keep
+    ALL_GATHER = 9  # parameters of a stage gathered for one pass
+    REDUCE_SCATTER = 10  # gradients of such a stage summed into the shares that its ranks keep
 
 
 NETWORK = (EventKind.SEND_F, EventKind.RECV_F, EventKind.SEND_B, EventKind.RECV_B)

@@ -51,7 +51,7 @@ def _state(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.nda
 
 
 def _stage_memory(cost: CostModel, pipeline: Pipeline, stage: int) -> StageMemory:
-    return StageMemory(cost.with_tensor(pipeline.stages[stage].tensor), pipeline.parts[stage])
+    return StageMemory(cost.with_tensor(pipeline.stages[stage].tensor), pipeline.layer_ranges[stage])
 
 
 def _passes(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMemory]:
@@ -69,7 +69,7 @@ def _walk(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> np.ndar
     for stage in pipeline.stages_of(host):
         memory = _stage_memory(cost, pipeline, stage)
         for r, current in enumerate(pipeline.rounds):
-            work = current.work[stage]
+            work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             loads[stage, r] = _Load(*(each * tokens for each in memory.activation_bytes(work.checkpoint, work.offload)))
             carries[stage, r] = carried_changes(plan, memory, work)

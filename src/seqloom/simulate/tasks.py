@@ -18,7 +18,7 @@ from seqloom.cost.profile import AnalyticProfile
 from seqloom.cost.resharding import UnshardTimes, unshard_times_by_stage
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, ActionKind, Pipeline, Plan, Stage, StageMicroBatch
-from seqloom.plan.pipeline import PassMove, pass_moves
+from seqloom.plan.pipeline import ShardCollective, shard_collectives
 from seqloom.simulate.engine import Engine
 from seqloom.simulate.windows import ActionTimes, MicroBatchKey, MicroBatchTimes
 
@@ -32,7 +32,7 @@ def round_message_ns(cost: CostModel, pipeline: Pipeline, number: int, stage: in
     rank when the stages lie in different nodes, else over the link inside the node. An additive profile has
     no figures for links: there messages are free.
     """
-    work = pipeline.rounds[number].work
+    work = pipeline.rounds[number].by_stage
     tokens = max(int(tokens_on_ranks(cost, share).max()) for share in work[stage : stage + 2])
     here, there = pipeline.stages[stage : stage + 2]
     return stage_message_ns(cost, tokens, here, there)
@@ -109,7 +109,7 @@ class UnshardTask(NamedTuple):
 
     place: MicroBatchKey
     action: Action
-    move: PassMove
+    move: ShardCollective
     ns: int
     task: int
 
@@ -193,7 +193,7 @@ def _row(
     """Add the tasks of one host. A receive is remembered per shard group until the shard group's next action."""
     engine = program.engine
     awaited: dict[int, set[int]] = {}
-    for action, move in zip(row, pass_moves(row, frozenset(passes)), strict=True):
+    for action, move in zip(row, shard_collectives(row, frozenset(passes)), strict=True):
         if move is not None:
             _gathering(program, windows, MicroBatchKey(pipeline, action.stage, action.round or 0), action, move, passes)
             continue
@@ -222,7 +222,7 @@ def _gathering(
     windows: dict[MicroBatchKey, MicroBatchTimes],
     place: MicroBatchKey,
     action: Action,
-    move: PassMove,
+    move: ShardCollective,
     passes: dict[int, UnshardTimes],
 ) -> None:
     """Add the task of a move for one pass: all ranks of the stage meet."""
@@ -243,7 +243,7 @@ def _hand_over(
     for s in local:
         for r, current in enumerate(pipeline.rounds):
             places = (MicroBatchKey(number, s - 1, r), MicroBatchKey(number, s, r))
-            early, late = (_components(current.work[p.stage], windows[p]) for p in places)
+            early, late = (_components(current.by_stage[p.stage], windows[p]) for p in places)
             for document, component in early.items():
                 down = [first[place, True] for place in places]
                 up = [first[place, False] for place in places]

@@ -33,7 +33,7 @@ class MicroBatchKey(NamedTuple):
 
 def stage_layers(pipeline: Pipeline) -> list[LayerRange | None]:
     """What every stage has of the model; None: all of it."""
-    return [None] if len(pipeline.stages) == 1 else [*pipeline.parts]
+    return [None] if len(pipeline.stages) == 1 else [*pipeline.layer_ranges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class IdenticalStages:
             for group in work.groups
         )
         joined = place.stage in self.together
-        return share.stop - share.first, share.ends, self.tensors[place.stage], work.offload, joined, groups
+        return share.stop - share.first, share.has_head, self.tensors[place.stage], work.offload, joined, groups
 
     def moved(self, window: MicroBatchTimes, stage: int, other: int) -> MicroBatchTimes:
         """The window of a stage on the ranks of another one that is alike."""
@@ -454,7 +454,7 @@ def _alike(
     for p, pipeline in enumerate(plan.pipelines):
         resident = len(pipeline.stages) > 1 or bool(unshard_times_by_stage(cost, pipeline))
         for r, current in enumerate(pipeline.rounds):
-            for s, work in enumerate(current.work):
+            for s, work in enumerate(current.by_stage):
                 policy = MemoryPolicy(work.checkpoint, plan.reduce, resident)
                 works[policy, p, pipeline.stages[s].tensor].append((MicroBatchKey(p, s, r), work))
     return works
@@ -479,7 +479,7 @@ def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
             costs += [_host_end(plan, cost, pipeline, host) for host in range(len(pipeline.ranks_by_pp_rank))]
             continue
         own = cost.with_tensor(pipeline.stages[0].tensor)
-        for checkpoint in {current.work[0].checkpoint for current in pipeline.rounds}:
+        for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
             policy = MemoryPolicy(checkpoint, plan.reduce, bool(unshard_times_by_stage(cost, pipeline)))
             costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
     return max(costs)
@@ -493,4 +493,6 @@ def _host_end(plan: Plan, cost: CostModel, pipeline: Pipeline, host: int) -> tup
     stages, ranks = pipeline.stages_of(host), pipeline.ranks_by_pp_rank[host]
     own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
     shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
-    return stage_overhead_ns(own, [pipeline.parts[stage] for stage in stages], len(ranks), min(map(len, shard_groups)))
+    return stage_overhead_ns(
+        own, [pipeline.layer_ranges[stage] for stage in stages], len(ranks), min(map(len, shard_groups))
+    )

@@ -16,7 +16,7 @@ from pydantic import Strict
 from seqloom.cost import Profile
 from seqloom.data.source import SYNTHETIC
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.plan import Sharding
 from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
@@ -221,7 +221,7 @@ class Pipelining:
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
         at_least("pipeline", self, 1, "chunks")
         if self.schedule not in ("auto", *SCHEDULES):
-            raise unknown("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
+            raise unknown_name("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
         changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
         if self.stages == 1 and changed:
             name = changed[0]

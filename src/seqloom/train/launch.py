@@ -1,24 +1,30 @@
-"""torch's allocator on a GPU: plans change the sizes of buffers from step to step, which fragments fixed segments.
+"""Starting the ranks of a run or a measurement, and ending all of them when one dies.
 
-torch reads its setting from the environment when a process begins to use the GPU. Processes that Seqloom starts are
-given one; a launcher's are not Seqloom's, so there the log gives advice. What the user has set is never changed.
+Ranks are processes that `..._on_processes` starts on this machine, or those that torchrun has started
+(`..._under_torchrun`). Every training rank runs under a `Watchdog`: it knows the current phase, and when another rank
+dies or nothing moves, it reports the phase and ends the process, so that no rank waits for ever.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import select
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,91 +33,138 @@ import torch.multiprocessing as mp
 from seqloom.dist import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
+from seqloom.train.checkpoint import complete_checkpoints
 from seqloom.train.config import Config
-from seqloom.train.model import REFERENCE, ModelFamily, dtypes, require_parts
-from seqloom.train.setup import Setup, kept
+from seqloom.train.model import REFERENCE, ModelFamily, check_splits, parameter_dtypes
+from seqloom.train.setup import RunSetup, write_strategies
 from seqloom.train.trainer import Trainer
-from seqloom.train.watch import FAILED, START_S, Watch
 
-NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch reads: the name since 2.9, and the one before."""
-SETTING = "expandable_segments:True"
-
-
-def user_setting(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the variable that the user has set, as `NAME=value`; None: neither."""
-    return next((f"{name}={environment[name]}" for name in NAMES if environment.get(name)), None)
-
-
-def advice(device: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Say what to set, for a process that runs on this kind of device and was started without; None: nothing."""
-    if device != "cuda" or user_setting(environment) is not None:
-        return None
-    return f"{NAMES[0]} is not set; {NAMES[0]}={SETTING} keeps GPU memory from fragmenting when sizes change every step"
-
-
-@contextmanager
-def for_new_processes() -> Iterator[None]:
-    """Hand the setting to processes that are started inside, unless the user has one. This process keeps its own."""
-    if user_setting() is not None:
-        yield
-        return
-    before = os.environ.get(NAMES[0])
-    os.environ[NAMES[0]] = SETTING
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[NAMES[0]]
-        else:
-            os.environ[NAMES[0]] = before
-
-
-# ---- merged: train.compilers
-# What torch.compile needs on a machine, looked for before a run starts. Nothing here needs torch.
-
-
-CPP = {"darwin": "clang++", "win32": "cl"}
-"""The C++ compiler that torch calls on a platform; g++ on others. The variable CXX names another."""
-
-
-def check_compilers(device: str) -> None:
-    """Refuse `model.compile` on a machine where torch.compile would fail in the first step.
-
-    Args:
-        device: "cpu", where torch writes C++, or "cuda", where it writes Triton, which builds its launchers in C.
-    """
-    missing = _missing_for_gpu() if device == "cuda" else _missing_for_cpu()
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        missing.append("Python.h (the development files of this Python)")
-    if missing:
-        raise SeqloomError(
-            f"model.compile = true, and torch.compile needs what is not here: {', '.join(missing)}; install it, or "
-            "set model.compile = false"
-        )
-
-
-def _missing_for_cpu() -> list[str]:
-    name = os.environ.get("CXX", CPP.get(sys.platform, "g++"))
-    return [] if shutil.which(name) else [f"the C++ compiler {name!r}"]
-
-
-def _missing_for_gpu() -> list[str]:
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    compiler = [] if any(map(shutil.which, names)) else [f"a C compiler ({' or '.join(map(repr, names))})"]
-    return compiler if find_spec("triton") else ["triton", *compiler]
-
-
-# ---- merged: train.processes
-# Ranks for a measurement: processes started on this machine, or those that torchrun has started.
-
+GRACE_S = 2.0
+"""Seconds that ranks have to report by themselves after one of them has ended."""
+START_S = 600.0
+"""Seconds that ranks may take to start and connect, whatever run.timeout_s is."""
+EXIT_FAILED = 2
+"""Exit code of a rank that could not continue."""
 
 Body = Callable[..., Any]
 """body(rank, ranks, device, *arguments) -> plain values; at the top of a module, so that other processes find it."""
 
 
-def join_ranks(body: Body, *arguments: Any) -> Any:
-    """Run a body as the rank that torchrun made this process, and return what it returns."""
+def started_by_torchrun() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+
+
+# ---- Training
+
+
+def train_under_torchrun(config: Config, *, model_family: ModelFamily = REFERENCE, show: bool = True) -> dict[str, Any]:
+    """Train as the rank that torchrun made this process; return the summary on rank 0, {} on others.
+
+    A rank that cannot continue prints the reason to stderr and ends the process.
+    """
+    _check_compilers_if_needed(config)
+    dist.init_process_group(backend(), timeout=_torch_timeout(config))
+    rank = dist.get_rank()
+
+    def report(text: str) -> None:
+        print(f"seqloom: rank {rank}: {text}", file=sys.stderr, flush=True)
+
+    summary = _train_watched(config, model_family, rank, dist.get_world_size(), show, report)
+    dist.destroy_process_group()
+    return summary
+
+
+def train_on_processes(
+    config: Config, ranks: int, *, model_family: ModelFamily = REFERENCE, show: bool = True
+) -> dict[str, Any]:
+    """Start `ranks` processes on this machine, wait for them, and return the summary.
+
+    When one fails, the others are stopped and its reason is raised.
+    """
+    _check_compilers_if_needed(config)
+    setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
+    config = write_strategies(setup.config, setup.planners.strategies)
+    model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
+    if setup.planners.multi_stage:
+        check_splits(model, setup.planners.tensor_degrees)
+    with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
+        arguments = (ranks, config, model_family, folder, show)
+        with allocator_environment():
+            started = start_processes(_training_process, arguments, ranks, model_family.build.__module__, join=False)
+        assert started is not None
+        try:
+            while not started.join(grace_period=GRACE_S):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            codes = [process.exitcode for process in started.processes]
+            raise SeqloomError(_failure_reason(Path(folder), codes, error)) from None
+        return torch.load(Path(folder) / "result", weights_only=True)
+
+
+def _training_process(
+    rank: int, ranks: int, config: Config, model_family: ModelFamily, folder: str, show: bool
+) -> None:
+    def report(text: str) -> None:
+        (Path(folder) / f"failed-{rank}").write_text(text)
+
+    _init_process_group(rank, ranks, folder, _torch_timeout(config))
+    summary = _train_watched(config, model_family, rank, ranks, show, report)
+    _end_process_group(rank, folder, summary)
+
+
+def _train_watched(
+    config: Config, model_family: ModelFamily, rank: int, ranks: int, show: bool, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Train; or report why not, and end the process without waiting for other ranks, which wait for this one."""
+    try:
+        with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
+            return _train(config, model_family, rank, ranks, show, watchdog)
+    except SeqloomError as error:
+        report(str(error))
+    except Exception:
+        report(traceback.format_exc())
+    os._exit(EXIT_FAILED)
+
+
+def _train(
+    config: Config, model_family: ModelFamily, rank: int, ranks: int, show: bool, watchdog: Watchdog
+) -> dict[str, Any]:
+    """Connect to the other ranks and train."""
+    setup = RunSetup.load(config, ranks)
+    communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
+    communicators.warm_up()
+    device = device_of(rank)
+    stream = sys.stderr if show and rank == 0 else None
+    notes = [text for text in (allocator_advice(device.type),) if text]
+    parts = {"model_family": model_family, "device": device, "watchdog": watchdog}
+    with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
+        summary = trainer.train(stream, notes=notes)
+    communicators.close()
+    return summary
+
+
+def _torch_timeout(config: Config) -> timedelta:
+    """How long torch's own messages wait: at least as long as the watchdog, which has more to report."""
+    return timedelta(seconds=max(config.run.timeout_s, START_S))
+
+
+def _failure_reason(folder: Path, codes: Sequence[int | None], error: Exception) -> str:
+    """Say which rank died by its exit code (-9: killed by signal 9), and what the first rank wrote into `folder`."""
+    files = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
+    reports = [f"rank {path.name.removeprefix('failed-')}: {path.read_text().strip()}" for path in files]
+    if not reports:
+        reports = [f"{error}; the last checkpoint is intact: run the same command to go on from it"]
+    killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
+    dead = [f"rank {rank} has died ({signal.Signals(by).name})" for rank, by in killed if by != signal.SIGTERM]
+    return "; ".join([*dead, reports[0]])
+
+
+# ---- Measuring
+
+
+def run_under_torchrun(body: Body, *arguments: Any) -> Any:
+    """Run a body as the rank that torchrun made this process, and return its result."""
     dist.init_process_group(backend())
     try:
         return body(dist.get_rank(), dist.get_world_size(), device_of(dist.get_rank()), *arguments)
@@ -119,11 +172,11 @@ def join_ranks(body: Body, *arguments: Any) -> Any:
         dist.destroy_process_group()
 
 
-def start_ranks(body: Body, ranks: int, *arguments: Any) -> Any:
-    """Start `ranks` processes on this machine, wait for them, and return what the body returned on the first."""
+def run_on_processes(body: Body, ranks: int, *arguments: Any) -> Any:
+    """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0."""
     with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
         try:
-            start_processes(_measuring_process, (ranks, folder, body, arguments), ranks, body.__module__)
+            start_processes(_body_process, (ranks, folder, body, arguments), ranks, body.__module__)
         except mp.ProcessRaisedException as error:
             refusal = Path(folder) / "refusal"
             raise SeqloomError(refusal.read_text() if refusal.is_file() else str(error)) from None
@@ -132,19 +185,26 @@ def start_ranks(body: Body, ranks: int, *arguments: Any) -> Any:
         return torch.load(Path(folder) / "result", weights_only=True)
 
 
+def _body_process(rank: int, ranks: int, folder: str, body: Body, arguments: tuple[Any, ...]) -> None:
+    _init_process_group(rank, ranks, folder)
+    try:
+        result = body(rank, ranks, device_of(rank), *arguments)
+    except SeqloomError as error:
+        (Path(folder) / "refusal").write_text(str(error))
+        raise
+    _end_process_group(rank, folder, result)
+
+
+# ---- Processes and devices
+
+
 def start_processes(
     main: Callable[..., None], arguments: tuple[Any, ...], ranks: int, *modules: str, join: bool = True
 ) -> mp.ProcessContext | None:
-    """Start `main(rank, *arguments)` for every rank, from a process that has loaded torch and the modules once for all.
+    """Start `main(rank, *arguments)` for every rank, as forks of a server that has loaded torch and the modules once.
 
-    Loading takes seconds of a core, and forking takes none; that process has no threads yet and has not touched a GPU.
-
-    Args:
-        main: at the top of a module.
-        arguments: that can be pickled.
-        ranks: processes.
-        modules: what ranks will import.
-        join: wait for the processes; otherwise return what to wait for.
+    Loading takes seconds of a core, and forking takes none; the server has no threads yet and has not touched a GPU.
+    `main` is at the top of a module. Without `join` the context of the processes is returned at once.
     """
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     if method == "forkserver":
@@ -152,16 +212,15 @@ def start_processes(
     return mp.start_processes(main, arguments, nprocs=ranks, join=join, start_method=method)
 
 
-def _measuring_process(rank: int, ranks: int, folder: str, body: Body, arguments: tuple[Any, ...]) -> None:
-    """One rank in a process of its own, with its share of the cores."""
+def _init_process_group(rank: int, ranks: int, folder: str, timeout: timedelta | None = None) -> None:
+    """Take this rank's share of the cores and connect through a file in `folder`."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks)
-    try:
-        result = body(rank, ranks, device_of(rank), *arguments)
-    except SeqloomError as error:
-        (Path(folder) / "refusal").write_text(str(error))
-        raise
+    dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def _end_process_group(rank: int, folder: str, result: Any) -> None:
+    """Disconnect; rank 0 leaves its result for the process that started the ranks."""
     dist.destroy_process_group()
     if rank == 0:
         torch.save(result, Path(folder) / "result")
@@ -173,7 +232,7 @@ def backend() -> str:
 
 
 def device_of(rank: int) -> torch.device:
-    """Return the device of a rank, its own GPU where there are any, and make it the current one."""
+    """Return the device of a rank, a GPU where there are any, and make it the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
@@ -181,128 +240,179 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-# ---- merged: train.launch
-# Starting the ranks of a run: processes on this machine, or those that torchrun has started.
+# ---- Watchdog
+
+_POLL_S = 1.0
+_LOST_RANK = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|timed? ?out", re.IGNORECASE)
+"""What gloo and the store say of a rank that is gone; they raise plain errors."""
 
 
-GRACE_S = 2.0
-"""Seconds that ranks have to report for themselves after one of them has ended."""
+class Watchdog:
+    """Ends a rank that cannot continue, with a report of what it was doing. Used in a `with`, on the main thread.
 
-
-def under_torchrun() -> bool:
-    """Say whether a launcher has started this process as one rank of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
-
-
-def train_here(config: Config, *, kind: ModelFamily = REFERENCE, show: bool = True) -> dict[str, Any]:
-    """Run as the rank that torchrun made this process; return the summary on the first rank, {} on others.
-
-    A rank that cannot go on says why on stderr and ends the process.
+    A rank stops in three ways: a message fails because the other side is gone, the launcher that saw a process die
+    sends SIGTERM, or nothing moves for longer than ranks may wait for each other. In the last two the main thread may
+    be deep in a call that never returns, so a thread of the watchdog reports and ends the process. An error leaves the
+    `with` with the phase in its message.
     """
-    _check_machine(config)
-    dist.init_process_group(backend(), timeout=_torch_timeout(config))
-    rank = dist.get_rank()
 
-    def tell(text: str) -> None:
-        print(f"seqloom: rank {rank}: {text}", file=sys.stderr, flush=True)
+    def __init__(self, ranks: int, timeout_s: float, checkpoints: Path, report: Callable[[str], None]) -> None:
+        """Allow `timeout_s` from one `enter_phase` to the next; `report` is called from the watchdog's thread."""
+        self._ranks, self._timeout_s, self._checkpoints, self._report = ranks, timeout_s, checkpoints, report
+        self._phase = ""
+        self._details: Callable[[], str] = str
+        self._deadline = time.monotonic() + max(timeout_s, START_S)
 
-    summary = _watched(config, kind, rank, dist.get_world_size(), show, tell)
-    dist.destroy_process_group()
-    return summary
+    def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
+        """Note what comes now, and start the clock again.
 
+        Args:
+            phase: the step and its plan.
+            limited: whether it must be done within the limit; not so while only a disk is waited for.
+            details: returns how far the phase has come; called from another thread (`Progress.report`).
+        """
+        self._phase, self._details = phase, details
+        self._deadline = time.monotonic() + self._timeout_s if limited else float("inf")
 
-def train_on_processes(
-    config: Config, ranks: int, *, kind: ModelFamily = REFERENCE, show: bool = True
-) -> dict[str, Any]:
-    """Start `ranks` processes on this machine, wait for them, and return the summary.
+    def __enter__(self) -> Self:
+        """Start the thread and catch SIGTERM."""
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._handler = signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(self._writer.fileno())  # written at once, also when the main thread is in a call
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
 
-    When one fails, the others are stopped and its reason is raised.
-    """
-    _check_machine(config)
-    setup = Setup.of(config, ranks)  # refuse here, once, what every process would refuse
-    config = kept(setup.config, setup.planners.strategies)
-    built = kind.build(config, torch.device("meta"), dtypes(config)[0])
-    if setup.planners.cut:
-        require_parts(built, setup.planners.tensor_degrees)
-    with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        arguments = (ranks, config, kind, folder, show)
-        with for_new_processes():
-            started = start_processes(_process, arguments, ranks, kind.build.__module__, join=False)
-        assert started is not None
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Stop the thread. After an error SIGTERM stays without effect, since the process still has to report it."""
+        signal.set_wakeup_fd(-1)
+        self._writer.send(b"\0")
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+        if error is None:
+            signal.signal(signal.SIGTERM, self._handler)
+        elif is_lost_rank(error):
+            # of our own errors, the lines after the first show where the ranks are
+            details = str(error).strip().partition("\n")[2] if isinstance(error, SeqloomError) else ""
+            raise SeqloomError(self._lost_rank_message(_first_sentence(error), details)) from error
+        elif self._phase and isinstance(error, SeqloomError) and not str(error).startswith("step "):
+            raise SeqloomError(f"{self._phase}: {error}") from error
+        elif self._phase and not isinstance(error, SeqloomError):
+            error.add_note(f"at {self._phase}")
+
+    def _watch(self) -> None:
+        while True:
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                self._end(f"nothing has moved for {self._timeout_s:g} s")
+            if select.select([self._reader], [], [], min(left_s, _POLL_S))[0]:
+                signals = self._reader.recv(64)
+                if signal.SIGTERM in signals:
+                    self._end("stopped by SIGTERM, as launchers do when a rank has died")
+                if 0 in signals:
+                    return
+
+    def _end(self, reason: str) -> None:
         try:
-            while not started.join(grace_period=GRACE_S):
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            codes = [process.exitcode for process in started.processes]
-            raise SeqloomError(_reason(Path(folder), codes, error)) from None
-        return torch.load(Path(folder) / "summary", weights_only=True)
+            self._report(self._lost_rank_message(reason, self._details()))
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _lost_rank_message(self, reason: str, details: str = "") -> str:
+        checkpoints = complete_checkpoints(self._checkpoints)
+        intact = f"{checkpoints[-1][1]} is intact" if checkpoints else "There is no checkpoint yet"
+        return (
+            f"{self._phase or 'the start of the run'}: one of {self._ranks} ranks has died or hangs ({reason}); ranks "
+            f"wait at most run.timeout_s = {self._timeout_s:g} s for each other. {intact}: run the same command "
+            "to go on" + (f"\n{details}" if details else "")
+        )
 
 
-def _process(rank: int, ranks: int, config: Config, kind: ModelFamily, folder: str, show: bool) -> None:
-    """One rank in a process of its own."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-
-    def tell(text: str) -> None:
-        (Path(folder) / f"failed-{rank}").write_text(text)
-
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks, timeout=_torch_timeout(config))
-    summary = _watched(config, kind, rank, ranks, show, tell)
-    dist.destroy_process_group()
-    if rank == 0:
-        torch.save(summary, Path(folder) / "summary")
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError | SeqloomError) and _LOST_RANK.search(str(error)) is not None
 
 
-def _watched(
-    config: Config, kind: ModelFamily, rank: int, ranks: int, show: bool, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """Train; or tell why not, and end the process without waiting for other ranks, which wait for this one."""
+def _first_sentence(error: BaseException) -> str:
+    """The first sentence of an error, without the position in torch's source that precedes it."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__).removesuffix(":")
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0]
+
+
+# ---- torch's allocator on a GPU
+# Plans change the sizes of buffers from step to step, which fragments fixed segments. torch reads the setting from the
+# environment when a process begins to use the GPU, so processes started here get it; under a launcher the log gives
+# advice. A setting of the user is never changed.
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch reads: the name since 2.9, and the one before."""
+ALLOCATOR_SETTING = "expandable_segments:True"
+
+
+def user_allocator_setting() -> str | None:
+    """Return the variable that the user has set, as `NAME=value`; None: neither."""
+    return next((f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if os.environ.get(name)), None)
+
+
+def allocator_advice(device: str) -> str | None:
+    """Say what to set, for a process on this kind of device that was started without; None: nothing."""
+    if device != "cuda" or user_allocator_setting() is not None:
+        return None
+    name = ALLOCATOR_VARIABLES[0]
+    effect = "keeps GPU memory from fragmenting when sizes change every step"
+    return f"{name} is not set; {name}={ALLOCATOR_SETTING} {effect}"
+
+
+@contextmanager
+def allocator_environment() -> Iterator[None]:
+    """Give the setting to processes that are started inside, unless the user has one. This process does not use it."""
+    name = ALLOCATOR_VARIABLES[0]
+    if user_allocator_setting() is not None:
+        yield
+        return
+    before = os.environ.get(name)
+    os.environ[name] = ALLOCATOR_SETTING
     try:
-        with Watch(ranks, config.run.timeout_s, config.checkpoints, tell) as watch:
-            return _run(config, kind, rank, ranks, show, watch)
-    except SeqloomError as error:
-        tell(str(error))
-    except Exception:
-        tell(traceback.format_exc())
-    os._exit(FAILED)
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
-def _run(config: Config, kind: ModelFamily, rank: int, ranks: int, show: bool, watch: Watch) -> dict[str, Any]:
-    """Connect to the other ranks and train."""
-    setup = Setup.of(config, ranks)
-    communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
-    communicators.warm_up()
-    device = device_of(rank)
-    stream = sys.stderr if show and rank == 0 else None
-    with Trainer(setup.config, setup, TorchTransport(communicators), kind=kind, device=device, watch=watch) as trainer:
-        summary = trainer.run(stream, notes=[text for text in (advice(device.type),) if text])
-    communicators.close()
-    return summary
+# ---- Compilers
+
+CPP_COMPILERS = {"darwin": "clang++", "win32": "cl"}
+"""The C++ compiler that torch calls on a platform; g++ on others. The variable CXX names another."""
 
 
-def _check_machine(config: Config) -> None:
-    """Refuse what the config asks for and this machine lacks, before anyone waits for another rank."""
+def _check_compilers_if_needed(config: Config) -> None:
     if config.model.compile:
         check_compilers("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _torch_timeout(config: Config) -> timedelta:
-    """How long torch's own messages wait: at least as long as `Watch`, which knows more to say."""
-    return timedelta(seconds=max(config.run.timeout_s, START_S))
+def check_compilers(device: str) -> None:
+    """Refuse `model.compile` on a machine where torch.compile would fail in the first step.
 
-
-def _reason(folder: Path, codes: Sequence[int | None], error: Exception) -> str:
-    """Say which rank died or failed first, and what the first one that could speak had to say.
-
-    Args:
-        folder: where ranks put their last words.
-        codes: exit codes of the ranks; -9: killed by signal 9.
-        error: what torch says of the first process that ended.
+    On "cpu" torch writes C++, on "cuda" Triton, which builds its launchers in C.
     """
-    told = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
-    words = [f"rank {path.name.removeprefix('failed-')}: {path.read_text().strip()}" for path in told]
-    if not words:
-        words = [f"{error}; the last checkpoint is intact: run the same command to go on from it"]
-    killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
-    dead = [f"rank {rank} has died ({signal.Signals(by).name})" for rank, by in killed if by != signal.SIGTERM]
-    return "; ".join([*dead, words[0]])
+    missing = []
+    if device == "cuda":
+        names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        missing += [] if find_spec("triton") else ["triton"]
+        missing += [] if any(map(shutil.which, names)) else [f"a C compiler ({' or '.join(map(repr, names))})"]
+    else:
+        name = os.environ.get("CXX", CPP_COMPILERS.get(sys.platform, "g++"))
+        missing += [] if shutil.which(name) else [f"the C++ compiler {name!r}"]
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        missing.append("Python.h (the development files of this Python)")
+    if missing:
+        raise SeqloomError(
+            f"model.compile = true, and torch.compile needs what is not here: {', '.join(missing)}; install it, or "
+            "set model.compile = false"
+        )

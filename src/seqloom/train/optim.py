@@ -1,4 +1,7 @@
-"""AdamW over named parameters, and its state by the same names, so that a checkpoint does not depend on an order."""
+"""AdamW over named parameters, gradient clipping, the learning rate, and the optimiser's state by parameter name.
+
+The learning rate is a pure function of the step, so a resumed run needs no state of it.
+"""
 
 from __future__ import annotations
 
@@ -10,60 +13,62 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
+from seqloom.params import Parameters, scale_gradients
 
 if TYPE_CHECKING:
     from seqloom.train.config import Optimiser, Schedule
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""torch's names of the running means, in the order of the betas."""
+_STATE = ("step", "exp_avg", "exp_avg_sq")
+"""torch's names of AdamW's state: steps, and the moments in the order of the betas."""
 _FUSED = ("cpu", "cuda")
-"""Where torch updates all parameters in one kernel."""
+"""Devices where torch updates all parameters in one kernel."""
 
 
 def make_optimiser(parameters: Mapping[str, nn.Parameter], settings: Optimiser) -> torch.optim.AdamW:
-    """Make AdamW with two groups: matrices with weight decay, all others (norms, biases) without.
-
-    Args:
-        parameters: what is updated, by canonical name: whole tensors or shards.
-        settings: of the config.
-    """
+    """Make AdamW over full tensors or shards: matrices with weight decay, all others (norms, biases) without."""
     if not parameters:
         raise SeqloomError("no parameter is to be trained; unfreeze some, or choose another model")
-    decayed = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim >= 2]
-    plain = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    fused = all(parameter.device.type in _FUSED for parameter in parameters.values())
+    matrices = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim >= 2]
+    others = [(name, parameter) for name, parameter in parameters.items() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
-        fused=fused,
+        fused=all(parameter.device.type in _FUSED for parameter in parameters.values()),
     )
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
-    """Give all groups the rate of the step to come."""
+    """Give all groups the rate of the next step."""
     for group in optimiser.param_groups:
         group["lr"] = rate
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """Return what gradients of this norm are multiplied with so that it is at most `limit`; a limit of 0 is none."""
+def clip_gradients(parameters: Parameters, norm: float, max_norm: float) -> None:
+    """Scale all gradients of a step down so that the norm of the whole model's gradient is at most `max_norm`."""
+    factor = clip_factor(norm, max_norm)
+    if factor < 1:
+        scale_gradients(parameters, factor)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that brings gradients of this norm to at most `max_norm`; a limit of 0 is none."""
     if not math.isfinite(norm):
         raise SeqloomError(
             f"the gradient's norm is {norm}; nothing was updated. Lower optimiser.lr, lengthen schedule.warmup, or "
             "look for a bad document in this step"
         )
-    return min(1.0, limit / norm) if limit and norm else 1.0
+    return min(1.0, max_norm / norm) if max_norm and norm else 1.0
 
 
-def named_state(optimiser: torch.optim.AdamW) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the state of every parameter by its name: `step` and the two moments, the optimiser's own tensors.
+def state_by_name(optimiser: torch.optim.AdamW) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the optimiser's own state tensors by parameter name: `step` and the two moments.
 
-    A parameter that was not updated yet gets the state it begins with. So what is copied into these tensors, as a
-    checkpoint is loaded, is what the next step goes on from.
+    A parameter that was never updated gets the state it starts with. So what a checkpoint loads into these tensors is
+    what the next step continues from, and does not depend on an order of parameters.
     """
     states: dict[str, dict[str, torch.Tensor]] = {}
     for group in optimiser.param_groups:
@@ -72,36 +77,26 @@ def named_state(optimiser: torch.optim.AdamW) -> dict[str, dict[str, torch.Tenso
             if not state:
                 device = parameter.device if group["fused"] else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                for moment in MOMENTS:
+                for moment in _STATE[1:]:
                     state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            states[name] = {key: state[key] for key in ("step", *MOMENTS)}
+            states[name] = {key: state[key] for key in _STATE}
     return states
 
 
-# ---- merged: train.schedule
-# The learning rate of a step: a pure function, so that a resumed run needs no state of it.
-
-
 def learning_rate(step: int, *, steps: int, peak: float, schedule: Schedule) -> float:
-    """Return the rate of step `step`.
+    """Return the learning rate of step `step`.
 
-    With warm-up the rate rises evenly and has its peak at step `warmup`; without, at step 1. From there it falls to
-    `final * peak` at step `steps`: along half a cosine, along a line, or (constant) not at all. Steps beyond the last
-    keep its rate.
-
-    Args:
-        step: from 1.
-        steps: of the whole run.
-        peak: the highest rate.
-        schedule: kind, warm-up and final share.
+    With warm-up the rate rises linearly to its peak at step `warmup`; without, the peak is at step 1. From there it
+    falls to `final * peak` at step `steps`: along half a cosine, along a line, or (constant) not at all. Steps after
+    the last have its rate.
     """
     if step < 1 or steps < 1:
         raise SeqloomError(f"step {step} of {steps}; steps are counted from 1")
-    first = max(schedule.warmup, 1)  # the step that has all of the rate
-    if step < first:
-        return peak * step / first
+    peak_step = max(schedule.warmup, 1)
+    if step < peak_step:
+        return peak * step / peak_step
     if schedule.kind == "constant":
         return peak
-    passed = min(1.0, (step - first) / (steps - first)) if steps > first else 0.0
-    left = 1 - passed if schedule.kind == "linear" else (1 + math.cos(math.pi * passed)) / 2
+    progress = min(1.0, (step - peak_step) / (steps - peak_step)) if steps > peak_step else 0.0
+    left = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return peak * (schedule.final + (1 - schedule.final) * left)

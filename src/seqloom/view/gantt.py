@@ -17,7 +17,7 @@ from rich.text import Text
 
 from seqloom.plan.action import ActionKind
 from seqloom.schedules.schedule import IDLE, Schedule, grid
-from seqloom.schedules.timing import Played
+from seqloom.schedules.timing import ScheduleTiming
 from seqloom.simulate import Simulation
 from seqloom.view.format import duration
 
@@ -229,7 +229,7 @@ class ScheduleChart:
     """When every pp_rank runs which action: each action by its name, or one mark per moment where these do not fit."""
 
     schedule: Schedule
-    played: Played
+    played: ScheduleTiming
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines of the chart and its legend."""
@@ -269,6 +269,6 @@ class ScheduleChart:
         return "\n".join(lines)
 
 
-def schedule_chart(schedule: Schedule, played: Played) -> ScheduleChart:
+def schedule_chart(schedule: Schedule, played: ScheduleTiming) -> ScheduleChart:
     """Draw when every pp_rank runs which action of a schedule."""
     return ScheduleChart(schedule, played)

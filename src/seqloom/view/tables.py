@@ -42,7 +42,7 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
     table = table_of(columns, left=("groups",), folding="groups")
     for entry in simulation.rounds:
         current = plan.pipelines[entry.pipeline].rounds[entry.round]
-        lengths = [span.tokens for span in current.work[0].spans()]
+        lengths = [span.tokens for span in current.by_stage[0].spans()]
         table.add_row(
             f"{entry.pipeline}.{entry.round}" if len(plan.pipelines) > 1 else str(entry.round),
             groups_of_round(current),
@@ -68,7 +68,7 @@ def plan_table(plan: Plan, simulation: Simulation) -> Table:
 
 def groups_of_round(current: Round) -> str:
     """Write the groups of a round by degree: ``2x32 1x16``; stages with other groups follow after a bar."""
-    return " | ".join(dict.fromkeys(degree_text(work.groups) for work in current.work))
+    return " | ".join(dict.fromkeys(degree_text(work.groups) for work in current.by_stage))
 
 
 def degree_text(groups: Iterable[Group]) -> str:
@@ -155,7 +155,7 @@ def explanation_table(explanation: Explanation) -> Table:
 
 def bounds_lines(explanation: Explanation) -> list[str]:
     """Say in words from which lengths on cutting a document pays, and from which memory or time force it."""
-    bounds = explanation.bounds
+    bounds = explanation.thresholds
     lost = percent(bounds.break_even)
     lines = [f"break-even: {lost} % of the work is lost to waiting and fixed costs; a cut may cost as much"]
     for zone, pays, forced in (

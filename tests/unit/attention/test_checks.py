@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.dist.counting import CountingTransport
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 WORK = StageMicroBatch((Group((0, 1), 2, 1, (Span(0, 0, 6),)),), Checkpoint.NONE)

@@ -9,12 +9,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from seqloom.attention import attention
 from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.kernels.cpu import Reference
-from seqloom.dist import CountingTransport, SingleRankTransport, bind, run_ranks
+from seqloom.dist import SingleRankTransport, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 from support.attention_cases import Case, assemble, worst
 from support.carry_cases import PiecesCase, attend_pieces
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 HEADS, KV_HEADS, DIM = 4, 2, 8

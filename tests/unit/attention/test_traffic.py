@@ -10,12 +10,12 @@ from seqloom.cost import GroupShape
 from seqloom.cost.communication import Communication, GroupTraffic
 from seqloom.cost.profile import Profile
 from seqloom.describe import Cluster, ModelSpec
-from seqloom.dist.counting import CountingTransport
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Route, Span
 from seqloom.plan import Checkpoint, Group, Method
 from support.attention_cases import Case
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 TOKENS = 96  # a multiple of 2 * ring * ulysses for all shapes below

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from seqloom.data import StoreWriter
-from seqloom.profiling.check import forecasts, outlook, warnings
+from seqloom.profiling.check import find_warnings, inspect_run, predict_steps
 from seqloom.train.config import Config
 from support.tiny_specs import TINY
 
@@ -130,7 +130,7 @@ def test_static_is_not_compared_with_itself(run, settings):
         (["evaluation.every=0"], "nothing is evaluated"),
         (["evaluation.every=61"], "more than the 60 steps"),
         (["evaluation.batches=6"], "lower it to 5"),
-        (["plan.planner=static:1"], "the static plan stands in"),
+        (["plan.planner=static:1"], "the static planner is the fallback"),
     ],
 )
 def test_warnings(run, settings, changes, message):
@@ -143,9 +143,9 @@ def test_planning_that_falls_behind_and_steps_without_labels(tmp_path, values):
     with StoreWriter(tmp_path / "store", vocabulary=257) as writer:
         writer.add(np.arange(9))
         writer.add(np.arange(1))  # one token predicts nothing
-    run = outlook(Config.load(RECIPE, [*values, f"data.source={tmp_path / 'store'}", "data.sequences=1"]), 4)
-    planned = forecasts(run)[0]
-    told = {ns: " ".join(warnings(run, _slower(planned, ns))) for ns in (0, 10**12)}
+    run = inspect_run(Config.load(RECIPE, [*values, f"data.source={tmp_path / 'store'}", "data.sequences=1"]), 4)
+    planned = predict_steps(run)[0]
+    told = {ns: " ".join(find_warnings(run, _slower(planned, ns))) for ns in (0, 10**12)}
     assert "falls behind" in told[10**12] and "falls behind" not in told[0]
     assert "no label counts in 1 of the first epoch's 2 batches" in told[0]
 

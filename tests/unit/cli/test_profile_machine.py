@@ -41,7 +41,7 @@ def test_text_says_how_far_it_is_off(run, monkeypatch):
     trials = [("1 of 1x1, each 1 x 64 tokens", 10.0, 11.0), ("1 of 2x1, each 1 x 64 tokens", 20.0, 16.0)]
     rows = [dict(zip(("what", "measured_ms", "predicted_ms"), row, strict=True)) for row in trials]
     found = {"output": "machine.json", "cluster": "2xCPU", "model": "small", "trials": rows}
-    monkeypatch.setattr(processes, "start_ranks", lambda body, ranks, *arguments: found)
+    monkeypatch.setattr(processes, "run_on_processes", lambda body, ranks, *arguments: found)
     result = run(f"{LINE} --ranks 2 --output machine.json")
     assert result.code == 0, result.err
     assert "1 of 2x1, each 1 x 64 tokens" in result.out

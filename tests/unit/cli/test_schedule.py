@@ -1,11 +1,11 @@
 import pytest
 
-from seqloom.schedules import NAMES
+from seqloom.schedules import SCHEDULE_NAMES
 
 SMALL = "--stages 4 --micro-batches 8"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_name_is_known_and_reports_the_same_things(run, name):
     report = run(f"schedule {name} {SMALL} --json").json
     assert report["schedule"] == name

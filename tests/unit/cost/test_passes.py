@@ -11,7 +11,7 @@ from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import move_between
 from seqloom.plan import Action, Checkpoint, LayerRange, Reduce, Stage, Weight, compute_layout, step_layout
-from seqloom.plan.pipeline import PassMove, pass_moves, stages_per_pass
+from seqloom.plan.pipeline import ShardCollective, reshard_after_forward_stages, shard_collectives
 from seqloom.planners.bounds import plan_bound
 from seqloom.simulate import EventKind, predicted_ns, simulate
 from support.shapes import Shape, gathered_per_pass, shaped_plan
@@ -52,7 +52,7 @@ def plans(name, kept=None):
             replace(
                 line,
                 rounds=tuple(
-                    replace(each, work=tuple(replace(work, checkpoint=kept) for work in each.work))
+                    replace(each, by_stage=tuple(replace(work, checkpoint=kept) for work in each.by_stage))
                     for each in line.rounds
                 ),
             )
@@ -64,7 +64,7 @@ def plans(name, kept=None):
 
 def moved_ns(cost, layouts, ranks, size):
     """ns on the busiest link or card of a move among some ranks, elements of so many bytes."""
-    move = move_between(*(layout.among(ranks) for layout in layouts))
+    move = move_between(*(layout.restrict(ranks) for layout in layouts))
     node, cluster, profile = cost.node_size, cost.cluster, cost.profile
     inside = move.remote & (move.sender // node == move.receiver // node)
     across = move.remote & ~inside
@@ -98,10 +98,10 @@ def test_nobody_to_share_with_moves_nothing():
 
 
 def test_what_every_action_moves():
-    gather, add = PassMove.GATHER, PassMove.SUM
+    gather, add = ShardCollective.ALL_GATHER, ShardCollective.REDUCE_SCATTER
 
     def moves(text, stages=(0,)):
-        return list(pass_moves([Action.parse(each) for each in text.split()], frozenset(stages)))
+        return list(shard_collectives([Action.parse(each) for each in text.split()], frozenset(stages)))
 
     whole = "0UNSHARD0 0F0 0RESHARD0 0UNSHARD0 0B0 0RESHARD0 0REDUCE"
     assert moves(whole) == [gather, None, None, gather, None, add, None]
@@ -115,13 +115,13 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
     cost = cost_of()
     whole, plan = plans("one stage")
     line = plan.pipelines[0]
-    times = unshard_times(cost, line.stages[0], line.parts[0])
+    times = unshard_times(cost, line.stages[0], line.layer_ranges[0])
     rounds = len(line.rounds)
 
     def relayed(pipeline):
         """Of the step's own moves, what shows: rounds hide nothing of shares, which a pass waits for."""
         step = [
-            cost.round_times(r.work[0], MemoryPolicy(r.work[0].checkpoint, Reduce.STEP, resident=True))
+            cost.round_times(r.by_stage[0], MemoryPolicy(r.by_stage[0].checkpoint, Reduce.STEP, resident=True))
             for r in pipeline.rounds
         ]
         ends = [int(each.busy_ns[:4].max()) for each in (step[0], step[-1])]
@@ -143,12 +143,12 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
     spent = dict.fromkeys(range(8), 0)
     for line in plan.pipelines:
         for host, row in enumerate(line.actions):
-            for action, move in zip(row, pass_moves(row, stages_per_pass(line)), strict=True):
+            for action, move in zip(row, shard_collectives(row, reshard_after_forward_stages(line)), strict=True):
                 if move is not None:
-                    own = unshard_times(cost, line.stages[action.stage], line.parts[action.stage]).of(move)
+                    own = unshard_times(cost, line.stages[action.stage], line.layer_ranges[action.stage]).of(move)
                     spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[host]}
     events = found.events
-    chosen = np.isin(events.kind, (EventKind.GATHER, EventKind.SUM))
+    chosen = np.isin(events.kind, (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER))
     taken = np.bincount(events.rank[chosen], (events.stop - events.start)[chosen], 8)
     assert taken.tolist() == list(spent.values())
 
@@ -162,19 +162,19 @@ def test_memory_is_what_the_layouts_hold(name, kept):
     per_pass = [(number, stage) for number, line in enumerate(plan.pipelines) for stage in range(len(line.stages))]
     layouts = step_layout(WEIGHTS, plan.pipelines, per_pass), compute_layout(WEIGHTS, plan.pipelines)
     shares, copies = (np.bincount(layout.rank, layout.sizes, 8) for layout in layouts)
-    homes = np.array([[4 * (own in weight.home) for own in ("embedding", 0, "head")] for weight in WEIGHTS])
+    homes = np.array([[4 * (own in weight.used_by) for own in ("embedding", 0, "head")] for weight in WEIGHTS])
     table, layer, head = (np.bincount(layouts[1].rank, layouts[1].sizes * each[layouts[1].item], 8) for each in homes.T)
     head -= 4 * 64 * (head > 0)  # the norm's gradient comes in the backward
     found = simulate(plan, cost).peak_memory
     for line in plan.pipelines:
         for stage, own in enumerate(line.stages):
-            memory = StageMemory(cost.with_tensor(own.tensor), line.parts[stage])
+            memory = StageMemory(cost.with_tensor(own.tensor), line.layer_ranges[stage])
             each = memory.activation_bytes(kept, offload=False)
             row = [action for action in line.actions[line.pp_rank_of(stage)] if str(action.kind) in "FB"]
             for rank in own.ranks:
                 most = live = 0.0
                 for action in row:
-                    tokens = sum(s.stop - s.start for s in line.rounds[action.round].work[stage].spans())
+                    tokens = sum(s.stop - s.start for s in line.rounds[action.round].by_stage[stage].spans())
                     tokens = -(-tokens // len(own.ranks))
                     if action.kind == "F":
                         live += each.held * tokens
@@ -191,9 +191,9 @@ def test_memory_is_what_the_layouts_hold(name, kept):
 
 def test_shares_are_what_a_step_brings():
     whole, plan = plans("teams")
-    shared = [stages_per_pass(line) for line in plan.pipelines]
+    shared = [reshard_after_forward_stages(line) for line in plan.pipelines]
     held, _ = resident_parameters(cost_of("2x4xH100"), [line.stages for line in plan.pipelines], shared)
     layout = step_layout(WEIGHTS, plan.pipelines, [(0, 0), (1, 0)])
     assert held.rank.tolist() == np.bincount(layout.rank, layout.sizes, 8).tolist()
     assert not held.others.any() and held.node.tolist() == held.rank.reshape(2, 4).sum(axis=1).tolist()
-    assert not stages_per_pass(whole.pipelines[0])
+    assert not reshard_after_forward_stages(whole.pipelines[0])

@@ -9,7 +9,7 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.resharding import exposed_reshard_ns, reshard_times, resident_parameters
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
-from seqloom.layout.move import hops_of_rank
+from seqloom.layout.move import reshard_moves_of_rank
 from seqloom.plan import (
     Action,
     ActionKind,
@@ -112,7 +112,7 @@ def test_elements_are_those_of_the_moves(cluster, lines):
     held, _ = resident_parameters(cost, lines)
     for found, wanted in zip(held, counted(lines, size), strict=True):
         assert found == pytest.approx(wanted)
-    moves = [hops_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
+    moves = [reshard_moves_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
     came, went = np.zeros((2, 8))
     for rank, (move, *_) in enumerate(moves):
         across = move.sender // size != move.receiver // size

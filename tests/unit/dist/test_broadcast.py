@@ -3,8 +3,9 @@
 import pytest
 
 from seqloom.dist import run_ranks
-from seqloom.dist.torch_transport import broadcast_bytes
+from seqloom.dist.transport import broadcast_bytes
 from seqloom.errors import SeqloomError
+from support.transports import CountingTransport
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
@@ -19,8 +20,6 @@ def test_everybody_gets_the_bytes_of_the_root(world, payload):
 
 
 def test_no_rank_is_asked_more_than_once_per_hop():
-    from seqloom.dist import CountingTransport
-
     def body(transport):
         counting = CountingTransport(transport)
         broadcast_bytes(counting, b"plan" if transport.rank == 0 else None)

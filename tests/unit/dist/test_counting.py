@@ -1,6 +1,7 @@
 import torch
 
-from seqloom.dist import CountingTransport, P2PTensor, Traffic, run_ranks
+from seqloom.dist import P2PTensor, run_ranks
+from support.transports import CountingTransport, Traffic
 
 
 def test_calls_and_bytes_are_exact():

@@ -44,8 +44,8 @@ def test_a_crossing_over_three_ranks_deadlocks():
         assert f"rank {rank} waits for exchange #0: sends 1 float32 to rank {(rank + 1) % 3}" in message
 
 
-def test_what_travels_aside_does_not_wait_for_exchanges():
-    """Rank 0 starts to receive aside before its exchange, rank 1 sends aside after its own."""
+def test_background_exchanges_do_not_wait_for_others():
+    """Rank 0 starts to receive in the background before its exchange, rank 1 sends there after its own."""
 
     def body(transport):
         peer, received = 1 - transport.rank, [torch.zeros(1), torch.zeros(1)]
@@ -90,7 +90,7 @@ def test_exchanges_of_other_pairs_do_not_wait_for_each_other():
     assert strictly(3, body) == [0.0, 1.0, 1.0]
 
 
-def test_an_exchange_without_parcels_takes_part_in_nothing():
+def test_an_exchange_without_tensors_takes_part_in_nothing():
     def body(transport):
         if transport.rank:
             transport.exchange([], []).wait()
@@ -118,12 +118,12 @@ def test_blocks_and_exchange_are_separate_communicators():
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 )
-def test_what_is_received_is_spoilt_until_wait(dtype):
+def test_what_is_received_is_poisoned_until_wait(dtype):
     def body(transport):
         peer = 1 - transport.rank
         received = torch.zeros(2, dtype=dtype)
         handle = transport.exchange([P2PTensor(peer, torch.zeros(2, dtype=dtype))], [P2PTensor(peer, received)])
-        transport.all_reduce(torch.ones(1), (0, 1))  # the parcels have met by now
+        transport.all_reduce(torch.ones(1), (0, 1))  # the tensors are matched by now
         early = received.clone()
         handle.wait()
         return early, received
@@ -173,7 +173,7 @@ def test_every_handle_is_waited_for():
     assert "ended without wait() for exchange #0; call wait() on every handle" in message
 
 
-def test_what_never_meets_is_reported():
+def test_what_is_never_matched_is_reported():
     def body(transport):
         if transport.rank == 0:
             transport.exchange([P2PTensor(1, torch.ones(3))], [])
@@ -185,8 +185,8 @@ def test_what_never_meets_is_reported():
 
 def test_sizes_dtypes_and_verbs_must_match():
     def sizes(transport):
-        parcels = [P2PTensor(1 - transport.rank, torch.ones(12 - 4 * transport.rank))]
-        transport.exchange(*((parcels, []) if transport.rank == 0 else ([], parcels))).wait()
+        tensors = [P2PTensor(1 - transport.rank, torch.ones(12 - 4 * transport.rank))]
+        transport.exchange(*((tensors, []) if transport.rank == 0 else ([], tensors))).wait()
 
     message = refused(2, sizes)
     assert (
@@ -195,8 +195,8 @@ def test_sizes_dtypes_and_verbs_must_match():
     )
 
     def dtypes(transport):
-        parcels = [P2PTensor(1 - transport.rank, torch.ones(2, dtype=(torch.float32, torch.bfloat16)[transport.rank]))]
-        transport.exchange(*((parcels, []) if transport.rank == 0 else ([], parcels))).wait()
+        tensors = [P2PTensor(1 - transport.rank, torch.ones(2, dtype=(torch.float32, torch.bfloat16)[transport.rank]))]
+        transport.exchange(*((tensors, []) if transport.rank == 0 else ([], tensors))).wait()
 
     assert "sends 2 float32 to rank 1, but rank 1 exchange #0 receives 2 bfloat16 from rank 0" in refused(2, dtypes)
 

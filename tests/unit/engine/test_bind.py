@@ -12,7 +12,7 @@ from seqloom.layout import Span
 from seqloom.models import Transformer
 from seqloom.models.adapter import ModelAdapter
 from seqloom.plan import Checkpoint, Group, LayerRange, Pipeline, Reduce, Round, Sharding, Stage, StageMicroBatch
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 from support.steps import one_stage_plan, tiny_spec
 
 torch.set_num_threads(1)
@@ -73,9 +73,9 @@ def side_by_side():
     plan = one_stage_plan([[Group((0, 1, 2, 3), 4, 1, (Span(0, 0, 9),))]], ranks=8, reduce=Reduce.STEP)
     team = replace(plan.pipelines[0], stages=(Stage((0, 1, 2, 3), (0, 2), 2),))
     works = [[StageMicroBatch((Group((r,), 1, 1, (Span(k, 0, 5),)),), Checkpoint.NONE) for r in (4, 5)] for k in (1, 2)]
-    schedule = schedule_of("1f1b", 2, 2)
+    schedule = build_schedule("1f1b", 2, 2)
     stages = (Stage((4,), (0, 1)), Stage((5,), (1, 2)))
-    line = Pipeline(stages, tuple(Round(tuple(each)) for each in works), schedule.rows_of_plan())
+    line = Pipeline(stages, tuple(Round(tuple(each)) for each in works), schedule.pipeline_actions())
     plan = replace(plan, documents=(9, 5, 5), pipelines=(team, line))
     plan.validate()
     return plan
@@ -122,9 +122,9 @@ def test_index_work_of_every_kind_of_layer_is_done_before_the_first(dtype):
         found = bind_plan(plan, transport, prepare=lambda context: adapter.prepare(context, dtype))
         counts = []
         for each in found.rounds:
-            before = set(each.context._kept)
+            before = set(each.context._cache)
             adapter.hidden(torch.zeros(each.context.tokens, dtype=torch.int64), each.context)
-            assert set(each.context._kept) == before, "no layer had to prepare anything"
+            assert set(each.context._cache) == before, "no layer had to prepare anything"
             counts.append(len(before))
         return counts
 

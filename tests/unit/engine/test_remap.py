@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.dist import CountingTransport, run_ranks
+from seqloom.dist import run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
@@ -16,6 +16,7 @@ from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
 from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec
+from support.transports import CountingTransport
 from support.two_layouts import with_works
 
 torch.set_num_threads(1)
@@ -56,7 +57,7 @@ def traffic(plan, **options):
 def test_what_travels_is_the_move_four_times_a_layer(remap):
     """In and out, forward and backward; keys and values go round as often as without."""
     plan = planned(remap)
-    work = plan.pipelines[0].rounds[0].work[0]
+    work = plan.pipelines[0].rounds[0].by_stage[0]
     ways = (move_between(work.attention_layout(), LINEAR), move_between(LINEAR, work.attention_layout()))
     inner = 4 * 4 if remap == Remap.ATTENTION else 16  # elements of what comes out
     out, into = ways if remap == Remap.ATTENTION else ways[::-1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport, Ranks, SingleRankTransport
+from seqloom.dist import Ranks, SingleRankTransport
 from seqloom.engine import microbatch as offload
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
@@ -16,9 +16,10 @@ from seqloom.models.adapter import ModelAdapter
 from seqloom.models.split_backward import WeightGradients
 from seqloom.params.interface import ReplicatedParameters
 from seqloom.plan import Action, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 from support.pipelines import stages_on
 from support.steps import Step, tiny_spec
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 STEP = Step((11, 8, 5, 4), tiny_spec(layers=4))
@@ -33,7 +34,7 @@ def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(
         kinds: checkpointing of the rounds, in turn.
     """
     sharding, offloads = more.pop("sharding", Sharding.FULL), more.pop("offload", False)
-    schedule = schedule_of(name, hosts, len(step.lengths), pieces, chunks)
+    schedule = build_schedule(name, hosts, len(step.lengths), pieces, chunks)
     stages = stages_on(schedule.pp_ranks, width, step.spec.layers)
     groups = groups or (lambda _, ranks, spans: [Group(ranks, len(ranks), 1, spans)])
     rounds = []
@@ -44,7 +45,7 @@ def plan_of(name, hosts, *, pieces=1, chunks=None, width=1, groups=None, kinds=(
         works = [StageMicroBatch(each, kind, offload=offloads) for each in dealt]
         rounds.append(Round(tuple(works)))
     limits = Limits(hosts * width, hosts * width, step.spec.heads, tuple((kind, 10**6) for kind in Checkpoint))
-    line = Pipeline(stages, tuple(rounds), schedule.rows_of_plan())
+    line = Pipeline(stages, tuple(rounds), schedule.pipeline_actions())
     plan = Plan(limits, sharding, Reduce.STEP, step.lengths, (line,), name)
     plan.validate()
     return plan
@@ -108,7 +109,7 @@ def test_hidden_states_travel_in_the_linear_layout(threads):
         rows = work.attention_layout()
         return replace(work, linear=Layout(rows.rank ^ 1, *rows.columns()[1:]))
 
-    rounds = tuple(Round((moved(each.work[0]), each.work[1])) for each in line.rounds)
+    rounds = tuple(Round((moved(each.by_stage[0]), each.by_stage[1])) for each in line.rounds)
     plan = replace(plan, pipelines=(replace(line, rounds=rounds),))
     plan.validate()
     assert worst(threads, plan) < 1e-9

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.attention.context_parallel import KVCache
-from seqloom.dist import CountingTransport, bind, run_ranks
+from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import TransformerOptions
@@ -17,6 +17,7 @@ from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
 from support.steps import Found, Step, tiny_spec
 from support.teams import slice_parameters, whole_gradients
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 LENGTHS = (21, 2, 9)

@@ -5,13 +5,13 @@ import pytest
 from seqloom.engine.stage_p2p import Progress
 from seqloom.errors import SeqloomError
 from seqloom.plan import Action, Pipeline, Stage
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 
 def line(name="1f1b", hosts=2):
-    schedule = schedule_of(name, hosts, 2)
+    schedule = build_schedule(name, hosts, 2)
     stages = tuple(Stage((host,), (k, k + 1)) for k, host in enumerate(schedule.pp_ranks))
-    return Pipeline(stages, (), schedule.rows_of_plan())
+    return Pipeline(stages, (), schedule.pipeline_actions())
 
 
 def test_an_error_of_the_network_names_rank_action_and_peer_and_marks_the_grid():

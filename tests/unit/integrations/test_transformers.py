@@ -107,10 +107,10 @@ def test_the_runtime_is_told_of_layers_and_head(model, ids, context):
 def test_all_index_work_can_be_done_before_the_first_layer(name, ids, context):
     found = model_adapter(attach(tiny_model(name)))
     found.prepare(context, torch.float64)
-    before = set(context._kept)
+    before = set(context._cache)
     assert len(before) == (2 if name == "qwen2-windows" else 1)
     found.hidden(ids, context)
-    assert set(context._kept) == before
+    assert set(context._cache) == before
 
 
 # -- refused in the call ------------------------------------------------------------------------------------------

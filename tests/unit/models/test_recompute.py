@@ -9,7 +9,7 @@ import torch
 
 from seqloom.attention import attention
 from seqloom.cost.compute import layer_values
-from seqloom.dist import CountingTransport, run_ranks
+from seqloom.dist import run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
@@ -20,6 +20,7 @@ from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, Method, Sharding
 from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 STEP = Step((40, 9, 3), tiny_spec())

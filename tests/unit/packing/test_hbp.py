@@ -8,10 +8,10 @@ import pytest
 from seqloom.cost import GroupShape
 from seqloom.describe import sample
 from seqloom.errors import SeqloomError
-from seqloom.packing import choose_levels, hbp, plain_packing, profiled
-from seqloom.packing.hbp import cut, dealt, running_order
-from seqloom.packing.levels import Level, level_lengths, level_sets, packs_per_step
-from seqloom.planners.loops import fill_packs, first_fit
+from seqloom.packing import cheapest_level, choose_levels, hbp, plain_packing
+from seqloom.packing.hbp import cut_into_steps, running_order
+from seqloom.packing.levels import PackingLevel, level_lengths, level_sets, packs_per_step
+from seqloom.planners.loops import fill_packs, least_loaded
 from seqloom.simulate import predicted_ns
 from support.strategies import roomy_cost_model
 
@@ -74,20 +74,6 @@ def test_greedy_fill_on_every_tiny_case():
             assert 9 * len(filled(sizes, 6, 0, 1)[0]) <= 11 * fewest_packs(sizes, 6) + 6
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_first_fit_takes_the_first_pack_with_room(seed):
-    sizes = np.random.default_rng(seed).integers(1, 12, 40)
-    out = np.empty(40, dtype=np.int64)
-    count = first_fit(sizes, 12, out)
-    packs: list[int] = []
-    for size, pack in zip(sizes.tolist(), out.tolist(), strict=True):
-        expected = next((k for k, used in enumerate(packs) if used + size <= 12), len(packs))
-        packs += [0] * (expected == len(packs))
-        packs[expected] += size
-        assert pack == expected
-    assert count == len(packs)
-
-
 # -- levels -------------------------------------------------------------------------------------------------------
 
 
@@ -95,13 +81,13 @@ def test_first_fit_takes_the_first_pack_with_room(seed):
 @pytest.mark.parametrize(("tokens", "budget"), [(2048, 2048 * 24), (24_000, 48_000)])
 def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens, budget):
     cost = roomy_cost_model("2x4xH100", "qwen3-0.6b", None, sharding, 0)
-    level = profiled(tokens, np.array([tokens]), cost, budget)
+    level = cheapest_level(tokens, np.array([tokens]), cost, budget)
     times = {}
     for policy in cost.policies:
         for shape in cost.shapes:
             if tokens <= shape.degree * cost.capacity(policy):
                 packs, _ = packs_per_step(tokens, shape.degree, cost, budget)
-                own = hbp([tokens] * packs, cost, budget, levels=[Level(tokens, shape, policy, packs, 0)])
+                own = hbp([tokens] * packs, cost, budget, levels=[PackingLevel(tokens, shape, policy, packs, 0)])
                 assert own.steps == 1
                 times[shape, policy] = 1000 * predicted_ns(own.plan(0), cost) // (packs * tokens)
     assert level.token_ps == times[level.shape, level.policy] == min(times.values())
@@ -110,7 +96,7 @@ def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens, budget):
 def test_packs_are_as_long_as_the_step_and_the_memory_allow():
     capacity = max(COST.capacity(policy) for policy in COST.policies)
     for tokens, budget in ((1024, 8 * 1500), (1024, 10**6), (3072, 7 * 3072)):
-        level = profiled(tokens, np.array([512]), COST, budget)
+        level = cheapest_level(tokens, np.array([512]), COST, budget)
         packs, _ = packs_per_step(tokens, level.shape.degree, COST, budget)
         longest = min(level.shape.degree * capacity, budget // packs)
         assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.pad_multiple
@@ -162,7 +148,7 @@ def test_what_no_level_holds_is_refused():
         hbp([5], COST, 1000, short_first=-1)
     with pytest.raises(SeqloomError, match="empty"):
         hbp([], COST, 1000)
-    short = profiled(1024, np.array([512]), COST, BUDGET)
+    short = cheapest_level(1024, np.array([512]), COST, BUDGET)
     for levels in ([], [short], [short, short]):
         with pytest.raises(SeqloomError, match="the last of at least 3072"):
             hbp([3000], COST, BUDGET, levels=levels)
@@ -179,14 +165,10 @@ def test_what_no_level_holds_is_refused():
 
 
 def test_consecutive_packs_by_work_make_a_step_and_the_rest_its_own():
-    level = profiled(1024, np.array([512]), COST, BUDGET)
+    level = cheapest_level(1024, np.array([512]), COST, BUDGET)
     levels = [level._replace(packs=2), level._replace(packs=3)]
-    steps = cut(np.array([5, 9, 1, 7, 3, 100]), np.array([0, 0, 0, 0, 0, 1]), levels)
-    assert [part.tolist() for part in np.split(steps.packs, steps.starts[1:-1])] == [[1, 3], [0, 2], [4], [5]]
-    assert steps.levels.tolist() == [0, 0, 0, 1]
-    other = steps.reordered(np.array([2, 0, 3, 1]))
-    assert other.packs.tolist() == [4, 1, 3, 5, 0, 2] and other.starts.tolist() == [0, 1, 3, 4, 6]
-    assert other.levels.tolist() == [0, 0, 1, 0]
+    steps = cut_into_steps(np.array([5, 9, 1, 7, 3, 100]), np.array([0, 0, 0, 0, 0, 1]), levels)
+    assert [(index, packs.tolist()) for index, packs in steps] == [(0, [1, 3]), (0, [0, 2]), (0, [4]), (1, [5])]
 
 
 def test_levels_alternate_in_proportion_after_short_ones():
@@ -203,9 +185,11 @@ def test_levels_alternate_in_proportion_after_short_ones():
     assert running_order(levels, short_first=0, seed=1).tolist() != order.tolist()
 
 
-def test_documents_are_dealt_to_the_pack_with_the_least():
-    assert dealt(np.array([5, 4, 3, 1]), 2, 7).tolist() == [0, 1, 1, 0]
-    assert dealt(np.array([5, 4, 4]), 2, 7) is None
+def test_documents_of_a_part_step_go_to_the_pack_with_the_least():
+    found = np.empty(4, np.int64)
+    sizes = np.array([5, 4, 3, 1])
+    assert least_loaded(sizes, sizes, 7, 2, found) == 7 and found.tolist() == [0, 1, 1, 0]
+    assert least_loaded(np.array([5, 4, 4]), np.array([5, 4, 4]), 7, 2, found) == -1
 
 
 def test_the_last_step_is_even():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport, SingleRankTransport, bind_single_rank
+from seqloom.dist import SingleRankTransport, bind_single_rank
 from seqloom.engine import bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -16,10 +16,11 @@ from seqloom.params import ReplicatedParameters, ReshardingParameters
 from seqloom.params.interface import check_fixed
 from seqloom.params.resharding import Passes
 from seqloom.plan import Group, Reduce, Sharding
-from seqloom.train.model import made_ready
+from seqloom.train.model import prepare_layers
 from support.shapes import Shape, gathered_per_pass, in_nodes_of, shaped_plan
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import tiny_model
+from support.transports import CountingTransport
 
 torch.set_num_threads(1)
 SPEC = tiny_spec(layers=3, tied=True)
@@ -41,7 +42,7 @@ def test_one_model_runs_plans_of_any_shape(threads):
     shapes = [TEAMS, (Shape(1, 1, 2, 2),), (Shape(3),), (Shape(1, 2, 1, 2),), TEAMS]
 
     def body(transport):
-        adapter = made_ready(STEP.model_adapter())
+        adapter = prepare_layers(STEP.model_adapter())
         parameters = ReshardingParameters(adapter, transport)
         before = [id(each) for each in (*adapter.module.modules(), *adapter.module.parameters())]
         found, shares = [], []
@@ -82,7 +83,7 @@ def test_stages_may_be_gathered_for_every_pass(threads, name):
     plan = gathered_per_pass(whole, stages)
 
     def body(transport):
-        adapter = made_ready(step.model_adapter())
+        adapter = prepare_layers(step.model_adapter())
         parameters, found, held = ReshardingParameters(adapter, transport), [], []
         for each in (plan, whole, plan):
             result = run(each, transport, parameters, step)
@@ -147,7 +148,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
         found, sent, others = [], [], range(2, 4) if transport.rank < 2 else range(2)
         for plan in plans:
             counting = CountingTransport(transport)
-            parameters = ReshardingParameters(made_ready(step.model_adapter()), counting)
+            parameters = ReshardingParameters(prepare_layers(step.model_adapter()), counting)
             result = run(plan, transport, parameters, step)
             sent.append(sum(counting.bytes_to(peer) for peer in others))
             gradients = {name: gradient.clone() for name, gradient in parameters.full_gradients()}
@@ -162,7 +163,7 @@ def test_parameters_cross_to_a_node_once_and_gradients_back(threads, name):
 
 def test_evaluation_leaves_gradients_and_nothing_under_way(threads):
     def body(transport):
-        parameters = ReshardingParameters(made_ready(STEP.model_adapter()), transport)
+        parameters = ReshardingParameters(prepare_layers(STEP.model_adapter()), transport)
         losses = [evaluate(bind_plan(planned(*TEAMS), transport), parameters, STEP.rows(), STEP.valid)]
         losses.append(run(planned(Shape(1, 2, 2)), transport, parameters).loss)
         norm = float(parameters.gradient_norm())
@@ -182,7 +183,7 @@ def test_what_does_not_learn_has_no_gradient(threads):
     def body(transport):
         found = []
         for shapes in (TEAMS, (Shape(3),)):
-            parameters = ReshardingParameters(freeze(made_ready(STEP.model_adapter())), transport)
+            parameters = ReshardingParameters(freeze(prepare_layers(STEP.model_adapter())), transport)
             run(planned(*shapes), transport, parameters)
             found.append(dict(parameters.full_gradients()))
             assert parameters.master_weights().keys() == found[-1].keys()
@@ -201,7 +202,7 @@ def test_half_precision_adds_up_in_float32(threads):
     step = replace(STEP, dtype=torch.float32)
 
     def body(transport):
-        parameters = ReshardingParameters(made_ready(step.model_adapter()), transport, param_dtype=torch.bfloat16)
+        parameters = ReshardingParameters(prepare_layers(step.model_adapter()), transport, param_dtype=torch.bfloat16)
         result = run(planned(*TEAMS), transport, parameters, step)
         assert {each.grad.dtype for each in parameters.master_weights().values()} == {torch.float32}
         assert {each.dtype for each in parameters.compute_weights()} == {torch.bfloat16}
@@ -282,7 +283,7 @@ def test_a_single_rank_computes_with_the_masters():
 
 def message(threads, plan, make=ReshardingParameters, step=STEP):
     def body(transport):
-        return run(plan, transport, make(made_ready(step.model_adapter()), transport), step)
+        return run(plan, transport, make(prepare_layers(step.model_adapter()), transport), step)
 
     with pytest.raises(SeqloomError) as refused:
         threads(4).run(body)
@@ -351,7 +352,7 @@ def test_models_of_transformers(threads, shapes):
     wanted = Found(loss.item(), torch.stack([each.norm() for each in gradients.values()]).norm().item(), gradients)
 
     def body(transport):
-        parameters = ReshardingParameters(made_ready(made[transport.rank]), transport)
+        parameters = ReshardingParameters(prepare_layers(made[transport.rank]), transport)
         result = run(planned(*shapes), transport, parameters)
         return Found(
             result.loss, result.gradient_norm, {name: each.clone() for name, each in parameters.full_gradients()}

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.errors import PlanError
-from seqloom.schedules import Schedule, Times, Unit, play, units_of
+from seqloom.schedules import Schedule, Times, Unit, simulate_schedule, units_of
 from seqloom.schedules.balanced_bound import least_makespan
 from seqloom.schedules.fixed import one_forward_one_backward
-from seqloom.schedules.search import Problem, balanced, listed
+from seqloom.schedules.search import SchedulingProblem, balanced_schedule, list_schedule
 
 HOSTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
 
@@ -29,43 +29,49 @@ def problems(draw, among=HOSTS, mixed=False):
         units = tuple(next(chains[s]) for s in turns)
     times = Times(*(rng.integers(1, draw(st.sampled_from([2, 5, 100])), shape) for _ in range(3)))
     held = rng.integers(1, draw(st.sampled_from([2, 10])), shape)
-    least = max(Problem.of(placed, units, times, held).least)
+    least = max(SchedulingProblem.of(placed, units, times, held).least)
     return placed, units, times, held, least + draw(st.integers(0, 2 * least))
 
 
 @given(problems(mixed=True), st.sampled_from([1, 3, 8]))
 def test_every_schedule_is_valid_and_keeps_its_cap(problem, budget):
     hosts, units, times, held, cap = problem
-    found = balanced(hosts, units, times, held, cap, budget=budget)
+    found = balanced_schedule(hosts, units, times, held, cap, budget=budget)
     found.validate(cap, held)
-    played = play(found, times, held)
-    assert max(played.peak) <= cap
+    played = simulate_schedule(found, times, held)
+    assert max(played.peak_memory) <= cap
     assert played.makespan >= least_makespan(hosts, times)
-    assert found == balanced(hosts, units, times, held, cap, budget=budget)
+    assert found == balanced_schedule(hosts, units, times, held, cap, budget=budget)
 
 
 @given(problems(mixed=True), st.integers(-3, 3), st.sampled_from([0, 1, 30]))
 def test_a_list_schedule_takes_as_long_as_it_says(problem, lead, message):
     hosts, units, times, held, cap = problem
-    taken = Problem.of(hosts, units, times, held, message)
-    order = listed(taken, [cap] * len(taken.needs), [lead] * len(taken.needs))
-    assert play(Schedule("list", hosts, units, order.actions(taken)), times, message=message).makespan == order.makespan
+    taken = SchedulingProblem.of(hosts, units, times, held, message)
+    order = list_schedule(taken, [cap] * len(taken.needs), [lead] * len(taken.needs))
+    assert (
+        simulate_schedule(Schedule("list", hosts, units, order.actions(taken)), times, message=message).makespan
+        == order.makespan
+    )
 
 
 @given(problems(HOSTS[:4]))
 def test_never_slower_than_seq1f1b_at_its_memory(problem):
     hosts, units, times, held, _ = problem
     pieces = [unit.pieces for unit in units if unit.piece == 0]
-    strict = play(one_forward_one_backward("seq1f1b", len(hosts), pieces), times, held)
-    found = balanced(hosts, units, times, held, strict.peak, budget=3)
-    found.validate(strict.peak, held)
-    assert play(found, times).makespan <= strict.makespan
+    strict = simulate_schedule(one_forward_one_backward("seq1f1b", len(hosts), pieces), times, held)
+    found = balanced_schedule(hosts, units, times, held, strict.peak_memory, budget=3)
+    found.validate(strict.peak_memory, held)
+    assert simulate_schedule(found, times).makespan <= strict.makespan
 
 
 @given(problems(HOSTS[:4]))
 def test_more_tries_are_never_slower(problem):
     hosts, units, times, held, cap = problem
-    spans = [play(balanced(hosts, units, times, held, cap, budget=n), times).makespan for n in (1, 2, 6, 12)]
+    spans = [
+        simulate_schedule(balanced_schedule(hosts, units, times, held, cap, budget=n), times).makespan
+        for n in (1, 2, 6, 12)
+    ]
     assert spans == sorted(spans, reverse=True)
 
 
@@ -73,17 +79,17 @@ def test_sequences_may_take_turns():
     units = (Unit(0, 0, 2), Unit(1, 0, 1), Unit(2, 0, 2), Unit(0, 1, 2), Unit(2, 1, 2))
     shape = (3, len(units))
     times, held = Times(*(np.full(shape, value) for value in (2, 3, 1))), np.ones(shape, dtype=np.int64)
-    balanced((0, 1, 2), units, times, held, 3).validate(3, held)
+    balanced_schedule((0, 1, 2), units, times, held, 3).validate(3, held)
     with pytest.raises(PlanError, match=r"may hold 2;.*needs 3"):
-        balanced((0, 1, 2), units, times, held, 2)
+        balanced_schedule((0, 1, 2), units, times, held, 2)
 
 
 def test_one_cap_per_host():
     units = units_of([2, 1, 1, 3])
     times, held = Times(*(np.ones((2, 7), dtype=np.int64) for _ in range(3))), np.ones((2, 7), dtype=np.int64)
-    found = balanced((0, 1), units, times, held, [5, 3])
+    found = balanced_schedule((0, 1), units, times, held, [5, 3])
     found.validate([5, 3], held)
-    peak = play(found, times, held).peak
+    peak = simulate_schedule(found, times, held).peak_memory
     assert peak[0] <= 5 and peak[1] <= 3
 
 
@@ -91,7 +97,7 @@ def test_a_sequence_that_does_not_fit_is_refused():
     units = units_of([3])
     ones = np.ones((2, 3), dtype=np.int64)
     with pytest.raises(PlanError, match=r"host 0 may hold 2;.*needs 3 there; raise the limit"):
-        balanced((0, 1), units, Times(ones, ones, ones), ones, 2)
+        balanced_schedule((0, 1), units, Times(ones, ones, ones), ones, 2)
 
 
 @cache
@@ -165,13 +171,13 @@ def test_near_the_best_of_all_orders(pieces, count):
     for _ in range(count):
         shape = (2, len(units))
         times, held = Times(*(rng.integers(1, 10, shape) for _ in range(3))), rng.integers(1, 4, shape)
-        least = max(Problem.of((0, 1), units, times, held).least)
+        least = max(SchedulingProblem.of((0, 1), units, times, held).least)
         cap = int(rng.integers(least, 2 * least + 1))
         first, last = (fitting(units, held[host], cap) for host in (0, 1))
         spans = (finish(a, b, times) for a in first for b in last)
         best = min(span for span in spans if span is not None)
         assert best >= least_makespan((0, 1), times)
-        ratios.append(play(balanced((0, 1), units, times, held, cap), times).makespan / best)
+        ratios.append(simulate_schedule(balanced_schedule((0, 1), units, times, held, cap), times).makespan / best)
     assert min(ratios) >= 1
     assert max(ratios) <= 1.05
     assert np.mean(ratios) <= 1.01

@@ -24,7 +24,7 @@ def test_a_ring_deals_in_zigzag() -> None:
 
 def test_a_ring_of_ulysses_blocks() -> None:
     group = Group((0, 1, 4, 5), 2, 2, (Span(0, 0, 16),))
-    assert group.blocks() == ((0, 1), (4, 5))
+    assert group.ulysses_groups() == ((0, 1), (4, 5))
     layout = group.token_layout()
     assert [layout.spans(rank) for rank in (0, 1)] == [(Span(0, 0, 4),), (Span(0, 12, 16),)]
     assert [layout.spans(rank) for rank in (4, 5)] == [(Span(0, 4, 8),), (Span(0, 8, 12),)]

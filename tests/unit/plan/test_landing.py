@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from seqloom.errors import PlanError
 from seqloom.layout import Layout
-from seqloom.layout.move import hops_of_rank, landing_layout
+from seqloom.layout.move import node_staging_layout, reshard_moves_of_rank
 from seqloom.plan import Weight, compute_layout, optimiser_layout
-from support.relays import relay_cases
+from support.resharding import reshard_cases
 
 EIGHT = [Weight("w", 8, 3, (0,))]
 
@@ -28,16 +28,16 @@ def cells(layout, rank, item, shape):
 
 
 def test_two_nodes_share_a_weight():
-    landing = landing_layout(optimiser_layout(EIGHT, 4), whole_on(0, 1, 2, 3), 2)
+    landing = node_staging_layout(optimiser_layout(EIGHT, 4), whole_on(0, 1, 2, 3), 2)
     rows = [np.flatnonzero(cells(landing, rank, 0, (8, 3)).all(axis=1)).tolist() for rank in range(4)]
     assert rows == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 6, 7], [0, 1, 4, 5, 6, 7], [2, 3, 4, 5, 6, 7]]
 
 
 @settings(max_examples=25)
-@given(case=relay_cases(), node_size=st.sampled_from((1, 2, 3, 4)))
+@given(case=reshard_cases(), node_size=st.sampled_from((1, 2, 3, 4)))
 def test_what_is_away_lands_once_in_a_node_on_those_who_want_it(case, node_size):
     source, target = optimiser_layout(case.weights, case.ranks), compute_layout(case.weights, case.pipelines)
-    landing = landing_layout(source, target, node_size)
+    landing = node_staging_layout(source, target, node_size)
     for item, weight in enumerate(case.weights):
         shape = weight.rows, weight.columns
         has, wants, lands = (
@@ -57,7 +57,7 @@ def test_shares_are_even():
     target = Layout.of(
         [(rank, k, 0, each.rows, 0, each.columns) for rank in (4, 5, 7) for k, each in enumerate(weights)]
     )
-    landing = landing_layout(optimiser_layout(weights, 8), target, 4)
+    landing = node_staging_layout(optimiser_layout(weights, 8), target, 4)
     away = [int(cells(landing, rank, 0, (64, 4))[:32].sum()) for rank in range(4, 8)]
     assert max(away) - min(away[:2] + away[3:]) <= 4 and away[2] == 0 and sum(away) == 128
 
@@ -69,15 +69,15 @@ def test_shares_are_even():
 )
 def test_one_hop_is_enough(target, node_size):
     source = optimiser_layout(EIGHT, 4)
-    assert [len(hops_of_rank(rank, source, target, node_size=node_size)) for rank in range(4)] == [1] * 4
-    assert node_size is None or landing_layout(source, target, node_size) == target
+    assert [len(reshard_moves_of_rank(rank, source, target, node_size=node_size)) for rank in range(4)] == [1] * 4
+    assert node_size is None or node_staging_layout(source, target, node_size) == target
 
 
 def test_where_ranks_have_the_same_rows_there_is_one_hop():
-    assert len(hops_of_rank(0, whole_on(0, 2), whole_on(0, 1, 2, 3), node_size=2)) == 1
+    assert len(reshard_moves_of_rank(0, whole_on(0, 2), whole_on(0, 1, 2, 3), node_size=2)) == 1
 
 
 def test_what_nobody_holds_is_refused():
     half = Layout.of([(0, 0, 0, 4, 0, 3)])
     with pytest.raises(PlanError, match="which nobody holds"):
-        hops_of_rank(2, half, whole_on(2, 3), node_size=2)
+        reshard_moves_of_rank(2, half, whole_on(2, 3), node_size=2)

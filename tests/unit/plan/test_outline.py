@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import seqloom as sl
 from seqloom.plan import Pipeline, Reduce, Stage
-from seqloom.plan.plan import outline
+from seqloom.plan.plan import plan_shape
 
 
 def line(first, stages, width, tensor=1):
@@ -14,8 +14,8 @@ def line(first, stages, width, tensor=1):
 
 def test_pipelines_are_named_by_tensor_degree_stages_and_ranks_the_largest_first_and_equal_ones_counted():
     plan = sl.plan([300, 20], cluster="1x8xH200", model="llama3-8b", planner="static")
-    assert outline(plan) == "1x1/8"
-    assert outline(replace(plan, pipelines=(line(0, 2, 1), line(2, 2, 1), line(4, 2, 2, 2)))) == "2x2/4, 1x2/2 x 2"
+    assert plan_shape(plan) == "1x1/8"
+    assert plan_shape(replace(plan, pipelines=(line(0, 2, 1), line(2, 2, 1), line(4, 2, 2, 2)))) == "2x2/4, 1x2/2 x 2"
 
 
 def test_a_host_of_several_stages_counts_once_and_unequal_degrees_are_all_named():
@@ -23,4 +23,4 @@ def test_a_host_of_several_stages_counts_once_and_unequal_degrees_are_all_named(
     folded = Pipeline(tuple(Stage(ranks, (k, k + 1)) for k, ranks in enumerate([(0,), (1,), (1,), (0,)])), (), ((), ()))
     uneven = Pipeline((Stage((2, 3), (0, 2), 2), Stage((4,), (2, 4))), (), ((), ()))
     single = Pipeline.single((5, 6, 7), 4, (), Reduce.STEP)
-    assert outline(replace(plan, pipelines=(folded, uneven, single))) == "1x1/3, 2-1x2/3, 1x2/2"
+    assert plan_shape(replace(plan, pipelines=(folded, uneven, single))) == "1x1/3, 2-1x2/3, 1x2/2"

@@ -131,7 +131,7 @@ def test_what_is_not_an_object_is_refused(text: str) -> None:
 def test_the_text_form(plain: Plan) -> None:
     layout = Layout.of([(0, 0, 0, 100)])
     rounds = list(plain.pipelines[0].rounds)
-    rounds[0] = Round((replace(rounds[0].work[0], linear=layout),))
+    rounds[0] = Round((replace(rounds[0].by_stage[0], linear=layout),))
     plan = replace(plain, pipelines=(replace(plain.pipelines[0], rounds=tuple(rounds)),))
     assert plan.to_text() == TEXT
     assert Plan.from_text("# a comment\n\n" + TEXT) == plan

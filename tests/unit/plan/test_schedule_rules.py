@@ -6,7 +6,7 @@ import pytest
 
 from seqloom.errors import PlanError
 from seqloom.plan import Action, ActionKind
-from seqloom.schedules import Schedule, Times, Unit, play, schedule_of, units_of
+from seqloom.schedules import Schedule, Times, Unit, build_schedule, simulate_schedule, units_of
 from seqloom.schedules.schedule import grid, to_csv
 
 F, B = ActionKind.F, ActionKind.B
@@ -73,11 +73,11 @@ def published(p: int, m: int, k: int, v: int) -> Schedule:
 def test_the_published_seq1f1b_i_breaks_where_a_block_ends_inside_a_sequence():
     for p, k in ((4, 2), (4, 4), (4, 1), (8, 4)):
         published(p, 8, k, 2).validate()
-        assert schedule_of("seq1f1b-i", p, 8, k).rows == published(p, 8, k, 2).rows
+        assert build_schedule("seq1f1b-i", p, 8, k).rows == published(p, 8, k, 2).rows
     for p, k in ((4, 3), (4, 8), (8, 3), (8, 16)):
         with pytest.raises(PlanError, match=r"'(order|deadlock)'(?s:.*)\nhost 0 \| "):
             published(p, 8, k, 2).validate()
-        schedule_of("seq1f1b-i", p, 8, k).validate()
+        build_schedule("seq1f1b-i", p, 8, k).validate()
 
 
 def test_two_hosts_that_wait_for_each_other():
@@ -88,7 +88,7 @@ def test_two_hosts_that_wait_for_each_other():
     assert "a forward waits for the stage before, a backward for the stage after" in message
     assert message.splitlines()[1:] == ["host 0 |  0F0  >0B0<  0F1   0B1", "host 1 |  1F0   1F1   1B0   1B1"]
     with pytest.raises(PlanError, match="deadlock"):
-        play(made, Times.equal(made))
+        simulate_schedule(made, Times.uniform(made))
 
 
 def test_memory():
@@ -110,7 +110,7 @@ def test_hosts_and_units():
 
 
 def test_messages_stand_beside_what_makes_and_uses_them():
-    assert two_pieces(*GOOD).rows_of_plan() == rows(
+    assert two_pieces(*GOOD).pipeline_actions() == rows(
         "0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0 0REDUCE 0RESHARD",
         "1UNSHARD 1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0 1REDUCE 1RESHARD",
     )
@@ -128,7 +128,7 @@ def test_a_message_that_is_used_late_is_received_in_the_order_of_sending():
 
 
 def test_neighbouring_stages_on_one_host_send_nothing():
-    made = schedule_of("zb-v", 2, 2)
+    made = build_schedule("zb-v", 2, 2)
     turn = [a for row in made.with_messages() for a in row if a.stage in (1, 2) and a.kind.value.startswith("SEND")]
     assert {str(action)[:-1] for action in turn} == {"1SEND_B", "2SEND_F"}
 
@@ -137,8 +137,8 @@ def test_neighbouring_stages_on_one_host_send_nothing():
 
 
 def test_a_file_with_messages_and_empty_cells_is_the_same_schedule():
-    made = schedule_of("seq1f1b", 3, 2, 2)
-    text = to_csv(made.rows_of_plan())
+    made = build_schedule("seq1f1b", 3, 2, 2)
+    text = to_csv(made.pipeline_actions())
     assert "REDUCE_GRAD" in text
     assert Schedule.from_csv(text.replace(",0F1", ",, ,0F1") + "\n\n", "seq1f1b", 2) == made
 
@@ -161,7 +161,7 @@ def test_bad_files(text, words):
 
 
 def test_pieces_of_a_file_fit_its_units():
-    text = schedule_of("gpipe", 2, 6).to_csv()
+    text = build_schedule("gpipe", 2, 6).to_csv()
     with pytest.raises(PlanError, match=r"6 units, which are not sequences of 4 pieces; .*; use 3"):
         Schedule.from_csv(text, pieces=4)
     with pytest.raises(PlanError, match=r"the pieces 4, 1 make 5; .* give numbers that make 6"):
@@ -175,7 +175,7 @@ def test_pieces_of_a_file_fit_its_units():
 
 def test_the_grid_shows_time():
     made = two_pieces(*GOOD)
-    played = play(made, Times.equal(made))
+    played = simulate_schedule(made, Times.uniform(made))
     assert grid(made.rows, played.start, played.stop).splitlines() == [
         "host 0 | 0F0 0F1  .   .   .  0B1  -  0B0  -",
         "host 1 |  .  1F0 1F1 1B1  -  1B0  -   .   .",
@@ -184,7 +184,7 @@ def test_the_grid_shows_time():
 
 
 def test_a_wide_grid_is_cut_into_blocks_and_a_marked_one_shows_the_mark():
-    made = schedule_of("1f1b", 2, 40)
+    made = build_schedule("1f1b", 2, 40)
     whole = grid(made.rows, width=60)
     assert whole.count("\n\n") == 7 and max(map(len, whole.splitlines())) <= 60
     near = grid(made.rows, mark=(1, 50), width=60)
@@ -192,4 +192,4 @@ def test_a_wide_grid_is_cut_into_blocks_and_a_marked_one_shows_the_mark():
 
 
 def test_repr():
-    assert repr(schedule_of("zb-v", 4, 8)) == "<Schedule zb-v: 8 stages on 4 hosts, 8 units>"
+    assert repr(build_schedule("zb-v", 4, 8)) == "<Schedule zb-v: 8 stages on 4 hosts, 8 units>"

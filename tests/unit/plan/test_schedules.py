@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 from seqloom.errors import PlanError, SeqloomError
-from seqloom.schedules import NAMES, Times, play, schedule_of
-from seqloom.schedules.timing import figures
+from seqloom.schedules import SCHEDULE_NAMES, Times, build_schedule, simulate_schedule
+from seqloom.schedules.timing import schedule_metrics
 
 ONE = Fraction(1)
 VEES = ("zb-v", "v-half", "v-min")
@@ -20,8 +20,8 @@ def whole(times):
 
 
 def measured(name, stages, micro_batches, pieces=1, chunks=None, times=RATIOS["1:1:1"]):
-    made = schedule_of(name, stages, micro_batches, pieces, chunks, whole(times))
-    return figures(made, *times)
+    made = build_schedule(name, stages, micro_batches, pieces, chunks, whole(times))
+    return schedule_metrics(made, *times)
 
 
 # -- closed forms: F + B is the time of a micro-batch on a host, k its pieces, v the chunks of a host ---------------
@@ -33,7 +33,7 @@ def test_seq1f1b(name, p, m, k):
     for times in RATIOS.values():
         found = measured(name, p, m, k, times=times)
         assert found.bubble == pytest.approx((p - 1) / (p - 1 + m * k))
-        assert found.makespan == pytest.approx(sum(times) * (m + (p - 1) / k))
+        assert found.step_time == pytest.approx(sum(times) * (m + (p - 1) / k))
         assert found.peak_memory == pytest.approx([min(m * k, k + p - 1 - r) / k for r in range(p)])
 
 
@@ -43,7 +43,7 @@ def test_seq1f1b(name, p, m, k):
 def test_interleaved_and_seq1f1b_i(p, m, k, v):
     found = measured("interleaved" if k == 1 else "seq1f1b-i", p, m, k, v)
     assert found.bubble == pytest.approx((p - 1) / (p - 1 + m * k * v))
-    assert found.makespan == pytest.approx(3 * (m + (p - 1) / (k * v)))
+    assert found.step_time == pytest.approx(3 * (m + (p - 1) / (k * v)))
     units = [(v - 1) * p + 2 * (p - r - 1) + k for r in range(p)]
     assert found.peak_memory == pytest.approx([min(m * k * v, held) / (k * v) for held in units])
 
@@ -53,10 +53,10 @@ def test_interleaved_and_seq1f1b_i(p, m, k, v):
 def test_seq1f1b_i_for_numbers_of_pieces_that_do_not_divide_the_hosts(p, k, v):
     """The published order stops there. Ours ends, with the bubble of the formula, give or take the last block."""
     m = 8
-    made = schedule_of("seq1f1b-i", p, m, k, v)
+    made = build_schedule("seq1f1b-i", p, m, k, v)
     made.validate()
-    found = figures(made, ONE, ONE, ONE)
-    assert found.makespan <= 3 * (m + (p - 1) / (k * v)) * 1.05
+    found = schedule_metrics(made, ONE, ONE, ONE)
+    assert found.step_time <= 3 * (m + (p - 1) / (k * v)) * 1.05
     assert max(found.peak_memory) < 0.65 * max(measured("breadth-first", p, m, k, v).peak_memory)
 
 
@@ -85,9 +85,9 @@ def test_split_backwards_at_the_memory_of_seq1f1b(ratio, p, m, k):
     for name in ("zb-h1", "seq1f1b-zb"):
         found = measured(name, p, m, k, times=times)
         idle = float((p - 1) * (forward + backward - weights)) / k
-        assert found.makespan == pytest.approx(float(sum(times)) * m + idle)
+        assert found.step_time == pytest.approx(float(sum(times)) * m + idle)
         assert max(found.peak_memory) == pytest.approx(min(m, (k + p - 1) / k))
-        assert found.until_end == pytest.approx(found.makespan)
+        assert found.makespan == pytest.approx(found.step_time)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 8])
@@ -98,7 +98,7 @@ def test_no_bubble_where_the_halves_take_as_long_as_the_forward(p):
     ahead = measured("zb-h2", p, 2 * p)
     assert ahead.bubble == pytest.approx(0)
     assert max(ahead.peak_memory) == 2 * p - 1
-    assert ahead.until_end > ahead.makespan  # hosts that begin late end late
+    assert ahead.makespan > ahead.step_time  # hosts that begin late end late
 
 
 PUBLISHED = [  # bubble of the published schedulers with these times, to three digits; memory in micro-batches
@@ -137,9 +137,9 @@ def test_as_good_as_the_published_schedulers(name, ratio, p, bubble, memory):
 
 def test_sequences_may_have_different_numbers_of_pieces():
     counts = [4, 1, 3, 2]
-    for name in NAMES:
+    for name in SCHEDULE_NAMES:
         if name not in VEES:
-            made = schedule_of(name, 3, 4, counts)
+            made = build_schedule(name, 3, 4, counts)
             made.validate()
             assert [unit.pieces for unit in made.units if unit.piece == 0] == counts
 
@@ -149,12 +149,12 @@ def test_split_backwards_of_unequal_pieces_hold_no_more_than_whole_ones():
         whole = measured("seq1f1b", 4, len(counts), counts)
         split = measured("seq1f1b-zb", 4, len(counts), counts)
         assert max(split.peak_memory) <= max(whole.peak_memory)
-        assert split.makespan < whole.makespan
+        assert split.step_time < whole.step_time
 
 
 def test_balanced_keeps_to_the_memory_that_it_is_given():
     for memory in (Fraction(3, 2), Fraction(5, 2), Fraction(4)):
-        found = figures(schedule_of("balanced", 4, 8, 4, memory=memory), ONE, ONE, ONE)
+        found = schedule_metrics(build_schedule("balanced", 4, 8, 4, memory=memory), ONE, ONE, ONE)
         assert max(found.peak_memory) <= memory
     assert max(measured("balanced", 4, 8, 4, 2).peak_memory) <= (4 + 4 - 1) / 4
 
@@ -178,17 +178,19 @@ def test_balanced_keeps_to_the_memory_that_it_is_given():
 )
 def test_what_does_not_fit_is_refused_with_the_nearest_choice(arguments, words):
     with pytest.raises(SeqloomError, match=words):
-        schedule_of(*arguments)
+        build_schedule(*arguments)
 
 
 def test_more_than_the_memory_is_refused_with_the_step_marked():
     with pytest.raises(PlanError, match=r"1f1b host 0 holds 4 from 0F3 .*; at most 3 may be held(?s:.*)>0F3<"):
-        schedule_of("1f1b", 4, 8, memory=Fraction(3))
-    schedule_of("1f1b", 4, 8, memory=Fraction(4))
+        build_schedule("1f1b", 4, 8, memory=Fraction(3))
+    build_schedule("1f1b", 4, 8, memory=Fraction(4))
 
 
 def test_a_message_between_hosts_delays_what_waits_for_it():
-    made = schedule_of("1f1b", 3, 1)
-    assert play(made, Times.equal(made, 2, 3, 4), message=5).makespan == 3 * (2 + 7) + 4 * 5
-    vee = schedule_of("zb-v", 2, 1)
-    assert play(vee, Times.equal(vee, 2, 3, 4), message=5).makespan == 4 * (2 + 3) + 4 + 4 * 5  # the turn is local
+    made = build_schedule("1f1b", 3, 1)
+    assert simulate_schedule(made, Times.uniform(made, 2, 3, 4), message=5).makespan == 3 * (2 + 7) + 4 * 5
+    vee = build_schedule("zb-v", 2, 1)
+    assert (
+        simulate_schedule(vee, Times.uniform(vee, 2, 3, 4), message=5).makespan == 4 * (2 + 3) + 4 + 4 * 5
+    )  # the turn is local

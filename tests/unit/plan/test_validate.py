@@ -33,14 +33,14 @@ def pipelines(plan: Plan, **changes: object) -> Plan:
 
 def work(plan: Plan, round_: int, stage: int, **changes: object) -> Plan:
     rounds = list(plan.pipelines[0].rounds)
-    shares = list(rounds[round_].work)
+    shares = list(rounds[round_].by_stage)
     shares[stage] = replace(shares[stage], **changes)
     rounds[round_] = Round(tuple(shares))
     return pipelines(plan, rounds=tuple(rounds))
 
 
 def group(plan: Plan, round_: int, stage: int, index: int, **changes: object) -> Plan:
-    groups = list(plan.pipelines[0].rounds[round_].work[stage].groups)
+    groups = list(plan.pipelines[0].rounds[round_].by_stage[stage].groups)
     groups[index] = replace(groups[index], **changes)
     return work(plan, round_, stage, groups=tuple(groups))
 
@@ -70,17 +70,17 @@ def exchanged(text: str, first: str, second: str) -> str:
 
 
 def linear(plan: Plan, change: Callable[[np.ndarray], np.ndarray]) -> Plan:
-    layout = plan.pipelines[0].rounds[1].work[0].linear_layout()
+    layout = plan.pipelines[0].rounds[1].by_stage[0].linear_layout()
     moved = Layout(change(layout.rank), layout.item, layout.start, layout.stop)
     return work(plan, 1, 0, linear=moved)
 
 
 def first_stage_only(plan: Plan) -> Plan:
-    return pipelines(plan, rounds=tuple(Round(current.work[:1]) for current in plan.pipelines[0].rounds))
+    return pipelines(plan, rounds=tuple(Round(current.by_stage[:1]) for current in plan.pipelines[0].rounds))
 
 
 def without_document_3(plan: Plan) -> Plan:
-    spans = plan.pipelines[0].rounds[1].work[1].groups[0].spans
+    spans = plan.pipelines[0].rounds[1].by_stage[1].groups[0].spans
     return group(plan, 1, 1, 0, spans=tuple(span for span in spans if span.document != 3))
 
 
@@ -88,7 +88,7 @@ ON_ONE_STAGE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     ("documents", "no documents", lambda p: replace(p, documents=())),
     ("documents", "document 1 has length 0", lambda p: replace(p, documents=(100, 0, 40, 8))),
     ("documents", "document 1 has length 60.5", lambda p: replace(p, documents=(100, 60.5, 40, 8))),
-    ("limits", "granule is 0", lambda p: limit(p, granule=0)),
+    ("limits", "pad_multiple is 0", lambda p: limit(p, pad_multiple=0)),
     ("limits", "or fewer", lambda p: limit(p, ranks=4 * 10**12)),
     ("limits", "use 9 ranks", lambda p: limit(p, node_size=3)),
     ("limits", "capacity is given for", lambda p: limit(p, capacity=())),
@@ -141,7 +141,7 @@ ON_ONE_STAGE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
         "puts 35 tokens on rank 4",
         lambda p: limit(p, capacity=((Checkpoint.SELECTIVE, 25), (Checkpoint.FULL, 34))),
     ),
-    ("capacity", "puts 128 tokens on rank 0", lambda p: limit(p, granule=512)),
+    ("capacity", "puts 128 tokens on rank 0", lambda p: limit(p, pad_multiple=512)),
     ("capacity", "choose among selective, full", lambda p: work(p, 0, 0, checkpoint=Checkpoint.NONE)),
     (
         "capacity",
@@ -151,7 +151,7 @@ ON_ONE_STAGE: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     (
         "layouts",
         "has 2 axes",
-        lambda p: work(p, 0, 0, linear=p.pipelines[0].rounds[0].work[0].linear_layout().with_axis(0, 2)),
+        lambda p: work(p, 0, 0, linear=p.pipelines[0].rounds[0].by_stage[0].linear_layout().with_axis(0, 2)),
     ),
     (
         "layouts",
@@ -203,7 +203,7 @@ ON_TWO_STAGES: list[tuple[str, str, Callable[[Plan], Plan]]] = [
     (
         "tensor",
         "round 1 stage 1 has a linear layout",
-        lambda p: work(p, 1, 1, linear=p.pipelines[0].rounds[1].work[1].linear_layout()),
+        lambda p: work(p, 1, 1, linear=p.pipelines[0].rounds[1].by_stage[1].linear_layout()),
     ),
     ("tensor", "has a route; .* use tensor degree 1", lambda p: group(p, 1, 1, 0, route=Route((4, 5)))),
     ("tensor", r"has \[4, 5\] as tensor ranks.* use \[5, 4\]", lambda p: stage(p, 1, ranks=(5, 4, 6, 7))),

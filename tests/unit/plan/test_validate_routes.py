@@ -20,7 +20,7 @@ from seqloom.plan import (
     Round,
     Sharding,
     StageMicroBatch,
-    in_order,
+    sort_groups,
 )
 
 LONG = Group((0, 1, 4, 5), 2, 2, (Span(0, 0, 100),), route=Route((0, 1, 4, 5), 2))
@@ -57,7 +57,7 @@ def test_the_plan_to_break_is_valid() -> None:
 )
 def test_slow_links_come_first(groups: tuple[Group, ...], text: str) -> None:
     refused(plan(*groups), "group-order", text)
-    plan(*in_order(groups, 4)).validate()
+    plan(*sort_groups(groups, 4)).validate()
 
 
 def test_gathering_needs_a_ring() -> None:

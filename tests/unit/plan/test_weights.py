@@ -7,11 +7,11 @@ from seqloom.errors import PlanError
 from seqloom.layout import Layout
 from seqloom.layout.move import move_of_rank
 from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout, step_layout
-from seqloom.plan.parameter_layout import bundles, columns_of
+from seqloom.plan.parameter_layout import dp_groups, layer_buckets
 
 
 def boxes(layout, rank, item=0):
-    columns = (column.tolist() for column in layout.among([rank]).columns())
+    columns = (column.tolist() for column in layout.restrict([rank]).columns())
     return [tuple(box) for _, own, *box in zip(*columns, strict=True) if own == item]
 
 
@@ -41,7 +41,7 @@ def test_a_column_shares_the_rows_between_passes():
     weights = [Weight("q", 12, 4, (0,), 0), Weight("o", 3, 4, (0,), 1), Weight("norm", 5, 1, (0,))]
     host = pipeline(((4, 5, 6, 7), (0, 1), 2))
     layout = step_layout(weights, [host], {(0, 0)})
-    assert columns_of((4, 5, 6, 7), 2) == ((4, 6), (5, 7))
+    assert dp_groups((4, 5, 6, 7), 2) == ((4, 6), (5, 7))
     assert [boxes(layout, rank) for rank in (4, 6, 5, 7)] == [
         [(0, 3, 0, 4)], [(3, 6, 0, 4)], [(6, 9, 0, 4)], [(9, 12, 0, 4)]
     ]  # fmt: skip
@@ -68,8 +68,8 @@ def test_bundles_follow_the_model():
         Weight("0.q", 4, 4, (0,)),
         Weight("shared", 4, 4, (2, 0)),
     ]
-    assert bundles(weights) == ((2,), (3, 4), (), (1,), (0,))
-    assert bundles([]) == ((), ())
+    assert layer_buckets(weights) == ((2,), (3, 4), (), (1,), (0,))
+    assert layer_buckets([]) == ((), ())
 
 
 def test_no_pipelines_ask_for_nothing():
@@ -96,7 +96,7 @@ def test_one_host_that_cuts_a_weight_in_two_ways_is_refused():
 
 def test_a_weight_without_a_home_is_refused():
     with pytest.raises(PlanError, match="lost has no home"):
-        bundles([Weight("lost", 2, 2, ())])
+        layer_buckets([Weight("lost", 2, 2, ())])
 
 
 def test_a_target_beyond_the_source_is_refused_by_the_rank_that_lacks_it():

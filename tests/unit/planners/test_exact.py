@@ -50,7 +50,7 @@ def test_rounds_may_differ_in_what_they_keep():
     lengths = np.array([19_707, 24_721, 23_294, 14_728])
     plan = plan_exact(lengths, cost)
     assert cost.plan_ns(plan) <= cost.plan_ns(make_plan("flex", lengths, cost))
-    assert len({current.work[0].checkpoint for current in plan.pipelines[0].rounds}) > 1
+    assert len({current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds}) > 1
 
 
 @pytest.mark.parametrize(("count", "cluster"), [(MOST_DOCUMENTS + 1, "1x4xA100-40G"), (2, "3x8xA100-40G")])

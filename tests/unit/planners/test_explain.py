@@ -29,7 +29,7 @@ def test_every_document_is_in_one_class(planner):
 
 def test_costs_and_reasons_are_those_of_the_tables():
     plan = make_plan("zones", LENGTHS, COST)
-    policy = next(v for v in COST.policies if v.checkpoint == plan.pipelines[0].rounds[0].work[0].checkpoint)
+    policy = next(v for v in COST.policies if v.checkpoint == plan.pipelines[0].rounds[0].by_stage[0].checkpoint)
     [longest] = [one for one in explain(plan, COST).classes if one.longest == 90_000]
     assert longest.placement.reason == "memory"  # more than a rank holds
     tables = COST.tables(np.array([90_000]), policy)

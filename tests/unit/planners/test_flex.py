@@ -14,7 +14,7 @@ from seqloom.planners.flex.planner import (
 )
 from seqloom.planners.flex.search import FlexSearch, changes, reordered, replaced, tiles
 from seqloom.planners.loops import NEVER
-from seqloom.planners.problem import Problem
+from seqloom.planners.problem import BatchProblem
 from support.strategies import roomy_cost_model
 
 LENGTHS = sample("commoncrawl", 40, seed=2, max_length=40_000)
@@ -25,7 +25,7 @@ def published(sharding="full", cluster="1x8xA100-40G"):
 
 
 def problem_of(cost, lengths=LENGTHS):
-    return Problem.of(lengths, cost, cost.policies[0])
+    return BatchProblem.of(lengths, cost, cost.policies[0])
 
 
 def test_which_degrees_tile_an_island():
@@ -35,10 +35,10 @@ def test_which_degrees_tile_an_island():
 
 
 def test_virtual_islands_by_size_of_the_cluster():
-    assert virtual_shard_groups(problem_of(published()).search) == [8]
-    assert virtual_shard_groups(problem_of(published("none")).search) == [1, 2, 4, 8]
-    assert virtual_shard_groups(problem_of(published("hybrid", "2x8xA100-40G")).search) == [8, 16]
-    assert virtual_shard_groups(problem_of(published("hybrid", "4x8xA100-40G")).search) == [8, 32]
+    assert virtual_shard_groups(problem_of(published()).batch_tables) == [8]
+    assert virtual_shard_groups(problem_of(published("none")).batch_tables) == [1, 2, 4, 8]
+    assert virtual_shard_groups(problem_of(published("hybrid", "2x8xA100-40G")).batch_tables) == [8, 16]
+    assert virtual_shard_groups(problem_of(published("hybrid", "4x8xA100-40G")).batch_tables) == [8, 32]
 
 
 def test_a_quick_plan_is_valid_and_no_faster():
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_plan(sharding):
 
 @pytest.mark.parametrize("budget", [0, 1, 7, 50])
 def test_the_budget_counts_decodings(budget):
-    tables = problem_of(published()).search
+    tables = problem_of(published()).batch_tables
     bound = work_bound(tables)
     (search,) = start_searches(tables, bound)
     before, found = search.evaluations, search.best_ns
@@ -71,12 +71,12 @@ def test_the_budget_counts_decodings(budget):
 
 
 def test_the_budget_shrinks_with_the_batch():
-    few, many = (problem_of(published(), LENGTHS[:n]).search for n in (2, 40))
+    few, many = (problem_of(published(), LENGTHS[:n]).batch_tables for n in (2, 40))
     assert 8 <= default_evaluations(many, 8) <= default_evaluations(few, 8) <= 1_000
 
 
 def test_changes_differ_in_one_respect():
-    search = FlexSearch.over(problem_of(published()).search, 8)
+    search = FlexSearch.over(problem_of(published()).batch_tables, 8)
     from itertools import islice
     from random import Random
 
@@ -104,7 +104,9 @@ def test_the_work_bound_is_one(sharding):
     cost = published(sharding)
     problem = problem_of(cost)
     assert (
-        0 < work_bound(problem.search) <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.policy)
+        0
+        < work_bound(problem.batch_tables)
+        <= cost.plan_ns(plan_flex(LENGTHS, cost)) - cost.step_overhead_ns(problem.policy)
     )
 
 

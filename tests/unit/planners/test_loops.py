@@ -12,7 +12,7 @@ from seqloom.planners.compiled import kernels
 from seqloom.planners.flex.planner import rounds_of, virtual_shard_groups, work_bound
 from seqloom.planners.flex.search import LIMIT_GROWTH, FlexSearch
 from seqloom.planners.loops import MAX_LIMITS, NEVER
-from seqloom.planners.problem import Pricer, Problem, to_plan
+from seqloom.planners.problem import BatchProblem, StepPricer
 from support.strategies import batches, cost_models
 
 
@@ -21,7 +21,7 @@ def problems(draw, **limits):
     """A batch under one policy of a drawn cost model."""
     cost, lengths = draw(cost_models(**limits)), draw(batches())
     policy = draw(st.sampled_from(cost.policies))
-    problem = Problem(lengths, cost, policy, cost.tables(lengths, policy))
+    problem = BatchProblem(lengths, cost, policy, cost.tables(lengths, policy))
     assume(problem.fits)
     return problem
 
@@ -55,15 +55,15 @@ def filled(tables, limit, least_degree, order, descending):
 def fillings(draw):
     """A problem, a limit between what the shortest document takes and far beyond the longest, and a least degree."""
     problem = draw(problems(max_nodes=2, max_ranks=16))
-    times = problem.search.solo_ns.min(axis=0)
+    times = problem.batch_tables.solo_ns.min(axis=0)
     limit = draw(st.integers(int(times.min()), 3 * int(times.max())))
-    return problem, limit, draw(st.integers(0, len(problem.search.degrees) - 1))
+    return problem, limit, draw(st.integers(0, len(problem.batch_tables.degrees) - 1))
 
 
 @given(fillings())
 def test_groups_are_disjoint_blocks_of_the_family_within_memory_and_limit(drawn):
     problem, limit, least_degree = drawn
-    tables, family = problem.search, problem.cost.family
+    tables, family = problem.batch_tables, problem.cost.family
     order = np.argsort(-tables.tokens, kind="stable")
     (count, longest, value), joined, groups = filled(tables, limit, least_degree, order, True)
     taken = np.zeros(tables.ranks, np.int64)
@@ -85,8 +85,8 @@ def test_groups_are_disjoint_blocks_of_the_family_within_memory_and_limit(drawn)
 @given(fillings())
 def test_skipping_what_cannot_fit_changes_no_round(drawn):
     problem, limit, least_degree = drawn
-    order = np.argsort(-problem.search.tokens, kind="stable")
-    skipping, trying = (filled(problem.search, limit, least_degree, order, skip) for skip in (True, False))
+    order = np.argsort(-problem.batch_tables.tokens, kind="stable")
+    skipping, trying = (filled(problem.batch_tables, limit, least_degree, order, skip) for skip in (True, False))
     count = skipping[0][0]
     assert skipping[0] == trying[0]
     assert skipping[1].tolist() == trying[1].tolist()
@@ -98,7 +98,7 @@ def test_skipping_what_cannot_fit_changes_no_round(drawn):
 def test_any_order_is_filled_within_the_limits(drawn, random):
     problem, limit, least_degree = drawn
     order = np.array(random.sample(range(len(problem.lengths)), len(problem.lengths)))
-    (count, longest, _), joined, groups = filled(problem.search, limit, least_degree, order, False)
+    (count, longest, _), joined, groups = filled(problem.batch_tables, limit, least_degree, order, False)
     assert longest <= limit
     for group in range(count):
         assert problem.tables.group_ns(int(groups.shape[group]), order[joined == group]) <= limit
@@ -108,7 +108,7 @@ def test_any_order_is_filled_within_the_limits(drawn, random):
 def decodings(draw):
     """A search over drawn shard groups, drawn parameters, and a target between the work bound and far beyond it."""
     problem = draw(problems(max_ranks=24))
-    tables, n = problem.search, len(problem.lengths)
+    tables, n = problem.batch_tables, len(problem.lengths)
     search = FlexSearch.over(tables, draw(st.sampled_from(virtual_shard_groups(tables))))
     target = work_bound(tables) * draw(st.integers(80, 600)) // 100
     random = np.random.default_rng(draw(st.integers(0, 2**16)))
@@ -181,8 +181,8 @@ def test_time_limits_rise_from_the_document_to_the_budget(drawn, k):
 def complete_decodings(draw):
     """A decoding that places all documents, over a drawn virtual shard group."""
     problem = draw(problems(max_ranks=24))
-    search = FlexSearch.over(problem.search, draw(st.sampled_from(virtual_shard_groups(problem.search))))
-    target = work_bound(problem.search) * draw(st.integers(100, 300)) // 100
+    search = FlexSearch.over(problem.batch_tables, draw(st.sampled_from(virtual_shard_groups(problem.batch_tables))))
+    target = work_bound(problem.batch_tables) * draw(st.integers(100, 300)) // 100
     while kernels().decode(search.tables, target, search.params, search.rounds):
         target = target * 3 // 2
     return problem, search
@@ -196,10 +196,10 @@ def test_groups_with_ranks_make_a_valid_plan_of_that_time(drawn):
         assert search.tables.shard_group != search.shard_group  # only groups from wider shard groups may find no place
         return
     rounds = rounds_of(problem, search.rounds, search.ranks)
-    plan = to_plan(problem, rounds, "test")
+    plan = problem.plan(rounds, "test")
     plan.validate()
     ends = problem.cost.plan_ns(plan)
-    assert ends == Pricer(problem).step_ns(rounds)
+    assert ends == StepPricer(problem).step_ns(rounds)
     overhead = problem.cost.step_overhead_ns(problem.policy)
     # a round may keep more activations than it was decoded with, which only makes it shorter
     assert ends == step + overhead if len(problem.cost.policies) == 1 else ends <= step + overhead

@@ -6,7 +6,7 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 from seqloom.planners.loops import NEVER
-from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
+from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
 from support.strategies import roomy_cost_model
 
 PUBLISHED = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
@@ -27,16 +27,16 @@ def test_what_is_no_batch_is_refused(lengths, message):
     with pytest.raises(SeqloomError, match=message):
         fitting_problems(np.array(lengths), PUBLISHED)
     with pytest.raises(SeqloomError, match=message):
-        Problem.of(lengths, PUBLISHED, PUBLISHED.policies[0])
+        BatchProblem.of(lengths, PUBLISHED, PUBLISHED.policies[0])
 
 
 def test_too_long_names_the_document_and_a_length_that_fits():
     with pytest.raises(SeqloomError, match=r"sequence 1 has 10000000 tokens.*--max-length (\d+)") as refused:
-        Problem.of([7, 10**7], PUBLISHED, PUBLISHED.policies[0])
+        BatchProblem.of([7, 10**7], PUBLISHED, PUBLISHED.policies[0])
     room = int(str(refused.value).split("--max-length ")[1].split(")")[0])
-    assert Problem.of([room], PUBLISHED, PUBLISHED.policies[0]).fits
+    assert BatchProblem.of([room], PUBLISHED, PUBLISHED.policies[0]).fits
     with pytest.raises(SeqloomError):
-        Problem.of([room + 1], PUBLISHED, PUBLISHED.policies[0])
+        BatchProblem.of([room + 1], PUBLISHED, PUBLISHED.policies[0])
 
 
 def test_only_variants_that_hold_the_batch_are_left():
@@ -48,8 +48,8 @@ def test_only_variants_that_hold_the_batch_are_left():
 
 
 def test_tables_for_the_hot_loops_agree_with_the_prices():
-    problem = Problem.of([100, 9_000, 40_000], PUBLISHED, PUBLISHED.policies[0])
-    search = problem.search
+    problem = BatchProblem.of([100, 9_000, 40_000], PUBLISHED, PUBLISHED.policies[0])
+    search = problem.batch_tables
     for d, degree in enumerate(search.degrees.tolist()):
         for k, tokens in enumerate(search.tokens.tolist()):
             fits = tokens <= degree * search.capacity
@@ -66,16 +66,16 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
     }
     lengths = [capacity[Checkpoint.NONE], capacity[Checkpoint.SELECTIVE], capacity[Checkpoint.FULL]]
     roomiest = next(v for v in ANALYTIC.policies if v.checkpoint == Checkpoint.FULL)
-    problem = Problem.of(lengths, ANALYTIC, roomiest)
+    problem = BatchProblem.of(lengths, ANALYTIC, roomiest)
     shape = problem.tables.shapes[0]
-    plan = to_plan(problem, [[GroupPlacement(shape, 0, [k])] for k in range(3)], "test")
+    plan = problem.plan([[GroupPlacement(shape, 0, [k])] for k in range(3)], "test")
     plan.validate()
-    assert [current.work[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])
+    assert [current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds] == list(CHECKPOINTS[:3])
 
 
 def test_groups_stand_slow_links_first():
     cost = roomy_cost_model("3x2xH100", "qwen3-0.6b", None, "full", 0)
-    problem = Problem.of([100] * 4, cost, cost.policies[0])
+    problem = BatchProblem.of([100] * 4, cost, cost.policies[0])
     by_degree = {shape.degree: shape for shape in problem.tables.shapes}
     seats = [
         GroupPlacement(by_degree[1], 0, [0]),
@@ -83,6 +83,6 @@ def test_groups_stand_slow_links_first():
         GroupPlacement(by_degree[4], 0, [2]),
         GroupPlacement(by_degree[1], 5, [3]),
     ]
-    plan = to_plan(problem, [seats], "test")
+    plan = problem.plan([seats], "test")
     plan.validate()
     assert [group.ranks for group in plan.pipelines[0].rounds[0].groups] == [(0, 1, 2, 3), (0, 1), (0,), (5,)]

@@ -30,11 +30,11 @@ def test_uneven_tokens_are_levelled_for_linear_layers():
     plan = by_hand(cost, [[16_000], [2_000], [2_000], [2_000]])
     better = with_remapping(plan, cost)
     better.validate()
-    [work] = better.pipelines[0].rounds[0].work
+    [work] = better.pipelines[0].rounds[0].by_stage
     assert work.linear is not None
     assert cost.plan_ns(better) < 0.8 * cost.plan_ns(plan)
     policy = MemoryPolicy(work.checkpoint, better.reduce)
-    before = cost.round_times(plan.pipelines[0].rounds[0].work[0], policy).rank_ns
+    before = cost.round_times(plan.pipelines[0].rounds[0].by_stage[0], policy).rank_ns
     after = cost.round_times(work, policy).rank_ns
     assert after.max() - after.min() < (before.max() - before.min()) // 4
 
@@ -54,7 +54,7 @@ def test_tokens_stay_in_their_island(sharding):
     if sharding == "none":
         assert better is plan
     else:
-        [work] = better.pipelines[0].rounds[0].work
+        [work] = better.pipelines[0].rounds[0].by_stage
         assert work.linear is not None
         held = np.bincount(work.linear.rank, work.linear.sizes, 4)
         assert held[0] + held[1] == 21_000 and held[2] + held[3] == 18_000

@@ -71,7 +71,7 @@ LENGTHS = np.array([17_000, 3_000, 100, 200])
 
 
 def works_of(plan):
-    return [current.work[0] for current in plan.pipelines[0].rounds]
+    return [current.by_stage[0] for current in plan.pipelines[0].rounds]
 
 
 def test_rings_between_nodes_run_first_and_only_they_are_routed():

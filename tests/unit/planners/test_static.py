@@ -6,8 +6,9 @@ import pytest
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.errors import SeqloomError
-from seqloom.planners.problem import Pricer, Problem, fitting_problems, price_rounds, to_plan
-from seqloom.planners.uniform import fastest_static_degree, homogeneous_answers, in_turn, pack, plan_static
+from seqloom.planners.packing import best_fit_decreasing
+from seqloom.planners.problem import BatchProblem, StepPricer, fitting_problems
+from seqloom.planners.uniform import fastest_static_degree, plan_static, rounds_in_order, uniform_answers
 
 CLUSTER, MODEL = Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b")
 LENGTHS = sample("wikipedia", 200, seed=3, max_length=100_000)
@@ -21,32 +22,27 @@ def degrees_of(plan):
     return {group.degree for line in plan.pipelines for current in line.rounds for group in current.groups}
 
 
-def test_best_fit_takes_the_fullest_bin_that_fits():
-    tokens = np.array([6, 5, 4, 3, 2])
-    assert pack(tokens, 10) == [[0, 2], [1, 3, 4]]
-
-
 @pytest.mark.parametrize(("sharding", "budget"), [("full", None), ("hybrid", None), ("none", 150)])
 def test_price_of_rounds_is_the_plan_s(sharding, budget):
     cost = published(sharding, budget_gib=budget)
-    problem = Problem.of(LENGTHS, cost, cost.policies[0])
-    for answer in homogeneous_answers([problem], problem.tables.degree.tolist()):
-        plan = to_plan(problem, answer.rounds, "test")
+    problem = BatchProblem.of(LENGTHS, cost, cost.policies[0])
+    for answer in uniform_answers([problem], problem.tables.degree.tolist()):
+        plan = problem.plan(answer.rounds, "test")
         plan.validate()
-        assert answer.ns == price_rounds(problem, answer.rounds) == cost.plan_ns(plan)
+        assert answer.ns == StepPricer(problem).step_ns(answer.rounds) == cost.plan_ns(plan)
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])
 def test_price_follows_the_checkpoint_that_each_round_gets(sharding):
     cost = CostModel(Cluster.parse("2x4xH100"), ModelSpec.load("llama3-8b"), None, sharding)
     roomy = max(fitting_problems(LENGTHS, cost), key=lambda problem: problem.tables.capacity)
-    pricer, upgraded = Pricer(roomy), set()
+    pricer, upgraded = StepPricer(roomy), set()
     for shape in range(len(roomy.tables.shapes)):
-        rounds = in_turn(roomy, pack(roomy.tables.tokens, int(roomy.tables.tokens.max())), shape)
+        rounds = rounds_in_order(roomy, best_fit_decreasing(roomy.tables.tokens, int(roomy.tables.tokens.max())), shape)
         if int(roomy.tables.tokens.max()) <= roomy.tables.degree[shape] * roomy.tables.capacity:
-            plan = to_plan(roomy, rounds, "test")
+            plan = roomy.plan(rounds, "test")
             assert pricer.step_ns(rounds) == cost.plan_ns(plan)
-            upgraded |= {current.work[0].checkpoint for current in plan.pipelines[0].rounds}
+            upgraded |= {current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds}
     assert upgraded - {roomy.policy.checkpoint}
 
 
@@ -90,7 +86,7 @@ def test_a_batch_that_fits_nowhere_is_refused():
 
 def test_bins_hold_nine_tenths_of_a_group():
     cost = published()
-    problem = Problem.of(np.full(2 * 64, 3_200), cost, cost.policies[0])
-    (answer,) = homogeneous_answers([problem], [1])  # two fill 6400 of 6436 tokens, above nine tenths
+    problem = BatchProblem.of(np.full(2 * 64, 3_200), cost, cost.policies[0])
+    (answer,) = uniform_answers([problem], [1])  # two fill 6400 of 6436 tokens, above nine tenths
     assert {len(seat.documents) for seats in answer.rounds for seat in seats} == {1}
     assert [len(seats) for seats in answer.rounds] == [64, 64]

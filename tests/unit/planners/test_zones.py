@@ -8,11 +8,11 @@ from seqloom.cost import CostModel, GroupShape
 from seqloom.describe import Cluster, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
+from seqloom.planners.explain import cut_thresholds
 from seqloom.planners.zones import plan_zones
-from seqloom.planners.zones.fill import best_ranks
-from seqloom.planners.zones.planner import build_plan, deal_apart, deal_together, partition
-from seqloom.planners.zones.prices import Alone, Prices
-from seqloom.planners.zones.search import rank_times, zone_bounds
+from seqloom.planners.zones.fill import best_ranks, rank_times
+from seqloom.planners.zones.planner import fill_rounds, plan_of, split_lpt, split_sorted
+from seqloom.planners.zones.prices import SingleRankPrices, ZonePrices
 from support.overlapping import shortest_overlapping_step
 
 TINY = cost_model("2x2xH200", "llama3-8b", capacity=16_384)
@@ -35,14 +35,14 @@ def test_near_the_best_of_all_placements():
 def test_its_clock_is_the_cost_models():
     lengths = sample("commoncrawl", 96, seed=3, max_length=200_000)
     for policy in NODES.policies[:2]:
-        prices = Prices.of(Alone.of(lengths, NODES, policy))
-        answer = partition(prices, deal_apart(prices, 1), 3)
-        plan = build_plan(prices, answer.rounds, lengths)
-        for seating, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
-            [work] = current.work
+        prices = ZonePrices.of(SingleRankPrices.of(lengths, NODES, policy))
+        answer = fill_rounds(prices, split_lpt(prices, 1), 3)
+        plan = plan_of(prices, answer.rounds, lengths)
+        for loads, current in zip(answer.rounds, plan.pipelines[0].rounds, strict=True):
+            [work] = current.by_stage
             if work.checkpoint == policy.checkpoint:
                 expected = NODES.round_times(work, policy).rank_ns
-                assert rank_times(prices, seating).tolist() == expected.tolist()
+                assert rank_times(prices, loads).tolist() == expected.tolist()
 
 
 def test_a_rank_holds_slices_and_whole_documents_at_once():
@@ -93,17 +93,17 @@ def test_full_memory_makes_more_rounds():
     assert plan.rounds >= 4  # three for nine documents of which no two fit, one that the longest fills
 
 
-@pytest.mark.parametrize("deal", [deal_apart, deal_together])
-def test_rounds_share_the_batch(deal):
+@pytest.mark.parametrize("split", [split_lpt, split_sorted])
+def test_rounds_share_the_batch(split):
     lengths = sample("prolong", 300, seed=4, max_length=60_000)
-    prices = Prices.of(Alone.of(lengths, NODES, NODES.policies[0]))
-    dealt = deal(prices, 3)
-    assert sorted(k for row in dealt for k in row) == list(range(300))
-    tokens = [prices.tokens[row].sum() for row in dealt]
+    prices = ZonePrices.of(SingleRankPrices.of(lengths, NODES, NODES.policies[0]))
+    rows = split(prices, 3)
+    assert sorted(k for row in rows for k in row) == list(range(300))
+    tokens = [prices.tokens[row].sum() for row in rows]
     assert max(tokens) < 1.1 * min(tokens)
-    assert all((np.diff(prices.whole[row]) <= 0).all() for row in dealt)  # by falling time
-    work = [prices.whole[row].sum() for row in dealt]
-    if deal is deal_apart:
+    assert all((np.diff(prices.whole_ns[row]) <= 0).all() for row in rows)  # by falling time
+    work = [prices.whole_ns[row].sum() for row in rows]
+    if split is split_lpt:
         assert max(work) < 1.01 * min(work)
     else:
         assert work[0] > work[1] > work[2]
@@ -111,8 +111,8 @@ def test_rounds_share_the_batch(deal):
 
 def test_more_fillings_are_not_worse_for_a_round():
     lengths = sample("prolong", 48, seed=5, max_length=60_000)
-    prices = Prices.of(Alone.of(lengths, NODES, NODES.policies[0]))
-    times = [partition(prices, deal_apart(prices, 1), fillings).ns for fillings in (1, 4, 24)]
+    prices = ZonePrices.of(SingleRankPrices.of(lengths, NODES, NODES.policies[0]))
+    times = [fill_rounds(prices, split_lpt(prices, 1), fillings).ns for fillings in (1, 4, 24)]
     assert times == sorted(times, reverse=True)
 
 
@@ -134,7 +134,7 @@ def test_the_least_loaded_ranks_that_a_shape_may_have(shape, expected):
     assert best_ranks(shape, load, room, 11, 4) is None
 
 
-def test_bounds_follow_the_network():
+def test_thresholds_follow_the_network():
     """A card of a tenth of the speed: across nodes a cut pays only for longer documents, inside a node as before."""
     fast = Cluster.parse("4x8xH200")
     link = type(fast.nic)("slow", fast.nic.gb_s / 10, fast.nic.latency_us)
@@ -142,7 +142,7 @@ def test_bounds_follow_the_network():
     bounds = []
     for cluster in (fast, slow):
         cost = CostModel(cluster, NODES.model)
-        bounds.append(zone_bounds(cost, cost.policies[0], 2_000_000_000, 0.02))
+        bounds.append(cut_thresholds(cost, cost.policies[0], 2_000_000_000, 0.02))
     assert bounds[0].intra_pays == bounds[1].intra_pays and bounds[0].intra_pays is not None
     assert bounds[0].inter_pays is not None
     assert bounds[1].inter_pays is None or bounds[1].inter_pays > bounds[0].inter_pays

@@ -9,7 +9,7 @@ from seqloom.attention.kernels.cpu import CpuFlash
 from seqloom.attention.kernels.dispatch import device_name
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.errors import SeqloomError
-from seqloom.profiling.kernels import SMALLEST, Effort, measure
+from seqloom.profiling.kernels import SMALLEST, TimingSettings, time_kernels
 
 torch.set_num_threads(1)
 
@@ -31,8 +31,8 @@ class Recording:
 
 def test_documents_of_one_length_fill_a_pack():
     kernel, reported = Recording(), []
-    effort = Effort(lengths=(8, 20, 40), tokens=40, repeats=2)
-    measurement = measure([kernel], SHAPE, effort, lambda name, length: reported.append((name, length)))
+    effort = TimingSettings(lengths=(8, 20, 40), tokens=40, repeats=2)
+    measurement = time_kernels([kernel], SHAPE, effort, lambda name, length: reported.append((name, length)))
     expected = [[8] * 5, [20] * 2, [40]]
     assert [pack for pack in kernel.packs if pack[0] != [SMALLEST]] == [
         (lengths, causal) for causal in (True, False) for lengths in expected
@@ -46,4 +46,4 @@ def test_documents_of_one_length_fill_a_pack():
 
 def test_a_kernel_that_refuses_the_shape_is_not_measured():
     with pytest.raises(SeqloomError, match="cpu_flash: device cuda; it runs on cpu"):
-        measure([CpuFlash()], replace(SHAPE, device=torch.device("cuda")), Effort((8,), 8, 1))
+        time_kernels([CpuFlash()], replace(SHAPE, device=torch.device("cuda")), TimingSettings((8,), 8, 1))

@@ -92,8 +92,8 @@ def test_a_document_that_changes_ranks_inside_its_host_waits_for_itself():
     plan = plan_of(cost, (A, B, B), ("0F0 0B0", "1F0 2F0 2B0 1B0"), degree=1)
     (line,) = plan.pipelines
     (current,) = line.rounds
-    moved = replace(current.work[2], groups=(replace(current.work[2].groups[0], ranks=(9,)),))
-    other = replace(line, rounds=(Round((*current.work[:2], moved)),))
+    moved = replace(current.by_stage[2], groups=(replace(current.by_stage[2].groups[0], ranks=(9,)),))
+    other = replace(line, rounds=(Round((*current.by_stage[:2], moved)),))
     plan = replace(plan, pipelines=(other,))
     plan.validate()
     found = simulate(plan, cost)

@@ -32,10 +32,10 @@ def alive(plan, cost, host, rank):
     memories = [StageMemory(cost, LayerRange(*stage.layers, 8)) for stage in pipeline.stages]
     spans = {}  # (document) -> rounds, first to last
     for r, current in enumerate(pipeline.rounds):
-        for span in current.work[0].spans():
+        for span in current.by_stage[0].spans():
             spans.setdefault(span.document, []).append(r)
     own = pipeline.stages_of(host)
-    state = sum(memories[s].state_bytes(len(pipeline.hosts[host])) for s in own)
+    state = sum(memories[s].state_bytes(len(pipeline.ranks_by_pp_rank[host])) for s in own)
     state += max(memories[s].working_bytes() for s in own)
     for k, now in enumerate(row):
         done, units = set(row[:k]), 0.0
@@ -43,7 +43,7 @@ def alive(plan, cost, host, rank):
             kind = {u: {a.kind for a in done if (a.stage, a.round) == (s, u)} for u in range(len(pipeline.rounds))}
             current = now.round if now.stage == s else None
             for u, entry in enumerate(pipeline.rounds):
-                work = entry.work[s]
+                work = entry.by_stage[s]
                 tokens = int(tokens_on_ranks(cost, work)[rank])
                 each = memories[s].activation_bytes(work.checkpoint, work.offload)
                 if (F in kind[u] or (current == u and now.kind == F)) and not kind[u] & {B, I}:
@@ -58,7 +58,7 @@ def alive(plan, cost, host, rank):
                 if len(rounds) == 1:
                     continue
                 group = next(
-                    g for g in pipeline.rounds[rounds[0]].work[s].groups if document in {x[0] for x in g.spans}
+                    g for g in pipeline.rounds[rounds[0]].by_stage[s].groups if document in {x[0] for x in g.spans}
                 )
                 if rank not in group.ranks:
                     continue

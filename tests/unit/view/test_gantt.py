@@ -1,31 +1,16 @@
-"""The Gantt chart: every line as wide as asked, idle visible, marks explained, in any terminal."""
+"""Gantt charts of steps and schedules: every line as wide as asked, idle visible, marks explained, in any terminal."""
 
-from io import StringIO
+import re
+from itertools import product
 
 import numpy as np
 import pytest
-from rich.console import Console
 
+from seqloom.schedules import Times, play, schedule_of
 from seqloom.simulate import EventKind, EventTable, NicTable, Simulation
-from seqloom.view import gantt
-from seqloom.view.gantt import occupancy
-
-
-class Ascii(StringIO):
-    encoding = "ascii"
-
-
-def text_of(renderable, width=80, file=StringIO, colours=None, **options):
-    console = Console(
-        file=file(),
-        width=width,
-        color_system=colours,
-        force_terminal=colours is not None,
-        legacy_windows=False,
-        **options,
-    )
-    console.print(renderable)
-    return console.file.getvalue()
+from seqloom.view import gantt, schedule_chart
+from seqloom.view.gantt import colour, occupancy
+from support.console import text_of
 
 
 def simulation_of(rows, ranks, step, node_size=8, cards=()):
@@ -78,7 +63,7 @@ def test_without_colours():
 
 
 def test_ascii():
-    text = text_of(gantt(four_ranks(), width=49), file=Ascii)
+    text = text_of(gantt(four_ranks(), width=49), ascii_only=True)
     assert text.isascii()
     assert text.splitlines()[1] == "rank 1 |" + "4" * 20 + "1" * 4 + "." * 16 + "|"
 
@@ -95,8 +80,7 @@ def test_no_colour_by_wish_of_the_user():
     assert "4444444444" in text
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-@pytest.mark.parametrize("rows", [1, 3, 20, 4000])
+@pytest.mark.parametrize(("width", "rows"), [*product([20, 40, 80, 200], [1, 3, 20]), (80, 4000)])
 def test_a_thousand_ranks(width, rows):
     events = [(rank, 0, 100 + rank, 8, EventKind.F) for rank in range(1024)]
     simulation = simulation_of(events, 1024, 1200)
@@ -126,7 +110,38 @@ def test_nothing_happened():
 
 
 def test_a_degree_has_one_colour_in_every_chart():
-    from seqloom.view.gantt import colour
-
     assert len({colour(1 << power) for power in range(8)}) == 8
     assert colour(3) not in {colour(2), colour(4)}
+
+
+def drawn(name, micro_batches, width=80, colours=None, times=(1, 1, 1)):
+    schedule = schedule_of(name, 2, micro_batches)
+    return text_of(schedule_chart(schedule, play(schedule, Times.equal(schedule, *times))), width, colours=colours)
+
+
+def test_a_short_schedule_shows_every_action():
+    assert drawn("1f1b", 2).splitlines() == [
+        "host 0 | 0F0 0F1  .   .  0B0  -   .  0B1  -",
+        "host 1 |  .  1F0 1B0  -  1F1 1B1  -   .   .",
+        "F forward  B backward  . idle",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_long_one_shows_what_most_of_every_moment_is(width):
+    first, second, *legend = drawn("zb-h1", 300, width, times=(1, 2, 1)).splitlines()
+    assert len(first) == len(second) <= width
+    assert set(first[8:]) <= set(" FIW.") and "I" in second
+    assert " ".join(" ".join(legend).split()) == "F forward I its input half W its weight half . idle"
+
+
+def test_time_is_to_scale():
+    marks = drawn("gpipe", 500, 89, times=(1, 2, 1)).splitlines()[0].removeprefix("host 0 | ")
+    assert marks.count("F") * 3 == pytest.approx(marks.count("B"), rel=0.1)  # a backward takes three forwards
+    assert marks == "".join(sorted(marks, reverse=True))
+
+
+def test_colours_do_not_change_the_text():
+    coloured = drawn("zb-h1", 3, colours="truecolor")
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == drawn("zb-h1", 3)

@@ -1,31 +1,22 @@
-"""Tables: what stands in which row and column, and that columns line up."""
+"""Tables: what stands in which row and column, and that columns line up; histogram of lengths and chart of ranks."""
 
-from io import StringIO
-
+import numpy as np
 import pytest
-from rich.console import Console
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
+from seqloom.packing import Balance
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
+from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy
 from seqloom.simulate import simulate
-from seqloom.view import comparison_table, plan_table
-from seqloom.view.format import duration, milliseconds, percent, tokens
-from seqloom.view.tables import degree_text, groups_of_round
+from seqloom.view import balance_table, comparison_table, length_histogram, plan_table, rank_chart
+from seqloom.view.format import milliseconds, percent
+from seqloom.view.tables import buckets, degree_text, groups_of_round
+from support.console import text_of
 
 VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 DOCUMENTS = [60000, 1000, 30000]
-
-
-class Ascii(StringIO):
-    encoding = "ascii"
-
-
-def text_of(renderable, width=80, file=StringIO):
-    console = Console(file=file(), width=width, color_system=None, legacy_windows=False)
-    console.print(renderable)
-    return console.file.getvalue()
 
 
 def small():
@@ -48,10 +39,10 @@ def aligned(lines, header):
             assert end == len(line.rstrip("| ")) or line[end] in " |", (name, line)
 
 
-@pytest.mark.parametrize("file", [StringIO, Ascii])
-def test_plan_table(file):
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_plan_table(ascii_only):
     plan, simulation = small()
-    text = text_of(plan_table(plan, simulation), file=file)
+    text = text_of(plan_table(plan, simulation), ascii_only=ascii_only)
     lines = [line for line in text.splitlines() if line.strip("|+-─ ")]
     header, *rows = lines
     names = header.replace("|", " ").split()
@@ -66,8 +57,7 @@ def test_plan_table(file):
         percent(simulation.comm_share),
     ]
     aligned(rows, header)
-    if file is Ascii:
-        assert text.isascii()
+    assert text.isascii() == ascii_only
 
 
 def test_a_narrow_terminal_folds_the_groups_only():
@@ -116,20 +106,73 @@ def test_comparison_table():
     assert "flex *" in starred and "static *" not in starred
 
 
-def test_numbers():
-    assert [milliseconds(ns) for ns in (0, 1.5e6, 12.345e6, 123.45e6, 1234.5e6)] == [
-        "0.000",
-        "1.500",
-        "12.35",
-        "123.5",
-        "1,234",
+def test_buckets_are_powers_of_two_without_holes():
+    found = buckets([1, 1024, 1025, 2047, 4096])
+    assert [bucket.low for bucket in found] == [1 << k for k in range(13)]
+    by_low = {bucket.low: bucket for bucket in found}
+    assert by_low[1024].sequences == pytest.approx(0.6) and by_low[2048].sequences == 0
+    assert sum(bucket.sequences for bucket in found) == pytest.approx(1)
+    assert sum(bucket.tokens for bucket in found) == pytest.approx(1)
+    assert by_low[4096].tokens == pytest.approx(4096 / (1 + 1024 + 1025 + 2047 + 4096))
+
+
+def test_histogram():
+    text = text_of(length_histogram(np.array([600] * 9 + [60000])))
+    header, _, *rows = [line for line in text.splitlines() if line.strip()]
+    assert header.split() == ["length", "sequences", "%", "tokens", "%"]
+    labels = ["512-1K", "1K-2K", "2K-4K", "4K-8K", "8K-16K", "16K-32K", "32K-64K"]
+    assert [row.split()[0] for row in rows] == labels
+    assert rows[0].split()[1] == "90.0" and rows[-1].split()[1] == "10.0"
+    assert rows[-1].count("█") > rows[0].split()[-1].count("█")
+    ends = {row.index(".") for row in rows}
+    assert len(ends) == 1  # decimal points line up
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_histogram_in_any_width_and_ascii(width):
+    text = text_of(length_histogram([100, 5000, 131072]), width=width, ascii_only=True)
+    assert text.isascii() and "#" in text and "128K-256K" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_histogram_of_no_lengths():
+    assert "tokens" in text_of(length_histogram([]))
+
+
+WIDE, PAIR, ONE = ParallelConfig(2, 2), ParallelConfig(1, 1, 2), ParallelConfig(1, 1, 1, 1)
+
+
+def strategy(*pipes):
+    return Strategy(tuple(PipelineConfig(config, tuple(ranks), 100) for config, ranks in pipes))
+
+
+def lines_of(renderable, width=80):
+    return [line.rstrip() for line in text_of(renderable, width).splitlines()]
+
+
+def test_letters_of_ranks_and_their_legend():
+    mixed = strategy((WIDE, range(4)), (PAIR, (6, 7)), (ONE, (4,)))
+    others = strategy((PAIR, (0, 1)), (PAIR, (2, 3)), (WIDE, range(4, 8)))
+    assert lines_of(rank_chart([mixed, others], node_size=4)) == [
+        "0  AAAA c.BB",  # rank 5 is in no pipeline
+        "1  BBbb AAAA",
+        "",
+        "A  2x2: tensor 2, 2 stages",
+        "B  1x1u2: tensor 1, 1 stage, Ulysses 2",
+        "C  1x1: tensor 1, 1 stage",
     ]
-    assert [duration(ns) for ns in (5, 1500, 1.5e6, 1.48e9, 4e12)] == [
-        "5 ns",
-        "1.5 us",
-        "1.5 ms",
-        "1.48 s",
-        "4,000 s",
+
+
+def test_as_many_whole_nodes_in_a_line_as_fit():
+    many = strategy(*((PAIR, (k, k + 1)) for k in range(0, 12, 2)))
+    assert lines_of(rank_chart([many], node_size=4), width=14)[:3] == ["0  AAaa AAaa", "   AAaa", ""]
+    assert lines_of(rank_chart([many], node_size=4), width=12)[:3] == ["0  AAaa", "   AAaa", "   AAaa"]
+
+
+def test_figures_of_balance():
+    rows = lines_of(balance_table({"hbp": Balance(0.001, 0.02, 0.5, 1, 4, 2.5e6), "flex": Balance(0, 0, 0, 0, 1, 1e6)}))
+    cells = [line.split() for line in rows if line.split()[:1] in (["hbp"], ["flex"])]
+    assert cells == [
+        ["hbp", "0.1", "2.0", "50.0", "100.0", "4", "2.500", "10.00"],
+        ["flex", "0.0", "0.0", "0.0", "0.0", "1", "1.000", "1.000"],
     ]
-    assert [tokens(n) for n in (512, 1024, 1536, 131072, 1 << 20)] == ["512", "1K", "1536", "128K", "1M"]
-    assert percent(0.1234) == "12.3"

@@ -16,7 +16,7 @@ from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item,
 from seqloom.attention.kernels.interface import Gradients, Saved
 from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.tiles import GatherSchedule, PreparedTile, add_key_gradients, backward_tiles, forward_tiles
-from seqloom.dist.rows import RowIndex, add, count, inverse, on_device, take
+from seqloom.dist.rows import RowIndex, add, count, inverse_permutation, on_device, take
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
 
 
@@ -65,7 +65,7 @@ class Gather(ContextParallelAttention):
         order = inverse_order = None
         if schedule.order is not None:
             order = on_device(schedule.order, device)
-            inverse_order = inverse(order)
+            inverse_order = inverse_permutation(order)
         return cls(transport, ranks, index, sends, schedule.counts, order, inverse_order, tiles, ops, routed)
 
     def forward(

@@ -37,7 +37,7 @@ from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
 from seqloom.attention.lse import merge_ops
 from seqloom.attention.masks import Segments
 from seqloom.attention.tiles import LocalHeads, Tile, prepare_tiles
-from seqloom.dist.rows import RowIndex, columns, count, on_device, put, rows_of, take
+from seqloom.dist.rows import RowIndex, count, on_device, put, slice_or_index, span_columns, take
 from seqloom.dist.token_layout import BoundGroup, Context
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -419,6 +419,6 @@ def _chunks(group: Group, index: int, piece: Span) -> list[Span]:
 def _whole_rows(bound: BoundGroup, pieces: Sequence[Piece]) -> slice | np.ndarray:
     """Rows of the round that belong to no piece."""
     in_pieces = {piece.document for piece in pieces}
-    _, starts, stops = columns(bound.spans)
+    _, starts, stops = span_columns(bound.spans)
     lengths, whole = stops - starts, np.array([span.document not in in_pieces for span in bound.spans], dtype=bool)
-    return rows_of((np.cumsum(lengths) - lengths)[whole], lengths[whole])
+    return slice_or_index((np.cumsum(lengths) - lengths)[whole], lengths[whole])

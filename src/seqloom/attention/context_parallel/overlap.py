@@ -196,7 +196,9 @@ def schedule_overlap(
     """
     documents = _local_documents(groups)
     waiting = {n: group.exchange_bytes for n, group in enumerate(groups) if group.exchange_bytes is not None}
-    inter_node = [n for n in waiting if node_size and len({rank // node_size for rank in groups[n].group.party}) > 1]
+    inter_node = [
+        n for n in waiting if node_size and len({rank // node_size for rank in groups[n].group.participants}) > 1
+    ]
     min_work = MIN_ROWS_X_HEADS if heads.shape.device.type == "cuda" else 0
     runs: list[dict[int, list[PreparedTile]]] = []
     tasks: list[dict[_Exchange, list[OverlapTask]]] = []

@@ -127,7 +127,7 @@ def ring_moves(group: Group, rows: int, widths: Sequence[int], wide: int) -> tup
         widths: elements of a row, for every Ulysses index.
         wide: elements of a gradient for one of a key and value.
     """
-    blocks, keys, gradients = group.blocks(), [], []
+    blocks, keys, gradients = group.ulysses_groups(), [], []
     for block, after in zip(blocks, (*blocks[1:], blocks[0]), strict=True):
         for sender, receiver, width in zip(block, after, widths, strict=True):
             keys.append((sender, receiver, key_item(sender), 0, rows * width))
@@ -143,7 +143,7 @@ def gather_moves(
 
     Arguments are those of `ring_moves`, with the chunks of every ring index and the mask.
     """
-    blocks, there, back = group.blocks(), [], []
+    blocks, there, back = group.ulysses_groups(), [], []
     for reader in chunks:
         for holder, runs in zip(chunks, visible_runs(chunks, reader, causal=causal, window=window), strict=True):
             if reader is holder:

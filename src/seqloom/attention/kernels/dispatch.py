@@ -46,7 +46,7 @@ from seqloom.attention.kernels.interface import (
 )
 from seqloom.attention.kernels.triton_attention import TritonSegments
 from seqloom.attention.masks import Segments
-from seqloom.errors import SeqloomError, unknown
+from seqloom.errors import SeqloomError, unknown_name
 from seqloom.reader import read_mapping
 
 FORMAT = 1
@@ -111,7 +111,7 @@ KERNELS = {
 def make_kernel(name: str) -> Kernel:
     """Return the kernel of this name."""
     if name not in KERNELS:
-        raise unknown("kernel", name, KERNELS)
+        raise unknown_name("kernel", name, KERNELS)
     return KERNELS[name].make()
 
 

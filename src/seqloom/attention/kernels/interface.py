@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from seqloom.attention.masks import Segments
-from seqloom.dist.rows import on_device
-from seqloom.dist.rows import rows_of as runs_of_rows
+from seqloom.dist.rows import on_device, slice_or_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +205,5 @@ def device_rows(start: np.ndarray, stop: np.ndarray, device: torch.device) -> sl
 
     A slice where each interval begins at the end of the one before, else int64[rows] on the device.
     """
-    rows = runs_of_rows(start, stop - start)
+    rows = slice_or_index(start, stop - start)
     return rows if isinstance(rows, slice) else on_device(rows, device)

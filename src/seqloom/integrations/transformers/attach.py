@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from seqloom.dist import Context, attention_context
-from seqloom.dist.redistribute import TokenRedistribute, redistribute_tokens
+from seqloom.dist.token_layout import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attention import NAME, calls, only_rows, register
 from seqloom.integrations.transformers.checks import check, unwrapped
@@ -79,7 +79,7 @@ class _Around:
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
         """Move what came out back: a tensor, or the first of several, of which others are not per token."""
         first = output[0] if isinstance(output, tuple) else output
-        moved = _moved(self._crossing.reversed(), first, sum(self._crossing.there.receives))
+        moved = _moved(self._crossing.reversed(), first, sum(self._crossing.to_target.receives))
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context
 from seqloom.errors import SeqloomError
+from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "seqloom"
 """Under which our functions are registered."""

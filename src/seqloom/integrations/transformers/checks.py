@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import checks as evidence
+from transformers import PreTrainedModel
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")

@@ -17,17 +17,17 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
 from seqloom.models.files import open_safetensors
 from seqloom.params.placement import move_buffers, taken_out
-from seqloom.train.checkpoint import replaced
+from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 Read = Callable[[str], torch.Tensor]
 """Name of a parameter -> its values."""
@@ -137,7 +137,7 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "voca
 
 
 def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
-    """Make the model of a folder, attached to the engine: see `train.kinds.Build`.
+    """Make the model of a folder, attached to the engine: see `train.model.BuildModel`.
 
     Raises:
         SeqloomError: what `check` refuses, and a folder that cannot be read or lacks parameters.
@@ -166,12 +166,12 @@ def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) 
 
 
 def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
-    """Write a trained model with its config and the tokenizer of the folder it came from: see `train.kinds.Save`.
+    """Write a trained model with its config and the tokenizer of the folder it came from: see `train.model.SaveModel`.
 
     Parameters keep the dtype of the run's masters, so nothing is lost. A model that is there is replaced.
     """
     final, model = config.run.output / "model", cast("Any", module)
-    with replaced(final, SafetensorError) as partial:
+    with atomic_folder(final, SafetensorError) as partial:
         with no_progress_bars():
             model.save_pretrained(partial, state_dict=dict(state))
         for path in _tokenizer_files(_folder(config)):

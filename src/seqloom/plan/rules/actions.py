@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from seqloom.errors import broken
+from seqloom.errors import violation
 from seqloom.plan.action import Action, ActionKind
 from seqloom.plan.limits import Reduce
 from seqloom.plan.pipeline import Pipeline
@@ -29,7 +29,7 @@ class Table:
     """The host of every stage."""
     rounds: int
     rows: tuple[Row, ...]
-    links: tuple[tuple[int, int], ...] = ()
+    piece_pairs: tuple[tuple[int, int], ...] = ()
     """(early, late) rounds that hold neighbouring pieces of one document; empty where no rule asks for them."""
 
     @property
@@ -84,7 +84,7 @@ class Lane(NamedTuple):
         if first > second:
             early, late = self.row[second], self.row[first]
             value = f"{self.here} has {early} (action {second}) before {late} (action {first})"
-            raise broken(rule, value, must, f"put {late} before {early}", (self.pp_rank, second))
+            raise violation(rule, value, must, f"put {late} before {early}", (self.pp_rank, second))
 
 
 def tables(plan: Plan) -> Iterator[Table]:
@@ -118,7 +118,7 @@ def complete(table: Table) -> None:
     if len(table.rows) != table.width:
         value = f"{table.name} has {len(table.rows)} rows of actions for {table.width} hosts"
         must = "one row per host, that is, per distinct ranks of the stages"
-        raise broken("table", value, must, f"give {table.width}")
+        raise violation("table", value, must, f"give {table.width}")
     for h, row in enumerate(table.rows):
         count = Counter(row)
         _known(table, h, count)
@@ -135,7 +135,7 @@ def _known(table: Table, host: int, count: Counter[Action]) -> None:
             names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
             must = f"its row holds actions of {names} for rounds 0 to {rounds - 1}"
             example = Action(stages[0], action.kind, 0 if rounds else None)
-            raise broken(
+            raise violation(
                 "table",
                 f"{here} has the action {action}",
                 must,
@@ -144,7 +144,9 @@ def _known(table: Table, host: int, count: Counter[Action]) -> None:
             )
         if times > 1 and action.kind not in (UNSHARD, RESHARD):
             value = f"{here} has {action} {times} times"
-            raise broken("table", value, "every action happens once", "remove the others", _place(table, host, action))
+            raise violation(
+                "table", value, "every action happens once", "remove the others", _place(table, host, action)
+            )
 
 
 def _complete(table: Table, host: int, count: Counter[Action], s: int) -> None:
@@ -155,7 +157,7 @@ def _complete(table: Table, host: int, count: Counter[Action], s: int) -> None:
             value = f"{table.here(host)} has {' '.join(map(str, present)) or 'nothing'} for round {r} of stage {s}"
             must = "every stage has for every round one F and one B, or one F, one I and one W"
             at = _place(table, host, present[0]) if present else None
-            raise broken("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}", at)
+            raise violation("table", value, must, f"use {Action(s, F, r)} and {Action(s, B, r)}", at)
 
 
 def _place(table: Table, host: int, action: Action) -> tuple[int, int]:
@@ -168,7 +170,7 @@ def order(plan: Plan) -> None:
     Where two stages that follow each other are on one host, its row also runs them one after the other.
     """
     for current, pipeline in zip(tables(plan), plan.pipelines, strict=True):
-        ordered(replace(current, links=tuple(sorted(_chained(plan, pipeline)))))
+        ordered(replace(current, piece_pairs=tuple(sorted(_chained(plan, pipeline)))))
 
 
 def ordered(table: Table) -> None:
@@ -182,14 +184,14 @@ def ordered(table: Table) -> None:
             value = f"{lane.here} runs the forwards of stage {lane.stage} in the order {forwards}"
             wrong = next(number for place, number in enumerate(forwards) if place != number)
             must = "rounds are totally ordered, forwards run in that order"
-            raise broken("order", value, must, "sort them", (lane.pp_rank, at[F, wrong]))
+            raise violation("order", value, must, "sort them", (lane.pp_rank, at[F, wrong]))
         for r in rounds:
             if (B, r) in at:
                 lane.expect(at[F, r], at[B, r], "a round's F comes before its B")
             else:
                 lane.expect(at[F, r], at[I, r], "a round's F comes before its I")
                 lane.expect(at[I, r], at[W, r], "a round's I comes before its W")
-        for early, late in table.links:
+        for early, late in table.piece_pairs:
             must = "all pieces of one document go forward before the first of them goes backward"
             lane.expect(at[F, late], lane.backward(early), must)
             must = "pieces of one document go backward in reverse order"
@@ -207,7 +209,7 @@ def _chained(plan: Plan, pipeline: Pipeline) -> set[tuple[int, int]]:
     last: dict[int, int] = {}
     pairs = set()
     for r, current in enumerate(pipeline.rounds):
-        for document, start, stop in current.work[0].spans():
+        for document, start, stop in current.by_stage[0].spans():
             if start > 0:
                 pairs.add((last[document], r))
             if stop < plan.documents[document]:
@@ -239,7 +241,7 @@ def _unreduced(lane: Lane, found: set[int | None], wanted: set[int | None]) -> E
         must = f"reduce 'step' needs one REDUCE at the end of stage {lane.stage}"
     nearest = min(wanted ^ found, key=lambda number: -1 if number is None else number)
     verb = "add" if nearest in wanted else "remove"
-    return broken("reduce", value, must, f"{verb} {Action(lane.stage, REDUCE, nearest)}")
+    return violation("reduce", value, must, f"{verb} {Action(lane.stage, REDUCE, nearest)}")
 
 
 def shards(plan: Plan) -> None:
@@ -261,7 +263,7 @@ def _alternating(lane: Lane) -> None:
             value = f"{lane.here} has {action} (action {k}) while parameters are {state}"
             must = "UNSHARD and RESHARD of a stage alternate, and its computation lies between them"
             way_out = f"put {Action(lane.stage, RESHARD if gathered else UNSHARD)} before it"
-            raise broken("shards", value, must, way_out, (lane.pp_rank, k))
+            raise violation("shards", value, must, way_out, (lane.pp_rank, k))
         if action.kind in (UNSHARD, RESHARD):
             gathered = action.kind == UNSHARD
 
@@ -318,7 +320,7 @@ def _once(lane: Lane) -> None:
         if numbers != (list(range(lane.table.rounds)) if wanted else []):
             value = f"{lane.here} has {kind} of stage {s} for rounds {numbers}"
             must = "a stage sends to and receives from its neighbours on other hosts once per round, and nobody else"
-            raise broken("messages", value, must, f"{'add or remove' if wanted else 'remove'} {kind} actions")
+            raise violation("messages", value, must, f"{'add or remove' if wanted else 'remove'} {kind} actions")
 
 
 def _same_order(table: Table) -> None:
@@ -342,7 +344,7 @@ def _same_order(table: Table) -> None:
                 value = f"{table.here(sender)} sends {first} before {second}, host {receiver} receives {late} first"
                 way = "forward" if kind == SEND_F else "backward"
                 must = f"what one host sends another {way} arrives in that order"
-                raise broken("messages", value, must, f"put {early} before {late}")
+                raise violation("messages", value, must, f"put {early} before {late}")
 
 
 def deadlock(plan: Plan) -> None:
@@ -403,4 +405,4 @@ def _stuck(table: Table, at: list[int], awaits: Callable[[Action], Action | None
     value = f"{table.name} stops: {words[0]} {', which '.join(links)}"
     must = f"{rule}, so the rows together must have an order that ends"
     way_out = f"move {waiting[0]} later in its row, or {awaits(waiting[0])} earlier"
-    return broken("deadlock", value, must, way_out, (circle[0], at[circle[0]]))
+    return violation("deadlock", value, must, way_out, (circle[0], at[circle[0]]))

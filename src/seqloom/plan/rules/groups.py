@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from seqloom.errors import PlanError, broken
+from seqloom.errors import PlanError, violation
 from seqloom.layout.boxes import Column
 from seqloom.layout.route import Route
 from seqloom.plan.group import Group, Method
 from seqloom.plan.pipeline import Stage
-from seqloom.plan.rules.structure import each_work, place, whole_numbers
+from seqloom.plan.rules.structure import place, stage_batches, whole_numbers
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -144,27 +144,27 @@ def group_order(plan: Plan) -> None:
     All ranks run their groups in the order of the round, so no two wait for each other, and slow links start first.
     """
     size = plan.limits.node_size
-    for where, _, share in each_work(plan):
-        turns = [group.turn(size) for group in share.groups]
+    for where, _, share in stage_batches(plan):
+        turns = [group.order_key(size) for group in share.groups]
         for g, (before, after) in enumerate(pairwise(turns), start=1):
             if after < before:
                 value = f"{place(where)} has group {g}, {_KINDS[after]}, after group {g - 1}, {_KINDS[before]}"
                 must = "groups between nodes come first, then those inside a node, then those of one rank"
                 later = next(k for k, turn in enumerate(turns) if turn > after)
-                raise broken("group-order", value, must, f"put it before group {later}")
+                raise violation("group-order", value, must, f"put it before group {later}")
 
 
 def methods(plan: Plan) -> None:
     """Keys and values are gathered only in groups with a ring."""
-    for where, _, share in each_work(plan):
+    for where, _, share in stage_batches(plan):
         for g, group in enumerate(share.groups):
             if group.method not in _METHODS:
                 value = f"{place(where)} group {g} has method {group.method!r}"
-                raise broken("methods", value, "it is one of a fixed list", f"choose among {', '.join(Method)}")
+                raise violation("methods", value, "it is one of a fixed list", f"choose among {', '.join(Method)}")
             if group.method == Method.GATHER and group.ring == 1:
                 value = f"{place(where)} group {g} has method {group.method} with ring 1"
                 must = "keys and values are gathered over a ring, which has at least two indices"
-                raise broken("methods", value, must, f"use method {Method.RING}, or ring 2 or more")
+                raise violation("methods", value, must, f"use method {Method.RING}, or ring 2 or more")
 
 
 def routes(plan: Plan) -> None:
@@ -173,7 +173,7 @@ def routes(plan: Plan) -> None:
     A rank takes part if it or a rank of its shard group is in a group of the round.
     """
     home: dict[int, int] = {}
-    for where, stage, share in each_work(plan):
+    for where, stage, share in stage_batches(plan):
         routed = [(g, group, group.route) for g, group in enumerate(share.groups) if group.route is not None]
         if not routed:
             continue
@@ -188,22 +188,22 @@ def routes(plan: Plan) -> None:
                 value = f"{here} has proxy {asleep[0]}, whose shard group has no tokens in this round"
                 must = "proxies take part in the round of their group"
                 ranks = [rank for rank in stage.ranks if home[rank] in awake]
-                raise broken("routes", value, must, f"use ranks among {ranks}")
+                raise violation("routes", value, must, f"use ranks among {ranks}")
 
 
 def _check_numbers(here: str, route: Route, stage: Stage) -> None:
     if not whole_numbers([route.slices]) or route.slices < 1:
         value = f"{here} has a route with {route.slices!r} slices"
-        raise broken("routes", value, "a message is at least one slice", "use 1 or more")
+        raise violation("routes", value, "a message is at least one slice", "use 1 or more")
     proxies = route.proxies
     if not whole_numbers(proxies) or any(first >= second for first, second in pairwise(proxies)):
         value = f"{here} has proxies {list(proxies)}"
         way_out = f"use {sorted(set(proxies))}" if whole_numbers(proxies) else "use integers"
-        raise broken("routes", value, "proxies are distinct ranks in ascending order", way_out)
+        raise violation("routes", value, "proxies are distinct ranks in ascending order", way_out)
     foreign = sorted(set(proxies) - set(stage.ranks))
     if foreign:
         value = f"{here} has proxy {foreign[0]}, which is not in the stage"
-        raise broken("routes", value, "proxies are ranks of the stage", f"use ranks among {list(stage.ranks)}")
+        raise violation("routes", value, "proxies are ranks of the stage", f"use ranks among {list(stage.ranks)}")
 
 
 def _check_nodes(here: str, group: Group, route: Route, node_size: int) -> None:
@@ -211,14 +211,14 @@ def _check_nodes(here: str, group: Group, route: Route, node_size: int) -> None:
     if group.ring == 1 or len(nodes) == 1:
         what = "no ring" if group.ring == 1 else "all ranks in one node"
         must = "a route is for keys and values that cross between nodes"
-        raise broken("routes", f"{here} has a route but {what}", must, "leave the route out")
+        raise violation("routes", f"{here} has a route but {what}", must, "leave the route out")
     strange = [rank for rank in route.proxies if rank // node_size not in nodes]
     if strange:
         value = f"{here} has proxy {strange[0]} in node {strange[0] // node_size}"
         must = "proxies stand in the nodes of their group"
-        raise broken("routes", value, must, f"use ranks of nodes {sorted(nodes)}")
+        raise violation("routes", value, must, f"use ranks of nodes {sorted(nodes)}")
     try:
-        route.common_places(nodes, node_size)
+        route.common_local_ranks(nodes, node_size)
     except PlanError as error:
         raise PlanError(f"plan rule 'routes': {here}: {error}", rule="routes") from None
 
@@ -230,13 +230,13 @@ def pairs(plan: Plan) -> None:
     property of ring and method alone. And the queries of a document's pieces are disjoint, with all keys up to their
     own position, s (s + 1) / 2 pairs in all.
     """
-    for ring, method in {(group.ring, group.method) for _, _, share in each_work(plan) for group in share.groups}:
+    for ring, method in {(group.ring, group.method) for _, _, share in stage_batches(plan) for group in share.groups}:
         wrong = wrong_chunks(ring, method)
         if wrong is not None:
             value = f"ring {ring} with method {method} computes query chunk {wrong[0]} x key chunk {wrong[1]}"
             must = "chunks up to the diagonal are computed exactly once, and no others"
-            raise broken("pairs", value, must, "use ring 1")
-    spans = [span for where, _, share in each_work(plan) if where[2] == 0 for span in share.spans()]
+            raise violation("pairs", value, must, "use ring 1")
+    spans = [span for where, _, share in stage_batches(plan) if where[2] == 0 for span in share.spans()]
     table = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=3 * len(spans)).reshape(-1, 3)
     document, start, stop = table[np.lexsort((table[:, 1], table[:, 0]))].T
     again = np.flatnonzero((document[1:] == document[:-1]) & (start[1:] < stop[:-1])) + 1
@@ -244,7 +244,7 @@ def pairs(plan: Plan) -> None:
         k = again[0]
         value = f"the queries of document {document[k]} [{start[k]}:{min(stop[k], stop[k - 1])}) are computed twice"
         must = "every pair of query and key is computed exactly once"
-        raise broken("pairs", value, must, f"continue the document at token {stop[k - 1]}")
+        raise violation("pairs", value, must, f"continue the document at token {stop[k - 1]}")
     _check_areas(plan, document, start, stop)
 
 
@@ -259,4 +259,4 @@ def _check_areas(plan: Plan, document: np.ndarray, start: np.ndarray, stop: np.n
         k = wrong[0]
         value = f"document {k} has {found[k]} pairs of query and key"
         must = f"{lengths[k]} tokens have {wanted[k]}, each computed exactly once"
-        raise broken("pairs", value, must, f"cover its tokens 0 to {lengths[k] - 1} once")
+        raise violation("pairs", value, must, f"cover its tokens 0 to {lengths[k] - 1} once")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.errors import broken
+from seqloom.errors import violation
 from seqloom.plan.limits import Reduce, Sharding
 from seqloom.plan.pipeline import Stage
 from seqloom.plan.round import Checkpoint, StageMicroBatch
@@ -20,11 +20,11 @@ MOST_RANKS = 2**20
 """More ranks than this are a slip of the pen; refused before anything is listed per rank."""
 
 
-def each_work(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, StageMicroBatch]]:
+def stage_batches(plan: Plan) -> Iterator[tuple[tuple[int, int, int], Stage, StageMicroBatch]]:
     """Yield ((pipeline, round, stage), Stage, Work) of the whole plan."""
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
-            for s, share in enumerate(current.work):
+            for s, share in enumerate(current.by_stage):
                 yield (p, r, s), pipeline.stages[s], share
 
 
@@ -42,23 +42,23 @@ def whole_numbers(values: object) -> bool:
 def documents(plan: Plan) -> None:
     """A step has documents, and every one has a positive whole number of tokens."""
     if not plan.documents:
-        raise broken("documents", "no documents", "a step needs at least one", "plan a non-empty batch")
+        raise violation("documents", "no documents", "a step needs at least one", "plan a non-empty batch")
     if whole_numbers(plan.documents) and min(plan.documents) > 0:
         return
     for number, length in enumerate(plan.documents):
         if not whole_numbers([length]) or length < 1:
             value = f"document {number} has length {length!r}"
-            raise broken("documents", value, "lengths are whole numbers of at least 1 token", "drop this document")
+            raise violation("documents", value, "lengths are whole numbers of at least 1 token", "drop this document")
 
 
 def limits(plan: Plan) -> None:
     """The limits make sense by themselves."""
     own = plan.limits
-    numbers = {name: getattr(own, name) for name in ("ranks", "node_size", "heads", "granule")}
+    numbers = {name: getattr(own, name) for name in ("ranks", "node_size", "heads", "pad_multiple")}
     for name, value in {**numbers, "communicators": own.communicators}.items():
         least = 0 if name == "communicators" else 1
         if not whole_numbers([value]) or value < least:
-            raise broken(
+            raise violation(
                 "limits",
                 f"{name} is {value!r}",
                 f"a whole number of at least {least}",
@@ -66,21 +66,23 @@ def limits(plan: Plan) -> None:
             )
     if own.ranks > MOST_RANKS:
         value = f"{own.ranks} ranks"
-        raise broken("limits", value, f"a plan has at most {MOST_RANKS} ranks", f"use {MOST_RANKS} or fewer")
+        raise violation("limits", value, f"a plan has at most {MOST_RANKS} ranks", f"use {MOST_RANKS} or fewer")
     if own.ranks % own.node_size:
         nearest = max(1, round(own.ranks / own.node_size)) * own.node_size
         value = f"{own.ranks} ranks in nodes of {own.node_size}"
-        raise broken("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
+        raise violation("limits", value, "ranks are a whole number of nodes", f"use {nearest} ranks")
     names = [checkpoint for checkpoint, _ in own.capacity]
     if not names or len(set(names)) < len(names) or not set(names) <= set(Checkpoint):
-        raise broken("limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint))
+        raise violation(
+            "limits", f"capacity is given for {names}", "every checkpoint at most once", _options(Checkpoint)
+        )
     for checkpoint, tokens in own.capacity:
         if not whole_numbers([tokens]) or tokens < 1:
             value = f"capacity of checkpoint {checkpoint} is {tokens!r} tokens"
-            raise broken("limits", value, "at least 1 token per rank and round", "raise the memory budget")
+            raise violation("limits", value, "at least 1 token per rank and round", "raise the memory budget")
     for kind, chosen in ((Sharding, plan.sharding), (Reduce, plan.reduce)):
         if chosen not in list(kind):
-            raise broken(
+            raise violation(
                 "limits",
                 f"{kind.__name__.lower()} is {chosen!r}",
                 "it is one of a fixed list",
@@ -100,15 +102,15 @@ def stage_ranks(plan: Plan) -> None:
     """
     owner: dict[int, tuple[int, int]] = {}
     if not plan.pipelines:
-        raise broken("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
+        raise violation("stage-ranks", "no pipelines", "a plan has at least one", "use Pipeline.single")
     for p, pipeline in enumerate(plan.pipelines):
         if not pipeline.stages:
-            raise broken("stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single")
+            raise violation("stage-ranks", f"pipeline {p} has no stages", "it has at least one", "use Pipeline.single")
         for ranks in pipeline.ranks_by_pp_rank:
             s = next(s for s, stage in enumerate(pipeline.stages) if stage.ranks == ranks)
             if not ranks:
                 value = f"pipeline {p} stage {s} has no ranks"
-                raise broken("stage-ranks", value, "a stage has at least one", "leave the stage out")
+                raise violation("stage-ranks", value, "a stage has at least one", "leave the stage out")
             _claim(owner, (p, s), ranks, plan.limits.ranks)
 
 
@@ -118,14 +120,14 @@ def _claim(owner: dict[int, tuple[int, int]], here: tuple[int, int], ranks: tupl
     for rank in ranks:
         if not whole_numbers([rank]) or not 0 <= rank < world:
             value = f"{name} uses rank {rank!r}"
-            raise broken("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
+            raise violation("stage-ranks", value, f"there are {world} ranks", f"use ranks 0 to {world - 1}")
         if rank in owner:
             p, s = owner[rank]
             value = f"rank {rank} is in {name} and in pipeline {p} stage {s}"
             must = "stages have the same ranks in the same order (in one pipeline) or none in common"
             same = p == here[0] and s != here[1]
             way_out = "remove it from one of them" + (f", or give both the ranks of stage {s}" if same else "")
-            raise broken("stage-ranks", value, must, way_out)
+            raise violation("stage-ranks", value, must, way_out)
         owner[rank] = here
 
 
@@ -139,31 +141,31 @@ def layers(plan: Plan) -> None:
             if first != expected or stop <= first:
                 value = f"pipeline {p} stage {s} has layers [{first}:{stop})"
                 must = "layers of the stages follow each other from 0, at least one each"
-                raise broken("layers", value, must, f"use [{expected}:{max(stop, expected + 1)})")
+                raise violation("layers", value, must, f"use [{expected}:{max(stop, expected + 1)})")
             expected = stop
         totals.append(expected)
     if len(set(totals)) > 1:
         value = f"pipelines have {', '.join(map(str, totals))} layers"
-        raise broken("layers", value, "all pipelines run the same model", f"use {max(totals)} layers in each")
+        raise violation("layers", value, "all pipelines run the same model", f"use {max(totals)} layers in each")
 
 
 def work(plan: Plan) -> None:
     """Every round has work for every stage, and every group has documents."""
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
-            if len(current.work) != len(pipeline.stages):
-                value = f"pipeline {p} round {r} has {len(current.work)} Work for {len(pipeline.stages)} stages"
-                raise broken("work", value, "a round has one Work per stage", f"give {len(pipeline.stages)}")
-    for where, _, share in each_work(plan):
+            if len(current.by_stage) != len(pipeline.stages):
+                value = f"pipeline {p} round {r} has {len(current.by_stage)} Work for {len(pipeline.stages)} stages"
+                raise violation("work", value, "a round has one Work per stage", f"give {len(pipeline.stages)}")
+    for where, _, share in stage_batches(plan):
         if not share.groups or not all(group.spans for group in share.groups):
             what = "no groups" if not share.groups else "a group without documents"
-            raise broken("work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out")
+            raise violation("work", f"{place(where)} has {what}", "groups and rounds do some work", "leave it out")
 
 
 def group_ranks(plan: Plan) -> None:
     """A group's ranks are distinct ranks of its stage."""
     sets = [[frozenset(stage.ranks) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    for where, stage, share in each_work(plan):
+    for where, stage, share in stage_batches(plan):
         allowed = sets[where[0]][where[2]]
         for g, group in enumerate(share.groups):
             used = set(group.ranks)
@@ -173,12 +175,12 @@ def group_ranks(plan: Plan) -> None:
             what = f"rank {foreign[0]}, which is not in the stage" if foreign else f"ranks {list(group.ranks)}"
             must = "the ranks of a group are distinct ranks of its stage"
             way_out = f"use ranks among {stage.ranks[0]} to {stage.ranks[-1]}, each once"
-            raise broken("group-ranks", f"{place(where)} group {g} has {what}", must, way_out)
+            raise violation("group-ranks", f"{place(where)} group {g} has {what}", must, way_out)
 
 
 def group_shape(plan: Plan) -> None:
     """The ranks of a group form ulysses x ring."""
-    for where, _, share in each_work(plan):
+    for where, _, share in stage_batches(plan):
         for g, group in enumerate(share.groups):
             degree = len(group.ranks)
             if (
@@ -191,37 +193,37 @@ def group_shape(plan: Plan) -> None:
             nearest = min(divisors, key=lambda size: (abs(size - group.ulysses), size))
             value = f"{place(where)} group {g} has ulysses {group.ulysses} x ring {group.ring} on {degree} ranks"
             way_out = f"use ulysses {nearest} x ring {degree // nearest}"
-            raise broken("group-shape", value, "ulysses x ring is the number of ranks", way_out)
+            raise violation("group-shape", value, "ulysses x ring is the number of ranks", way_out)
 
 
 def heads(plan: Plan) -> None:
     """Every Ulysses rank has at least one query head."""
     most = plan.limits.heads
-    for where, _, share in each_work(plan):
+    for where, _, share in stage_batches(plan):
         for g, group in enumerate(share.groups):
             if group.ulysses > most:
                 nearest = max(size for size in range(1, most + 1) if len(group.ranks) % size == 0)
                 value = f"{place(where)} group {g} has ulysses {group.ulysses} for {most} heads"
                 way_out = f"use ulysses {nearest} x ring {len(group.ranks) // nearest}"
-                raise broken("heads", value, "every Ulysses rank needs a query head", way_out)
+                raise violation("heads", value, "every Ulysses rank needs a query head", way_out)
 
 
 def family(plan: Plan) -> None:
     """The Ulysses blocks of every group are members of the group family."""
     known = plan.limits.family
-    for where, _, share in each_work(plan):
+    for where, _, share in stage_batches(plan):
         for g, group in enumerate(share.groups):
             size = group.ulysses
             if size == 1:
                 continue
-            for block in group.blocks():
+            for block in group.ulysses_groups():
                 if known.contains(block[0], size) and block == tuple(range(block[0], block[0] + size)):
                     continue
                 nearest = known.nearest(min(block), size)
                 value = f"{place(where)} group {g} has the Ulysses block {list(block)}"
                 must = "Ulysses blocks are aligned contiguous blocks of the group family"
                 way_out = f"use ranks {nearest.start} to {nearest.stop - 1} in order"
-                raise broken("family", value, must, way_out)
+                raise violation("family", value, must, way_out)
 
 
 # ---- merged: plan.check_teams
@@ -237,7 +239,7 @@ def tensor(plan: Plan) -> None:
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             _degree(f"pipeline {p} stage {s} has tensor degree {stage.tensor}", stage, plan.limits.heads)
-    for where, stage, share in each_work(plan):
+    for where, stage, share in stage_batches(plan):
         if stage.tensor > 1:
             _groups(place(where), stage, share)
 
@@ -247,7 +249,7 @@ def _degree(value: str, stage: Stage, heads: int) -> None:
     for on, count, what in (("on", len(stage.ranks), "ranks of the stage"), ("for", heads, "query heads")):
         if stage.tensor < 1 or count % stage.tensor:
             nearest = max((size for size in _divisors(count) if size <= stage.tensor), default=1)
-            raise broken("tensor", f"{value} {on} {count} {what}", "it divides them", f"use {nearest}")
+            raise violation("tensor", f"{value} {on} {count} {what}", "it divides them", f"use {nearest}")
 
 
 def _groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
@@ -257,21 +259,21 @@ def _groups(where: str, stage: Stage, share: StageMicroBatch) -> None:
             f"the ranks of a team, {degree} here, compute linear layers together, on the tokens they have in attention"
         )
         way_out = "leave the linear layout out, or use tensor degree 1"
-        raise broken("tensor", f"{where} has a linear layout", must, way_out)
+        raise violation("tensor", f"{where} has a linear layout", must, way_out)
     for g, group in enumerate(share.groups):
         name = f"{where} group {g}"
         if group.ulysses % degree:
             value = f"{name} has ulysses {group.ulysses}, tensor degree {degree}"
             must = "tensor ranks are the inner part of the Ulysses axis, ulysses is a multiple of them"
-            raise broken("tensor", value, must, f"use ulysses {-(-group.ulysses // degree) * degree}")
+            raise violation("tensor", value, must, f"use ulysses {-(-group.ulysses // degree) * degree}")
         strange = [part for part in _cut(group.ranks, degree) if part not in together]
         if strange:
             must = f"tensor ranks are the stage's ranks cut every {degree}"
             nearest = next(part for part in together if strange[0][0] in part)
-            raise broken("tensor", f"{name} has {list(strange[0])} as tensor ranks", must, f"use {list(nearest)}")
+            raise violation("tensor", f"{name} has {list(strange[0])} as tensor ranks", must, f"use {list(nearest)}")
         if group.route is not None:
             must = f"keys of each of the {degree} slices of the weights go from rank to rank"
-            raise broken("tensor", f"{name} has a route", must, "leave the route out, or use tensor degree 1")
+            raise violation("tensor", f"{name} has a route", must, "leave the route out, or use tensor degree 1")
 
 
 def _cut(ranks: tuple[int, ...], size: int) -> dict[tuple[int, ...], None]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.errors import broken
+from seqloom.errors import violation
 from seqloom.layout.boxes import Column, merge_touching
 from seqloom.layout.layout import Layout
 from seqloom.layout.move import move_between
 from seqloom.plan.group import Method
 from seqloom.plan.round import StageMicroBatch
-from seqloom.plan.rules.structure import each_work, place, whole_numbers
+from seqloom.plan.rules.structure import place, stage_batches, whole_numbers
 
 if TYPE_CHECKING:
     from seqloom.plan.plan import Plan
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 def spans(plan: Plan) -> None:
     """Every span lies inside a document of the plan."""
     lengths, count = plan.documents, len(plan.documents)
-    for where, _, share in each_work(plan):
+    for where, _, share in stage_batches(plan):
         for group in share.groups:
             if not whole_numbers(chain.from_iterable(group.spans)):
                 value = f"{place(where)} has spans that are not whole numbers"
-                raise broken("spans", value, "a span is (document, start, stop)", "use integers")
+                raise violation("spans", value, "a span is (document, start, stop)", "use integers")
             for document, start, stop in group.spans:
                 if not 0 <= document < count:
                     value = f"{place(where)} works on document {document}"
-                    raise broken("spans", value, f"there are {count} documents", f"use 0 to {count - 1}")
+                    raise violation("spans", value, f"there are {count} documents", f"use 0 to {count - 1}")
                 if not 0 <= start < stop <= lengths[document]:
                     value = f"{place(where)} works on document {document} [{start}:{stop})"
                     must = f"a span is not empty and inside its document of {lengths[document]} tokens"
                     low = min(max(start, 0), lengths[document] - 1)
-                    raise broken("spans", value, must, f"use [{low}:{min(max(stop, low + 1), lengths[document])})")
+                    raise violation("spans", value, must, f"use [{low}:{min(max(stop, low + 1), lengths[document])})")
 
 
 def coverage(plan: Plan) -> None:
@@ -44,19 +44,19 @@ def coverage(plan: Plan) -> None:
     done = [0] * len(plan.documents)
     for p, pipeline in enumerate(plan.pipelines):
         for r, current in enumerate(pipeline.rounds):
-            for document, start, stop in current.work[0].spans():
+            for document, start, stop in current.by_stage[0].spans():
                 if start != done[document]:
                     what = "again" if start < done[document] else "before the tokens in front of it"
                     value = f"pipeline {p} round {r} works on document {document} [{start}:{stop}) {what}"
                     must = "every token is covered exactly once, in causal order"
-                    raise broken("coverage", value, must, f"continue document {document} at token {done[document]}")
+                    raise violation("coverage", value, must, f"continue document {document} at token {done[document]}")
                 done[document] = stop
     if done != list(plan.documents):
         document = next(k for k, length in enumerate(plan.documents) if done[k] != length)
         value = f"document {document}: {done[document]} of {plan.documents[document]} tokens are covered"
         must = "every token is covered exactly once"
         way_out = f"add document {document} [{done[document]}:{plan.documents[document]}) to a round"
-        raise broken("coverage", value, must, way_out)
+        raise violation("coverage", value, must, way_out)
 
 
 def pieces(plan: Plan) -> None:
@@ -68,7 +68,7 @@ def pieces(plan: Plan) -> None:
     home: dict[tuple[int, int], tuple[object, ...]] = {}
     seen: dict[tuple[int, int], tuple[int, int]] = {}
     lengths = plan.documents
-    for (p, r, s), _, share in each_work(plan):
+    for (p, r, s), _, share in stage_batches(plan):
         for group in share.groups:
             for document, start, stop in group.spans:
                 if stop - start == lengths[document]:
@@ -79,31 +79,33 @@ def pieces(plan: Plan) -> None:
                 if before == (p, r) or before[0] != p:
                     what = "is a second piece in this round" if before[0] == p else f"began in pipeline {before[0]}"
                     must = "pieces of a document are in different rounds of one pipeline"
-                    raise broken("pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}")
+                    raise violation(
+                        "pieces", f"{here} {what}", must, f"move it to a later round of pipeline {before[0]}"
+                    )
                 seen[key] = (p, r)
                 if home.setdefault(key, shape) != shape:
                     ranks, ulysses, ring = home[key]
                     value = f"{here} is on ranks {group.ranks} with ulysses {group.ulysses} x ring {group.ring}"
                     must = "all pieces of a document are on the same ranks in the same shape"
-                    raise broken("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
+                    raise violation("pieces", value, must, f"use ranks {ranks} with ulysses {ulysses} x ring {ring}")
                 if group.method == Method.GATHER or group.route is not None:
                     how = "a route" if group.route is not None else f"method {group.method}"
                     must = "a document in pieces needs method ring, without a route"
-                    raise broken("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
+                    raise violation("pieces", f"{here} is in a group with {how}", must, "use method ring and no route")
 
 
 def stage_spans(plan: Plan) -> None:
     """All stages of a round work on the same spans."""
-    for (p, r, s), _, share in each_work(plan):
+    for (p, r, s), _, share in stage_batches(plan):
         if s == 0:
             continue
-        expected, found = Counter(plan.pipelines[p].rounds[r].work[0].spans()), Counter(share.spans())
+        expected, found = Counter(plan.pipelines[p].rounds[r].by_stage[0].spans()), Counter(share.spans())
         if found != expected:
             missing, extra = expected - found, found - expected
             document, start, stop = next(iter(missing or extra))
             value = f"{place((p, r, s))} {'lacks' if missing else 'adds'} document {document} [{start}:{stop})"
             must = "all stages of a round work on the spans of its stage 0"
-            raise broken("stage-spans", value, must, "add it" if missing else "remove it")
+            raise violation("stage-spans", value, must, "add it" if missing else "remove it")
 
 
 def capacity(plan: Plan) -> None:
@@ -113,13 +115,13 @@ def capacity(plan: Plan) -> None:
     their sum.
     """
     allowed = dict(plan.limits.capacity)
-    granule = plan.limits.granule
-    for where, _, share in each_work(plan):
+    granule = plan.limits.pad_multiple
+    for where, _, share in stage_batches(plan):
         most = allowed.get(share.checkpoint)
         if most is None:
             value = f"{place(where)} uses checkpoint {share.checkpoint}"
             must = "the limits give a capacity for every checkpoint that is used"
-            raise broken("capacity", value, must, f"choose among {', '.join(allowed)}")
+            raise violation("capacity", value, must, f"choose among {', '.join(allowed)}")
         held: dict[int, int] = {}
         for group in share.groups:
             tokens = sum([-(-(stop - start) // granule) for _, start, stop in group.spans]) * granule
@@ -140,7 +142,7 @@ def capacity(plan: Plan) -> None:
 def _too_full(here: str, rank: int, held: int, most: int, share: StageMicroBatch) -> Exception:
     value = f"{here} puts {held} tokens on rank {rank}"
     must = f"checkpoint {share.checkpoint} allows {most} tokens per rank and round"
-    return broken("capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds")
+    return violation("capacity", value, must, f"spread {held - most} of them over more ranks or over other rounds")
 
 
 def layouts(plan: Plan) -> None:
@@ -148,22 +150,22 @@ def layouts(plan: Plan) -> None:
 
     The attention layout keeps a document on the ranks of its group.
     """
-    for where, stage, share in each_work(plan):
+    for where, stage, share in stage_batches(plan):
         for name, layout in (("attention", share.attention), ("linear", share.linear)):
             if layout is None:
                 continue
             here = f"{place(where)} {name} layout"
             if layout.axes != 1:
                 value = f"{here} has {layout.axes} axes"
-                raise broken("layouts", value, "a round's layouts hold whole tokens", "use one axis")
+                raise violation("layouts", value, "a round's layouts hold whole tokens", "use one axis")
             foreign = set(layout.rank.tolist()) - set(stage.ranks)
             if foreign:
                 value = f"{here} uses rank {min(foreign)}, which is not in the stage"
-                raise broken("layouts", value, "tokens stay in their stage", f"use ranks among {list(stage.ranks)}")
+                raise violation("layouts", value, "tokens stay in their stage", f"use ranks among {list(stage.ranks)}")
             if not _same_tokens(layout, share):
                 value = f"{here} holds {int(layout.sizes.sum())} tokens of {_tokens(share)}, or other ones"
                 must = "an explicit layout holds every token of the round on exactly one rank"
-                raise broken("layouts", value, must, f"leave the {name} layout out to have it derived")
+                raise violation("layouts", value, must, f"leave the {name} layout out to have it derived")
         if share.attention is not None:
             _refuse_strangers(place(where), share.attention, share)
 
@@ -191,7 +193,7 @@ def _refuse_strangers(here: str, layout: Layout, share: StageMicroBatch) -> None
             value = f"{here} attention layout puts document {document} on rank {rank}"
             ranks = next(group.ranks for group in share.groups if any(span[0] == document for span in group.spans))
             must = "in attention a document is on the ranks of its group"
-            raise broken("layouts", value, must, f"use ranks among {list(ranks)}")
+            raise violation("layouts", value, must, f"use ranks among {list(ranks)}")
 
 
 def remap(plan: Plan) -> None:
@@ -200,7 +202,7 @@ def remap(plan: Plan) -> None:
     Ranks of one shard group take part in the same rounds, so such a transfer can never wait for a rank that skips
     the round.
     """
-    explicit = [entry for entry in each_work(plan) if entry[2].attention is not None or entry[2].linear is not None]
+    explicit = [entry for entry in stage_batches(plan) if entry[2].attention is not None or entry[2].linear is not None]
     shard_groups = plan.shard_groups if explicit else ()
     home = np.zeros(plan.limits.ranks, dtype=np.int64)
     for number, shard_group in enumerate(shard_groups):
@@ -212,4 +214,4 @@ def remap(plan: Plan) -> None:
             sender, receiver = int(move.sender[away[0]]), int(move.receiver[away[0]])
             value = f"{place(where)} remaps document {move.item[away[0]]} from rank {sender} to {receiver}"
             must = f"a remap stays inside a shard group ({plan.sharding} sharding)"
-            raise broken("remap", value, must, f"use ranks among {list(shard_groups[home[sender]])}")
+            raise violation("remap", value, must, f"use ranks among {list(shard_groups[home[sender]])}")

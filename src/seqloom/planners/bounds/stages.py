@@ -45,7 +45,7 @@ def side_by_side_bound(plan: Plan, cost: CostModel) -> int | None:
     None where nothing is proven: where tokens have another layout in linear layers.
     """
     rounds = [current for pipeline in plan.pipelines for current in pipeline.rounds]
-    if any(work.linear is not None for current in rounds for work in current.work):
+    if any(work.linear is not None for current in rounds for work in current.by_stage):
         return None
     lengths = np.array(plan.documents, dtype=np.int64)
     found = [_pipeline(cost, pipeline, lengths) for pipeline in plan.pipelines]
@@ -62,10 +62,12 @@ def _pipeline(cost: CostModel, pipeline: Pipeline, lengths: np.ndarray) -> tuple
     for host, ranks in enumerate(pipeline.ranks_by_pp_rank):
         least_work, least_time = np.zeros((2, len(lengths)))
         for stage in pipeline.stages_of(host):
-            part = pipeline.parts[stage]
+            part = pipeline.layer_ranges[stage]
             whole = _priced(cost.with_tensor(pipeline.stages[stage].tensor), tuple(lengths.tolist()))
             fits = whole.degree <= len(ranks)
-            time = (part.stop - part.first) / part.of * whole.layers[fits] + (whole.head[fits] if part.ends else 0.0)
+            time = (part.stop - part.first) / part.model_layers * whole.layers[fits] + (
+                whole.head[fits] if part.has_head else 0.0
+            )
             least_work += (whole.degree[fits, None] * time).min(axis=0)
             least_time += time.min(axis=0)
         work += least_work
@@ -149,7 +151,7 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
         own = [share for stage in pipeline.stages_of(host) if (share := shares[stage]) is not None]
         part = sum(share.stop - share.first for share in own) / cost.model.layers
         fits = degree <= len(ranks)
-        time = part * layers[fits] + (head[fits] if any(share.ends for share in own) else 0.0)
+        time = part * layers[fits] + (head[fits] if any(share.has_head for share in own) else 0.0)
         work = (degree[fits, None] * time).min(axis=0).sum() / len(ranks)
         best = max(best, float(work), float(time.min(axis=0).max()))
         shard_groups = plan.limits.shard_groups(plan.sharding, ranks)

@@ -17,7 +17,7 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.plan import Plan
 from seqloom.planners.flex.search import LARGE_PROBLEM, REORDERED_BELOW, FlexSearch
 from seqloom.planners.loops import NEVER, BatchTables, DecodedRounds, RankAssignment
-from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, Problem, fitting_problems, to_plan
+from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
 
 SMALL_CLUSTER = 16
 """Up to this many ranks every virtual shard group is tried."""
@@ -47,14 +47,14 @@ def plan_flex(
         only: the one policy to plan for; None tries all.
         quick: whether a small part of the local search is enough: to compare batches or clusters, not to run the plan.
     """
-    problems = fitting_problems(lengths, cost) if only is None else [Problem.of(lengths, cost, only)]
-    bounds = [work_bound(problem.search) for problem in problems]
+    problems = fitting_problems(lengths, cost) if only is None else [BatchProblem.of(lengths, cost, only)]
+    bounds = [work_bound(problem.batch_tables) for problem in problems]
     overheads = [cost.step_overhead_ns(problem.policy) for problem in problems]
     best: tuple[int, int, list[FlexSearch]] | None = None
     for index in sorted(range(len(problems)), key=lambda index: bounds[index] + overheads[index]):
         if best is not None and bounds[index] + overheads[index] >= best[0]:
             break  # even at its bound this policy would not win
-        searches = start_searches(problems[index].search, bounds[index])
+        searches = start_searches(problems[index].batch_tables, bounds[index])
         step = searches[0].best_ns + overheads[index]
         if best is None or step < best[0]:
             best = (step, index, searches)
@@ -66,7 +66,8 @@ def plan_flex(
     assert search.best is not None
     rounds = rounds_of(problems[index], *search.best)
     faster = faster_variants(problems[index]) if only is None else []
-    return to_plan(problems[index], mix_checkpoints(problems[index], faster, rounds, search.best_ns), "flex")
+    rounds = mix_checkpoints(problems[index], faster, rounds, search.best_ns)
+    return problems[index].plan(rounds, "flex")
 
 
 def work_bound(tables: BatchTables) -> int:
@@ -128,7 +129,7 @@ def default_evaluations(tables: BatchTables, shard_group: int) -> int:
 
 
 def rounds_of(
-    problem: Problem, rounds: DecodedRounds, ranks: RankAssignment, documents: np.ndarray | None = None
+    problem: BatchProblem, rounds: DecodedRounds, ranks: RankAssignment, documents: np.ndarray | None = None
 ) -> list[list[GroupPlacement]]:
     """List the groups of every round of an assignment, in running order.
 
@@ -147,19 +148,19 @@ def rounds_of(
     return [placed[index] for index in sorted(placed)]
 
 
-def faster_variants(problem: Problem) -> list[Problem]:
+def faster_variants(problem: BatchProblem) -> list[BatchProblem]:
     """The same batch under the policies that keep more activations and reduce gradients at the same time."""
     cost, policy = problem.cost, problem.policy
     faster = CHECKPOINTS[: CHECKPOINTS.index(policy.checkpoint)]
     return [
-        Problem(problem.lengths, cost, v, cost.tables(problem.lengths, v))
+        BatchProblem(problem.lengths, cost, v, cost.tables(problem.lengths, v))
         for v in cost.policies
         if v.reduce == policy.reduce and v.checkpoint in faster
     ]
 
 
 def mix_checkpoints(
-    problem: Problem, faster: list[Problem], rounds: list[list[GroupPlacement]], best_ns: int
+    problem: BatchProblem, faster: list[BatchProblem], rounds: list[list[GroupPlacement]], best_ns: int
 ) -> list[list[GroupPlacement]]:
     """Return these rounds, or better ones of which the first keep more activations than the rest.
 
@@ -167,20 +168,20 @@ def mix_checkpoints(
     run in rounds of a faster policy: they are filled up to a part of the step, the rest is planned as before.
     """
     for other in faster:
-        shard_group = other.search.shard_group
-        soonest = FlexSearch.over(other.search, shard_group).tables.solo_ns.min(axis=0)
+        shard_group = other.batch_tables.shard_group
+        soonest = FlexSearch.over(other.batch_tables, shard_group).tables.solo_ns.min(axis=0)
         for part in MIXTURES:
             target = best_ns * part // 100
             early = np.flatnonzero(soonest <= target)
             if not len(early):
                 continue
-            first = FlexSearch.over(subset(other.search, early), shard_group)
+            first = FlexSearch.over(subset(other.batch_tables, early), shard_group)
             left = first.attempt(target, first.params)
             late = np.setdiff1d(np.arange(len(problem.lengths)), early[first.rounds.group_of >= 0])
             if left == 0 or not first.rounds.count[0] or not len(late):
                 continue  # all or nothing in the faster policy: that has been planned already
             spent = first.assign_ranks()
-            rest = subset(problem.search, late)
+            rest = subset(problem.batch_tables, late)
             second = start_searches(rest, work_bound(rest))[0]
             if second.best is not None and spent + second.best_ns < best_ns:
                 best_ns = spent + second.best_ns

@@ -27,7 +27,7 @@ from seqloom.cost.stages import StageMemory, pipeline_checkpoints, pp_rank_bytes
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, StageMicroBatch
-from seqloom.plan.pipeline import gathered_for_passes
+from seqloom.plan.pipeline import with_reshard_after_forward
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
     ParallelConfig,
@@ -38,7 +38,7 @@ from seqloom.planners.hydraulis.strategy import (
 )
 from seqloom.planners.loops import estimate_pipeline_ns
 from seqloom.planners.pipeline.stage_layout import StageLayout
-from seqloom.schedules import schedule_of
+from seqloom.schedules import build_schedule
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of stages to consider."""
@@ -311,13 +311,13 @@ def plan_resharding_pipeline(
         spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
         groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
         rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
-    rows = schedule_of("1f1b", config.stages, len(batches)).rows_of_plan()
+    rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()
     limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())
     return Plan(
         limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.pad_multiple),
         sharding=cost.sharding,
         reduce=Reduce.STEP,
         documents=tuple(lengths.tolist()),
-        pipelines=(gathered_for_passes(Pipeline(stages, tuple(rounds), rows)),),
+        pipelines=(with_reshard_after_forward(Pipeline(stages, tuple(rounds), rows)),),
         planner="hydraulis",
     )

@@ -308,8 +308,10 @@ def _moved(pipeline: Pipeline, part: BlockPlan) -> Pipeline:
     stages = tuple(replace(stage, ranks=shifted(stage.ranks)) for stage in pipeline.stages)
     rounds = []
     for current in pipeline.rounds:
-        assert all(work.attention is None and work.linear is None for work in current.work), "blocks have no layouts"
-        rounds.append(Round(tuple(replace(work, groups=tuple(map(moved, work.groups))) for work in current.work)))
+        assert all(work.attention is None and work.linear is None for work in current.by_stage), (
+            "blocks have no layouts"
+        )
+        rounds.append(Round(tuple(replace(work, groups=tuple(map(moved, work.groups))) for work in current.by_stage)))
     return Pipeline(stages, tuple(rounds), pipeline.actions)
 
 

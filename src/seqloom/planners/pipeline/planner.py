@@ -15,7 +15,7 @@ import numpy as np
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.stages import StageMemory, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
-from seqloom.errors import PlanError, SeqloomError, unknown
+from seqloom.errors import PlanError, SeqloomError, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
 from seqloom.planners.pipeline.long_sequences import DocumentCosts, StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches, MicroBatchSize, make_micro_batches
@@ -28,8 +28,8 @@ from seqloom.planners.pipeline.recompute_offload import (
     stage_micro_batch,
 )
 from seqloom.planners.pipeline.stage_layout import StageLayout, check_stages, stage_group_shapes
-from seqloom.schedules import NAMES, Schedule, Times, play, schedule_of
-from seqloom.schedules.search import BUDGET, balanced
+from seqloom.schedules import SCHEDULE_NAMES, Schedule, Times, build_schedule, simulate_schedule
+from seqloom.schedules.search import BUDGET, balanced_schedule
 from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
@@ -39,7 +39,7 @@ UNCUT = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *V_S
 """Schedules that cut no sequence unless memory asks for it."""
 PIECEWISE = ("seq1f1b", "seq1f1b-i")
 """Names of the same schedules where sequences come in pieces."""
-SCHEDULES = tuple(dict.fromkeys((*NAMES, "balanced")))
+SCHEDULES = tuple(dict.fromkeys((*SCHEDULE_NAMES, "balanced")))
 
 PIECES = (1, 2, 4, 8, 16, 32)
 """Pieces of the longest document to try."""
@@ -139,7 +139,7 @@ def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks:
 def schedules_to_try(schedule: str, chunks: int) -> tuple[str, ...]:
     """Names of the schedules to try where a run asks for this one: all that suit the chunks, or the one it names."""
     if schedule not in ("auto", *SCHEDULES):
-        raise unknown("schedule", schedule, ("auto", *SCHEDULES))
+        raise unknown_name("schedule", schedule, ("auto", *SCHEDULES))
     if schedule != "auto":
         return (schedule,)
     if chunks == 1:
@@ -150,7 +150,7 @@ def schedules_to_try(schedule: str, chunks: int) -> tuple[str, ...]:
 def check_schedule(name: str, pp_size: int, chunks: int) -> None:
     """Refuse a named schedule that such a pipeline cannot have, before any planning."""
     if name not in ("auto", "balanced"):
-        schedule_of(name, pp_size, 1, 1, chunks)
+        build_schedule(name, pp_size, 1, 1, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +357,7 @@ class PipelineSearch:
             if choice is None:
                 return None
         shares = [peak / max(free, 1) for peak, free in zip(memory.peaks(schedule, choice), memory.free, strict=True)]
-        makespan = play(schedule, costs.times(choice), message=costs.message_ns).makespan
+        makespan = simulate_schedule(schedule, costs.times(choice), message=costs.message_ns).makespan
         return Candidate(costs.micro_batches, schedule, choice, makespan, max(shares))
 
     def _schedule(self, name: str, memory: ActivationMemory, choice: Choice, budget: int) -> Schedule | None:
@@ -368,7 +368,7 @@ class PipelineSearch:
             fused = memory.fuses_backward(choice)
             held, caps = memory.held(choice), memory.caps(choice)
             try:
-                found = balanced(
+                found = balanced_schedule(
                     pp_ranks, units, _fuse_times(times, fused), held, caps, message=costs.message_ns, budget=budget
                 )
             except PlanError:
@@ -378,7 +378,7 @@ class PipelineSearch:
         if name in V_SHAPED and max(pieces) > 1:
             return None
         chunks = len(pp_ranks) // self.layout.pp_size
-        return schedule_of(name, self.layout.pp_size, len(pieces), pieces, chunks, times)
+        return build_schedule(name, self.layout.pp_size, len(pieces), pieces, chunks, times)
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate."""
@@ -392,7 +392,7 @@ class PipelineSearch:
             sharding=self.cost.sharding,
             reduce=Reduce.STEP,
             documents=tuple(self.lengths.tolist()),
-            pipelines=(Pipeline(self.layout.stages, tuple(rounds), candidate.schedule.rows_of_plan()),),
+            pipelines=(Pipeline(self.layout.stages, tuple(rounds), candidate.schedule.pipeline_actions()),),
             planner="pipeline",
         )
 
@@ -449,8 +449,13 @@ class PipelineSearch:
 
 def _fuse_times(times: Times, fused: np.ndarray) -> Times:
     """The same work with nothing left for the weight half where backwards shall be whole, bool[stages, units]."""
-    late = np.where(fused, times.weights, 0)
-    return Times(times.forward, times.backward + late, times.weights - late, np.where(fused, 0, times.apart))
+    late = np.where(fused, times.backward_weight, 0)
+    return Times(
+        times.forward,
+        times.backward_input + late,
+        times.backward_weight - late,
+        np.where(fused, 0, times.split_overhead),
+    )
 
 
 def _fuse_backward(schedule: Schedule, fused: np.ndarray) -> Schedule:

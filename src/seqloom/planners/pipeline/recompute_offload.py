@@ -19,7 +19,7 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import copy_ns
 from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
 from seqloom.cost.stages import StageMemory, pp_rank_bytes
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, in_order
+from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
@@ -57,7 +57,7 @@ def stage_micro_batch(
         Group(tuple(range(first + at, first + at + shape.degree)), shape.ulysses, shape.ring, spans, shape.method)
         for shape, at, spans in groups
     ]
-    return StageMicroBatch(in_order(placed, cost.node_size), policy.checkpoint, offload=policy.offload)
+    return StageMicroBatch(sort_groups(placed, cost.node_size), policy.checkpoint, offload=policy.offload)
 
 
 class KVBytes(NamedTuple):
@@ -96,7 +96,7 @@ class MicroBatchCosts:
         times = [self.times_under(policy) for policy in self.policies]
         columns = zip(*(each[:3] for each in times), strict=True)
         picked = [np.take_along_axis(np.stack(column), choice[None], axis=0)[0] for column in columns]
-        return Times(*picked, apart=times[0].apart)
+        return Times(*picked, split_overhead=times[0].split_overhead)
 
     def times_under(self, policy: ActivationPolicy) -> Times:
         """Times with all micro-batches under one policy; stages of equal sizes are priced once."""
@@ -104,14 +104,14 @@ class MicroBatchCosts:
             return self.times_under(ActivationPolicy(Checkpoint.FULL))
         if policy not in self._times:
             ranges = self.layout.layer_ranges
-            sizes = [(layers.stop - layers.first, layers.ends) for layers in ranges]
+            sizes = [(layers.stop - layers.first, layers.has_head) for layers in ranges]
             by_size = {
                 size: self._stage_times(layers, policy)
                 for size, layers in dict(zip(sizes, ranges, strict=True)).items()
             }
             columns = [np.stack([by_size[size][k] for size in sizes]) for k in range(3)]
             split = [[self.cost.engine.split_overhead_ns(count)] for count, _ in sizes]
-            self._times[policy] = Times(*columns, apart=np.array(split, dtype=np.int64))
+            self._times[policy] = Times(*columns, split_overhead=np.array(split, dtype=np.int64))
         return self._times[policy]
 
     def _stage_times(self, layers: LayerRange, policy: ActivationPolicy) -> tuple[np.ndarray, ...]:
@@ -248,7 +248,7 @@ class ActivationMemory:
         Offloading is used only where recomputing is not enough.
         """
         times = [self.costs.times_under(policy) for policy in self.costs.policies]
-        total = [(each.forward + each.backward + each.weights).tolist() for each in times]
+        total = [(each.forward + each.backward_input + each.backward_weight).tolist() for each in times]
         recomputing = sum(not policy.offload for policy in self.costs.policies)
         chosen = choice.tolist()
         for row, free in zip(schedule.rows, self.free, strict=True):

@@ -18,8 +18,8 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.describe import ModelSpec
 from seqloom.plan import Plan
+from seqloom.planners.packing import best_fit_decreasing
 from seqloom.planners.published.tuned import Place, Rounds, tuned_plan
-from seqloom.planners.uniform import pack
 
 
 def plan_hybrid_dp(lengths: np.ndarray, cost: CostModel) -> Plan:
@@ -63,7 +63,7 @@ def units(tokens: np.ndarray, work: np.ndarray, capacity: int) -> list[tuple[lis
     long = np.flatnonzero(tokens > capacity).tolist()
     short = np.flatnonzero(tokens <= capacity)
     found = [([document], -(-int(tokens[document]) // capacity)) for document in long]
-    found += [(short[members].tolist(), 1) for members in pack(tokens[short], capacity)]
+    found += [(short[members].tolist(), 1) for members in best_fit_decreasing(tokens[short], capacity)]
     return sorted(found, key=lambda unit: (-float(work[unit[0]].sum()) / unit[1], unit[0]))
 
 

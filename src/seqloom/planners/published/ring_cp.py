@@ -14,7 +14,8 @@ import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.plan import Method, Plan
-from seqloom.planners.published.tuned import Place, Rounds, arrival_packs, tuned_plan
+from seqloom.planners.packing import next_fit
+from seqloom.planners.published.tuned import Place, Rounds, tuned_plan
 
 
 def plan_te_cp(lengths: np.ndarray, cost: CostModel, *, routed: bool = False) -> Plan:
@@ -33,6 +34,6 @@ def whole_world(ranks: int, method: Method, routed: bool):
 
     def placement(tokens: np.ndarray, capacity: int) -> Rounds:
         everyone = tuple(range(ranks))
-        return [[Place(everyone, pack, method, routed)] for pack in arrival_packs(tokens, ranks * capacity)]
+        return [[Place(everyone, pack, method, routed)] for pack in next_fit(tokens, ranks * capacity)]
 
     return placement

@@ -14,9 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape
-from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Method, Pipeline, Plan, Reduce, Round, StageMicroBatch, in_order
-from seqloom.planners.problem import CHECKPOINTS, fitting_problems
+from seqloom.plan import Group, Method, Plan, Reduce, StageMicroBatch, sort_groups
+from seqloom.planners.problem import (
+    build_plan,
+    checkpoint_capacities,
+    fastest_checkpoint,
+    fitting_problems,
+    whole_documents,
+)
 
 
 class Place(NamedTuple):
@@ -76,19 +81,6 @@ def capacities(tokens: np.ndarray, cost: CostModel, halved: bool = True) -> list
     return sorted((room for room in found if room * cost.ranks >= tokens.max()), reverse=True)
 
 
-def arrival_packs(tokens: np.ndarray, room: int) -> list[list[int]]:
-    """Documents in the order in which they came, a new pack where the next one does not fit into ``room`` tokens."""
-    packs: list[list[int]] = []
-    left = 0
-    for document, size in enumerate(tokens.tolist()):
-        if size > left:
-            packs.append([])
-            left = room
-        packs[-1].append(document)
-        left -= size
-    return packs
-
-
 def crosses(ranks: Sequence[int], node_size: int) -> bool:
     """Whether these ranks lie in more than one node."""
     return min(ranks) // node_size != max(ranks) // node_size
@@ -104,23 +96,16 @@ def _plan(
     finished: Callable[[StageMicroBatch], StageMicroBatch] | None,
 ) -> Plan | None:
     """The plan of these rounds under one way to reduce; None where its memory does not hold them."""
-    capacity = {v.checkpoint: cost.capacity(v) for v in cost.policies if v.reduce == reduce}
+    capacity = checkpoint_capacities(cost, reduce)
     built = []
     for places in rounds:
         joined = _joined(places)
-        checkpoint = _checkpoint(fullest(joined, tokens), capacity)
+        checkpoint = fastest_checkpoint(capacity, fullest(joined, tokens))
         if checkpoint is None:
             return None
         work = StageMicroBatch(_groups(joined, lengths, cost), checkpoint)
-        built.append(Round((work if finished is None else finished(work),)))
-    return Plan(
-        limits=cost.limits(reduce),
-        sharding=cost.sharding,
-        reduce=reduce,
-        documents=tuple(lengths.tolist()),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce, cost.tensor),),
-        planner=name,
-    )
+        built.append(work if finished is None else finished(work))
+    return build_plan(cost, lengths.tolist(), built, reduce, name)
 
 
 def _joined(places: Iterable[Place]) -> list[Place]:
@@ -141,16 +126,11 @@ def fullest(places: Iterable[Place], tokens: np.ndarray) -> int:
     return max(held.values())
 
 
-def _checkpoint(most: int, capacity: dict[Checkpoint, int]) -> Checkpoint | None:
-    """The fastest choice that holds this many tokens on a rank."""
-    return next((choice for choice in CHECKPOINTS if capacity.get(choice, -1) >= most), None)
-
-
 def _groups(places: Iterable[Place], lengths: np.ndarray, cost: CostModel) -> tuple[Group, ...]:
     """Groups in running order: between nodes, inside a node, on one rank."""
-    groups = []
+    groups, sizes = [], lengths.tolist()
     for place in sorted(places, key=lambda place: place.ranks):
-        spans = [Span(document, 0, int(lengths[document])) for document in place.documents]
         method = place.method if len(place.ranks) > 1 else Method.RING  # one rank has nothing to gather
-        groups.append(cost.group(GroupShape(1, len(place.ranks), method, place.routed), place.ranks, spans))
-    return in_order(groups, cost.node_size)
+        shape = GroupShape(1, len(place.ranks), method, place.routed)
+        groups.append(whole_documents(cost, shape, place.ranks, place.documents, sizes))
+    return sort_groups(groups, cost.node_size)

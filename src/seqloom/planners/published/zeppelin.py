@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from seqloom.cost import CostModel
-from seqloom.layout.balance import level_targets, rebalanced
+from seqloom.layout.balance import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, StageMicroBatch
-from seqloom.planners.published.tuned import Place, Rounds, arrival_packs, crosses, fullest, tuned_plan
+from seqloom.planners.packing import next_fit
+from seqloom.planners.published.tuned import Place, Rounds, crosses, fullest, tuned_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def plan_zeppelin(lengths: np.ndarray, cost: CostModel, *, routing: bool = True,
 
     def placement(tokens: np.ndarray, capacity: int) -> Rounds:
         machine = Machine(cost.ranks // cost.node_size, cost.node_size, capacity)
-        packs = arrival_packs(tokens, cost.ranks * capacity)
+        packs = next_fit(tokens, cost.ranks * capacity)
         return [[routed(place) for place in partition(tokens, pack, machine)] for pack in packs]
 
     def routed(place: Place) -> Place:
@@ -214,7 +215,7 @@ def even_tokens(work: StageMicroBatch, cost: CostModel) -> StageMicroBatch:
     layout = work.attention_layout()
     held = np.bincount(layout.rank, weights=layout.sizes, minlength=cost.ranks).astype(np.int64)
     shard_groups = cost.limits().shard_groups(cost.sharding, range(cost.ranks))
-    targets = level_targets(np.zeros_like(held), 1, held, shard_groups)
+    targets = balanced_token_counts(np.zeros_like(held), 1, held, shard_groups)
     if np.array_equal(targets, held):
         return work
-    return replace(work, linear=rebalanced(layout, targets, cost.node_size, shard_groups))
+    return replace(work, linear=rebalance_layout(layout, targets, cost.node_size, shard_groups))

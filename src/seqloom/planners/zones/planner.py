@@ -1,142 +1,71 @@
-"""From seated rounds to the plan everybody reads."""
+"""Planner ``zones``: split the batch into rounds, fill each with groups that may share ranks, keep the best policy.
+
+After Zeppelin's zones, but by price instead of by length: every round is filled towards several targets, then the
+degree of one document at a time is changed, and the filling that is done first is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappush, heapreplace
-from itertools import repeat
+from itertools import product
 
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
-from seqloom.layout import Span
-from seqloom.plan import Group, Pipeline, Plan, Round, StageMicroBatch
-from seqloom.planners.problem import CHECKPOINTS, Problem
+from seqloom.plan import Group, Plan, StageMicroBatch
+from seqloom.planners.loops import NEVER
+from seqloom.planners.packing import least_loaded
+from seqloom.planners.problem import (
+    BatchProblem,
+    build_plan,
+    checkpoint_capacities,
+    fastest_checkpoint,
+    whole_documents,
+)
 from seqloom.planners.remap import with_remapping
-from seqloom.planners.zones.fill import Seating
-from seqloom.planners.zones.prices import WHOLE, Alone, Prices
-from seqloom.planners.zones.search import best_filling
-
-
-def build_plan(prices: Prices, rounds: Sequence[Seating], lengths: np.ndarray) -> Plan:
-    """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
-    cost, reduce = prices.cost, prices.policy.reduce
-    capacities = {v.checkpoint: cost.capacity(v) for v in cost.policies if v.reduce == reduce}
-    size = lengths.tolist()
-    built = []
-    for seating in rounds:
-        fullest = prices.capacity - min(seating.room)
-        checkpoint = next(c for c in CHECKPOINTS if capacities.get(c, -1) >= fullest)
-        built.append(Round((StageMicroBatch(groups_of(prices, seating, size), checkpoint),)))
-    return Plan(
-        limits=cost.limits(reduce),
-        sharding=cost.sharding,
-        reduce=reduce,
-        documents=tuple(size),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, built, reduce),),
-        planner="zones",
-    )
-
-
-def groups_of(prices: Prices, seating: Seating, lengths: Sequence[int]) -> tuple[Group, ...]:
-    """The groups of a round, slow links first: those that cross nodes, then the wider ones, then whole documents."""
-    node = prices.cost.node_size
-    cuts = sorted(
-        seating.cut.items(),
-        key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
-    )
-    cost = prices.cost
-    groups = [cost.group(prices.shapes[s], ranks, _spans(members, lengths)) for (ranks, s), members in cuts]
-    for rank, members in enumerate(seating.whole):
-        if members:
-            groups.append(cost.group(WHOLE, (rank,), _spans(members, lengths)))
-    return tuple(groups)
-
-
-def _spans(documents: Sequence[int], lengths: Sequence[int]) -> tuple[Span, ...]:
-    ordered = sorted(documents)
-    return tuple(map(Span._make, zip(ordered, repeat(0), map(lengths.__getitem__, ordered), strict=False)))
-
-
-# ---- merged: planners.zones.deal
-# Deal a batch into rounds, in two ways: long documents apart, or long documents together.
-
-
-FILLER = 40
-"""Per cent of the tokens, in the shortest documents, that level the ranks of every round alike."""
-
-
-def deal_apart(prices: Prices, rounds: int) -> list[list[int]]:
-    """Give every document to the round with the least work that has room; the documents of a round by falling time.
-
-    All rounds take about as long. A document that no round has room for goes to the one with most room; what its ranks
-    cannot hold is left over there.
-    """
-    order = prices.order.tolist()
-    if rounds == 1:
-        return [order]
-    tokens, whole = prices.listed
-    room = [prices.capacity * prices.cost.ranks] * rounds
-    work = [(0, r) for r in range(rounds)]
-    dealt: list[list[int]] = [[] for _ in range(rounds)]
-    for k in order:
-        size, chosen = tokens[k], work[0]
-        if room[chosen[1]] < size:
-            chosen = min((one for one in work if room[one[1]] >= size), default=max(work, key=lambda one: room[one[1]]))
-            work.remove(chosen)
-            heapify(work)
-            heappush(work, (chosen[0] + whole[k], chosen[1]))
-        else:
-            heapreplace(work, (chosen[0] + whole[k], chosen[1]))
-        room[chosen[1]] -= size
-        dealt[chosen[1]].append(k)
-    return dealt
-
-
-def deal_together(prices: Prices, rounds: int) -> list[list[int]]:
-    """Cut the long documents, by falling time, into runs of equal tokens, a run per round; deal the short ones in turn.
-
-    The first round takes longest: there is more time for the longest documents, which are cut less finely.
-    """
-    order = prices.order
-    if rounds == 1:
-        return [order.tolist()]
-    tokens = prices.tokens[order]
-    upto = np.cumsum(tokens)
-    long = upto * 100 <= int(upto[-1]) * (100 - FILLER)
-    runs = np.minimum((upto - tokens) * rounds // max(1, int(tokens[long].sum())), rounds - 1)
-    chosen = np.where(long, runs, (np.cumsum(~long) - 1) % rounds)
-    return [order[chosen == r].tolist() for r in range(rounds)]
-
-
-# ---- merged: planners.zones.planner
-# Planner ``zones``: deal the batch into rounds, fill each in overlapping groups, keep the best policy.
-
+from seqloom.planners.zones.fill import FillTarget, RankLoads, fill_round, finish, rank_times, swap_rebalance
+from seqloom.planners.zones.prices import SINGLE_RANK, SingleRankPrices, ZonePrices
 
 EVALUATIONS = 1_200
-"""Documents seated, over all fillings of the batch, where no budget is given."""
-LEAST, MOST = 2, 128
-"""Fillings of each round then, at least and at most."""
-ONCE_FROM = 4_096
+"""Documents placed, over all fillings of the batch, where no budget is given."""
+MIN_FILLINGS, MAX_FILLINGS = 2, 128
+"""Fillings of each round then."""
+FILL_ONCE_FROM = 4_096
 """Documents from which on every round is filled once: a second filling gains less than one part in 300 there."""
 QUICK_FROM = 512
 """Documents from which on, where no budget is given, one number of rounds is tried."""
 SPARE = 16
-"""One part in this many of a round's memory is room to place documents."""
+"""One part in this many of a round's memory is left free to place documents."""
 WORTH = 200
 """What can gain less than one part in this many is not tried."""
+FILLER = 40
+"""Per cent of the tokens, in the shortest documents, that even out the ranks of every round."""
+MAX_TARGETS = 16
+"""Fillings towards different targets at most; what is left of the budget goes to single degrees."""
+LIMITS = (50, 100, 25, 75)
+"""What a document may take of a rank, per cent of the target: cut finer, long ones leave room for short ones."""
+MUCH = 30
+"""Per mille of waiting that voluntary cuts may well remove, unless memory is tight: then finer cuts are tried first."""
+TIGHT = 80
+"""Per cent of the memory of a round from which on it is tight."""
+MAX_COMBINATIONS = 100
+"""Up to so many combinations of degrees, all are tried."""
+SLOW_RANKS = 2
+"""Slowest ranks whose documents are tried in other degrees."""
+SLACKS = (2, 0, 5, 10)
+"""How far targets are above the time at which all ranks would end together, per cent."""
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
-    """A partition of the batch under one policy, and the step it leads to."""
+class FilledRounds:
+    """The batch in filled rounds under one policy, and the time of the step."""
 
     ns: int
-    prices: Prices
-    rounds: list[Seating]
+    prices: ZonePrices
+    rounds: list[RankLoads]
 
 
 def plan_zones(
@@ -156,65 +85,237 @@ def plan_zones(
         )
     array = Batch.of(lengths).lengths
     policies = [policy for policy in cost.policies if only in (None, policy)]
-    holding = [Alone.of(array, cost, policy) for policy in policies if holds(array, cost, policy)]
+    longest = int(cost.padded_lengths(array.max(keepdims=True))[0])
+    most = max(shape.degree for shape in cost.shapes)
+    holding = [SingleRankPrices.of(array, cost, p) for p in policies if longest <= most * cost.capacity(p)]
     if not holding:
         widest = max(policies, key=cost.capacity)
-        raise Problem(array, cost, widest, cost.tables(array, widest)).too_long()
-    best: Answer | None = None
+        raise BatchProblem(array, cost, widest, cost.tables(array, widest)).too_long()
+    best: FilledRounds | None = None
     quick = evaluations is None and len(array) >= QUICK_FROM
-    least = 1 if len(array) >= ONCE_FROM else LEAST
-    fillings = max(least, min(MOST, EVALUATIONS // len(array))) if evaluations is None else max(1, evaluations)
-    for alone in sorted(holding, key=lambda alone: alone.least_ns(alone.rounds)):
-        if best is not None and not _worth(alone.least_ns(alone.rounds), best.ns):
+    least = 1 if len(array) >= FILL_ONCE_FROM else MIN_FILLINGS
+    fillings = max(least, min(MAX_FILLINGS, EVALUATIONS // len(array))) if evaluations is None else max(1, evaluations)
+    for single in sorted(holding, key=lambda single: single.least_ns(single.min_rounds)):
+        if best is not None and not _may_win(single.least_ns(single.min_rounds), best.ns):
             break
-        prices = Prices.of(alone)
-        for rounds in rounds_to_try(alone, quick):
-            for deal in (deal_together,) if quick or rounds == 1 else (deal_together, deal_apart):
-                if best is None or _worth(alone.least_ns(rounds), best.ns):
-                    answer = partition(prices, deal(prices, rounds), fillings)
+        prices = ZonePrices.of(single)
+        for rounds in round_counts(single, quick):
+            for split in (split_sorted,) if quick or rounds == 1 else (split_sorted, split_lpt):
+                if best is None or _may_win(single.least_ns(rounds), best.ns):
+                    answer = fill_rounds(prices, split(prices, rounds), fillings)
                     best = answer if best is None or answer.ns < best.ns else best
     assert best is not None
-    plan = build_plan(best.prices, best.rounds, array)
+    plan = plan_of(best.prices, best.rounds, array)
     return plan if quick else with_remapping(plan, cost)
 
 
-def holds(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> bool:
-    """Whether the largest group holds the longest document."""
-    most = max(shape.degree for shape in cost.shapes) * cost.capacity(policy)
-    return int(cost.padded_lengths(lengths.max(keepdims=True))[0]) <= most
-
-
-def rounds_to_try(alone: Alone, quick: bool) -> list[int]:
-    """Numbers of rounds: as few as leave some room to place documents, which is quickly filled; and those around it."""
-    tokens, room = int(alone.tables.tokens.sum()), alone.tables.capacity * alone.cost.ranks
-    roomy = max(1, -(-tokens * SPARE // (room * (SPARE - 1))))
-    return [roomy] if quick else sorted({alone.rounds, alone.rounds + 1, roomy})
-
-
-def _worth(least: int, best: int) -> bool:
+def _may_win(least_ns: int, best_ns: int) -> bool:
     """Whether a step that takes at least this long may still be noticeably faster than the best one."""
-    return least + least // WORTH < best
+    return least_ns + least_ns // WORTH < best_ns
 
 
-def partition(prices: Prices, dealt: list[list[int]], evaluations: int) -> Answer:
+def round_counts(single: SingleRankPrices, quick: bool) -> list[int]:
+    """Numbers of rounds to try: as few as leave room to place documents, which is filled quickly; and those around."""
+    tokens, room = int(single.tables.tokens.sum()), single.tables.capacity * single.cost.ranks
+    roomy = max(1, -(-tokens * SPARE // (room * (SPARE - 1))))
+    return [roomy] if quick else sorted({single.min_rounds, single.min_rounds + 1, roomy})
+
+
+def split_lpt(prices: ZonePrices, rounds: int) -> list[list[int]]:
+    """Split the batch into rounds of about equal time: every document to the round with the least work and room.
+
+    A document that no round has room for goes to the one with most room; what its ranks cannot hold is left over there.
+    The documents of a round come by falling time.
+    """
+    order, room = prices.order.tolist(), prices.capacity * prices.cost.ranks
+    if rounds == 1:
+        return [order]
+    found = least_loaded(order, prices.tokens_list, prices.whole_ns_list, rounds, room, overflow=True)
+    assert found is not None
+    return found
+
+
+def split_sorted(prices: ZonePrices, rounds: int) -> list[list[int]]:
+    """Split the long documents, by falling time, into runs of equal tokens, a run per round; the short ones in turn.
+
+    The first round takes longest: there is more time for the longest documents, which are cut less finely.
+    """
+    order = prices.order
+    if rounds == 1:
+        return [order.tolist()]
+    tokens = prices.tokens[order]
+    upto = np.cumsum(tokens)
+    long = upto * 100 <= int(upto[-1]) * (100 - FILLER)
+    runs = np.minimum((upto - tokens) * rounds // max(1, int(tokens[long].sum())), rounds - 1)
+    chosen = np.where(long, runs, (np.cumsum(~long) - 1) % rounds)
+    return [order[chosen == r].tolist() for r in range(rounds)]
+
+
+def fill_rounds(prices: ZonePrices, split: list[list[int]], fillings: int) -> FilledRounds:
     """Fill rounds one after another; what finds no room goes to the next one, or makes further rounds.
 
     Args:
-        dealt: the documents of every round, each by falling time.
-        evaluations: fillings of each round.
+        split: the documents of every round, each by falling time.
+        fillings: tried for each round.
     """
     ready = np.zeros(prices.cost.ranks // prices.cost.shard_group_size, np.int64)
-    seated: list[Seating] = []
-    waiting = list(dealt)
+    rounds: list[RankLoads] = []
+    waiting = list(split)
     while waiting:
         documents = waiting.pop(0)
         if not documents:
             continue
-        seating, ready = best_filling(prices, documents, ready, evaluations)
-        seated.append(seating)
-        if seating.left:
+        loads, ready = best_filling(prices, documents, ready, fillings)
+        rounds.append(loads)
+        if loads.unplaced:
             if waiting:
-                waiting[0] = sorted([*waiting[0], *seating.left], key=lambda k: (-int(prices.whole[k]), k))
+                waiting[0] = sorted([*waiting[0], *loads.unplaced], key=lambda k: (-int(prices.whole_ns[k]), k))
             else:
-                waiting.append(seating.left)
-    return Answer(int(ready.max()) + prices.cost.step_overhead_ns(prices.policy), prices, seated)
+                waiting.append(loads.unplaced)
+    return FilledRounds(int(ready.max()) + prices.cost.step_overhead_ns(prices.policy), prices, rounds)
+
+
+def best_filling(
+    prices: ZonePrices, documents: Sequence[int], ready: np.ndarray, fillings: int
+) -> tuple[RankLoads, np.ndarray]:
+    """The best of so many fillings of one round.
+
+    Args:
+        documents: by falling time.
+        ready: int64[shard groups] ns at which each shard group is free.
+
+    Returns:
+        the loads, and int64[shard groups] ns at which the shard groups are done.
+    """
+    search = FillSearch(prices, documents, ready)
+    best: Filling | None = None
+    spent, going = 0, True
+    targets = search.targets()
+    while going and spent < min(fillings, MAX_TARGETS):
+        filling = search.fill(next(targets))
+        spent += 1
+        best = filling if best is None or filling.score < best.score else best
+        going = search.learn(best if spent > 1 else filling)
+    assert best is not None
+    while going and spent < fillings:
+        going = False
+        for degrees in search.changed_degrees(best):
+            filling = search.fill(best.target._replace(degrees=degrees))
+            spent += 1
+            if filling.score < best.score:
+                best, going = filling, True
+                break
+            if spent >= fillings:
+                break
+    return best.loads, best.done
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """A filled round, its target, and when it is done."""
+
+    target: FillTarget
+    loads: RankLoads
+    times: np.ndarray
+    """int64[ranks] ns that each rank takes."""
+    done: np.ndarray
+    """int64[shard groups] ns at which each shard group is free again."""
+    score: tuple[int, int, int]
+    """Tokens without room; ns at which the last shard group is done; rank-ns of all ranks: less is better."""
+
+
+class FillSearch:
+    """The fillings of one round."""
+
+    def __init__(self, prices: ZonePrices, documents: Sequence[int], ready: np.ndarray) -> None:
+        """See `best_filling`."""
+        self.prices, self.documents, self.ready = prices, documents, ready
+        self.begin = np.repeat(ready - ready.min(), prices.cost.shard_group_size)
+        self.level = (int(prices.whole_ns[documents].sum()) + int(self.begin.sum())) // len(self.begin) + 1
+        """ns at which all ranks would end together."""
+        columns = [prices.column[k] for k in documents if k in prices.column]
+        shortest = prices.cut_prices(False).rank_ns[:, columns].min(axis=0) if columns else np.zeros(1, np.int64)
+        self.least = int(shortest[shortest < NEVER].max(initial=0))
+        """ns below which some document cannot be cut."""
+        self.break_even = 0
+        """Per mille; at first nothing is cut for balance alone."""
+
+    def fill(self, target: FillTarget) -> Filling:
+        """Fill towards a target, even the ranks out, and time the round."""
+        prices, begin = self.prices, self.begin
+        loads = fill_round(prices, self.documents, begin.tolist(), target)
+        times = rank_times(prices, loads)
+        swap_rebalance(prices, loads, times, begin)
+        done = finish(prices, loads, times, self.ready)
+        unplaced = sum(int(prices.tokens[k]) for k in loads.unplaced)
+        return Filling(target, loads, times, done, (unplaced, int(done.max()), int(times.sum())))
+
+    def targets(self) -> Iterator[FillTarget]:
+        """First what the average asks for; then, knowing how long ranks wait, what could gain from that."""
+        yield self._target(0, 100)
+        tokens, room = int(self.prices.tokens[self.documents].sum()), self.prices.capacity * len(self.begin)
+        if self.break_even > MUCH and tokens * 100 < room * TIGHT:
+            yield self._target(0, 100)
+        for slack in SLACKS:
+            for limit in LIMITS:
+                yield self._target(slack, limit)
+                yield self._target(slack, limit, hidden=True)
+
+    def _target(self, slack: int, limit: int, hidden: bool = False) -> FillTarget:
+        """A target ``slack`` per cent above the level of all ranks; a document may take ``limit`` per cent of it."""
+        level = self.level + self.level * slack // 100
+        target = max(level, self.least, self.prices.floor_ns - self.prices.fixed_ns)  # the round is never shorter
+        return FillTarget(target, max(target * limit // 100, self.least), self.break_even, hidden)
+
+    def learn(self, filling: Filling) -> bool:
+        """Take the share of time that ranks wait as break-even; False where nothing is left to gain."""
+        ends = self.begin + np.maximum(filling.times - self.prices.fixed_ns, 0)
+        mean, last = int(ends.mean()), int(ends.max())
+        self.break_even = max(1, min(1000, (last - mean) * 1000 // max(1, mean)))
+        self.level = max(self.level, min(mean, last))
+        waits = last - max(mean, self.prices.floor_ns - self.prices.fixed_ns)
+        return filling.score[0] > 0 or waits > mean // WORTH
+
+    def changed_degrees(self, filling: Filling) -> Iterator[Mapping[int, int]]:
+        """Other degrees for one document each: of the slowest ranks, longest documents first; then any narrower cut."""
+        prices, loads = self.prices, filling.loads
+        degree = {k: len(ranks) for (ranks, _), members in loads.cut.items() for k in members}
+        degrees = {k: degree.get(k, 1) for k in self.documents if k in prices.column}
+        known = np.unique([shape.degree for shape in prices.shapes]).tolist()
+        if len(known) ** len(degrees) <= MAX_COMBINATIONS:
+            yield from (dict(zip(degrees, chosen, strict=True)) for chosen in product(known, repeat=len(degrees)))
+        for slow in np.argsort(-(self.begin + filling.times), kind="stable")[:SLOW_RANKS].tolist():
+            here = [k for k in loads.whole[slow] if k in prices.column]
+            here += [k for (ranks, _), members in loads.cut.items() if slow in ranks for k in members]
+            for k in sorted(here, key=lambda k: (-int(prices.whole_ns[k]), k)):
+                at = known.index(degrees[k])
+                for other in (at + 1, at - 1, at + 2, at - 2):
+                    if 0 <= other < len(known):
+                        yield {**degrees, k: known[other]}
+        for k, current in degrees.items():
+            if current > 1:
+                yield {**degrees, k: known[known.index(current) - 1]}
+
+
+def plan_of(prices: ZonePrices, rounds: Sequence[RankLoads], lengths: np.ndarray) -> Plan:
+    """Build the plan of these rounds, in this order; each keeps as much of its activations as its memory allows."""
+    cost, reduce = prices.cost, prices.policy.reduce
+    capacities, sizes, built = checkpoint_capacities(cost, reduce), lengths.tolist(), []
+    for loads in rounds:
+        checkpoint = fastest_checkpoint(capacities, prices.capacity - min(loads.room))
+        assert checkpoint is not None
+        built.append(StageMicroBatch(_groups(prices, loads, sizes), checkpoint))
+    return build_plan(cost, sizes, built, reduce, "zones")
+
+
+def _groups(prices: ZonePrices, loads: RankLoads, lengths: Sequence[int]) -> tuple[Group, ...]:
+    """The groups of a round, slow links first: those that cross nodes, then the wider ones, then single ranks."""
+    cost, node = prices.cost, prices.cost.node_size
+    cuts = sorted(
+        loads.cut.items(),
+        key=lambda item: (item[0][0][0] // node == item[0][0][-1] // node, -len(item[0][0]), item[0]),
+    )
+    groups = [whole_documents(cost, prices.shapes[s], ranks, members, lengths) for (ranks, s), members in cuts]
+    single = [(rank, members) for rank, members in enumerate(loads.whole) if members]
+    groups += [whole_documents(cost, SINGLE_RANK, (rank,), members, lengths) for rank, members in single]
+    return tuple(groups)

@@ -1,9 +1,10 @@
-"""What the partitioner compares: the time of every document whole, and of the long ones in every shape."""
+"""Prices that planner ``zones`` compares: every document on one rank, and the long ones in every group shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,16 +13,16 @@ from seqloom.layout import Span
 from seqloom.plan import Group
 from seqloom.planners.loops import NEVER
 
-WHOLE = GroupShape(1, 1)
+SINGLE_RANK = GroupShape(1, 1)
 PROBE = 1 << 16
 """Tokens at which the time of linear layers, which is proportional, is read off."""
 CUTTABLE_SHARE = 8
-"""Documents that take less than one part in this many of a rank's round are never cut: whole ones level the ranks."""
+"""Documents that take less than one part in this many of a rank's round are never cut: they serve to even out ranks."""
 
 
 @dataclass(frozen=True, eq=False)
-class Alone:
-    """One batch under one policy, every document whole on one rank: enough to see whether the policy can win."""
+class SingleRankPrices:
+    """One batch under one policy, every document on one rank: enough to see whether the policy can win."""
 
     lengths: np.ndarray
     cost: CostModel
@@ -29,12 +30,12 @@ class Alone:
     tables: CostTables
 
     @classmethod
-    def of(cls, lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> Alone:
+    def of(cls, lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy) -> SingleRankPrices:
         """Price the documents on one rank, whether it holds them or not."""
-        return cls(lengths, cost, policy, cost.tables(lengths, policy, (WHOLE,)))
+        return cls(lengths, cost, policy, cost.tables(lengths, policy, (SINGLE_RANK,)))
 
     @property
-    def rounds(self) -> int:
+    def min_rounds(self) -> int:
         """Rounds without which memory does not hold the batch."""
         return max(1, -(-int(self.tables.tokens.sum()) // (self.tables.capacity * self.cost.ranks)))
 
@@ -45,8 +46,21 @@ class Alone:
         return max(work, rounds * floor) + self.cost.step_overhead_ns(self.policy)
 
 
+class CutPrices(NamedTuple):
+    """What it costs to cut long documents, each in a group of its own. ``m`` long documents, ``S`` shapes."""
+
+    rank_ns: np.ndarray
+    """int64[S, m]: time on each rank of the group; NEVER where memory does not hold it."""
+    total_ns: np.ndarray
+    """int64[S, m]: time of all its ranks together."""
+    order: np.ndarray
+    """int64[S, m]: shapes by rising total."""
+    cheapest: list[int]
+    """Least total of every document over shapes of several ranks."""
+
+
 @dataclass(frozen=True, eq=False)
-class Prices:
+class ZonePrices:
     """One batch under one policy. Times in ns per rank; ``n`` documents, ``m`` long ones, ``S`` shapes."""
 
     cost: CostModel
@@ -55,37 +69,37 @@ class Prices:
     """Tokens a rank holds in one round."""
     tokens: np.ndarray
     """int64[n]: tokens a document occupies."""
-    whole: np.ndarray
+    whole_ns: np.ndarray
     """int64[n]: time of a document on one rank."""
-    attention: np.ndarray
+    attention_ns: np.ndarray
     """int64[n]: of that, its attention: what a rank computes while messages of other documents are under way."""
     order: np.ndarray
     """int64[n]: documents by falling time, ties by number."""
-    fixed: int
-    """What a rank's round costs before its first document."""
-    floor: int
+    fixed_ns: int
+    """Time of a rank's round before its first document."""
+    floor_ns: int
     """Parameter gathers and gradient reduction of a round: it is never shorter."""
     column: dict[int, int]
     """Long document -> its column in what follows."""
     shapes: tuple[GroupShape, ...]
-    lane0: np.ndarray
+    compute_ns: np.ndarray
     """int64[S, m]: computing and exposed exchanges of a document in each shape; NEVER where memory does not hold it."""
-    ring: np.ndarray
+    ring_ns: np.ndarray
     """int64[S, m]: the same with the ring's messages in place of attention; 0 without a ring."""
-    network: np.ndarray
-    """int64[S, m]: occupancy of the network card."""
-    extra: np.ndarray
-    """int64[2, S]: what a group adds to the first two lanes before its first document."""
+    nic_ns: np.ndarray
+    """int64[S, m]: occupancy of the NIC."""
+    group_ns: np.ndarray
+    """int64[2, S]: what a group adds to the first two before its first document."""
 
     @classmethod
-    def of(cls, alone: Alone) -> Prices:
+    def of(cls, single: SingleRankPrices) -> ZonePrices:
         """Price a batch; only documents that may be worth cutting are priced in every shape."""
-        cost, policy, tables = alone.cost, alone.policy, alone.tables
+        cost, policy, tables = single.cost, single.policy, single.tables
         whole, capacity = tables.cost[0, 0], tables.capacity
         order = np.argsort(-whole, kind="stable")
-        least = int(whole.sum()) // (cost.ranks * alone.rounds * CUTTABLE_SHARE)
+        least = int(whole.sum()) // (cost.ranks * single.min_rounds * CUTTABLE_SHARE)
         long = order[(whole[order] > least) | (tables.tokens[order] > capacity)]
-        cut = cost.tables(alone.lengths[long], policy)
+        cut = cost.tables(single.lengths[long], policy)
         fits = cut.tokens[None, :] <= cut.degree[:, None] * capacity
         fixed = int(tables.fixed[0, 0])
         probe = cost.group_cost(Group((0,), 1, 1, (Span(0, 0, PROBE),)), policy)
@@ -95,53 +109,41 @@ class Prices:
             policy=policy,
             capacity=capacity,
             tokens=tables.tokens,
-            whole=whole,
-            attention=np.maximum(0, whole - linear),
+            whole_ns=whole,
+            attention_ns=np.maximum(0, whole - linear),
             order=order,
-            fixed=fixed,
-            floor=int(tables.fixed[2, 0]),
+            fixed_ns=fixed,
+            floor_ns=int(tables.fixed[2, 0]),
             column={k: i for i, k in enumerate(long.tolist())},
             shapes=cut.shapes,
-            lane0=np.where(fits, cut.cost[0], NEVER),
-            ring=cut.cost[1],
-            network=cut.cost[2],
-            extra=np.stack([cut.fixed[0] - fixed, np.where(cut.fixed[1] > 0, cut.fixed[1] - fixed, 0)]),
+            compute_ns=np.where(fits, cut.cost[0], NEVER),
+            ring_ns=cut.cost[1],
+            nic_ns=cut.cost[2],
+            group_ns=np.stack([cut.fixed[0] - fixed, np.where(cut.fixed[1] > 0, cut.fixed[1] - fixed, 0)]),
         )
 
-    def charges(self, hidden: bool) -> np.ndarray:
-        """int64[S, m]: what a document in its own group costs each of its ranks; NEVER where it does not fit.
-
-        Args:
-            hidden: whether the ring's messages are taken to hide behind other work of the rank.
-        """
-        return self._charged[hidden][0]
-
-    def spent(self, hidden: bool) -> np.ndarray:
-        """int64[S, m]: rank-ns of that, all ranks together."""
-        return self._charged[hidden][1]
-
-    def by_price(self, hidden: bool) -> np.ndarray:
-        """int64[S, m]: shapes of every document, the cheapest first."""
-        return self._charged[hidden][2]
-
-    def cheapest(self, hidden: bool) -> list[int]:
-        """Rank-ns of the cheapest cut of every long document."""
-        return self._charged[hidden][3]
+    def cut_prices(self, hidden: bool) -> CutPrices:
+        """Prices of cuts; ``hidden``: the rank's other work is taken to hide the ring's messages."""
+        return self._cut_prices[hidden]
 
     @cached_property
-    def _charged(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, list[int]], ...]:
-        """The four above, with messages exposed and hidden."""
-        exposed = np.maximum(self.lane0 + self.extra[0][:, None], self.ring + self.extra[1][:, None])
-        return self._compared(exposed), self._compared(self.lane0 + self.extra[0][:, None])
-
-    def _compared(self, charges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    def _cut_prices(self) -> tuple[CutPrices, CutPrices]:
+        computing = self.compute_ns + self.group_ns[0][:, None]
+        exposed = np.maximum(computing, self.ring_ns + self.group_ns[1][:, None])
         degree = np.array([shape.degree for shape in self.shapes], np.int64)[:, None]
-        spent = np.where(charges < NEVER, charges * degree, NEVER)
-        cut = np.where(degree > 1, spent, NEVER)
-        least = cut.min(axis=0).tolist() if len(cut) else []
-        return charges, spent, np.argsort(spent, axis=0, kind="stable"), least
+        found = []
+        for rank_ns in (exposed, computing):
+            total = np.where(rank_ns < NEVER, rank_ns * degree, NEVER)
+            cheapest = np.where(degree > 1, total, NEVER).min(axis=0).tolist() if len(total) else []
+            found.append(CutPrices(rank_ns, total, np.argsort(total, axis=0, kind="stable"), cheapest))
+        return found[0], found[1]
 
     @cached_property
-    def listed(self) -> tuple[list[int], list[int]]:
-        """Tokens and times of whole documents as plain lists, for loops over single documents."""
-        return self.tokens.tolist(), self.whole.tolist()
+    def tokens_list(self) -> list[int]:
+        """`tokens` as a plain list, for loops over single documents."""
+        return self.tokens.tolist()
+
+    @cached_property
+    def whole_ns_list(self) -> list[int]:
+        """`whole_ns` as a plain list."""
+        return self.whole_ns.tolist()

@@ -36,7 +36,7 @@ PREFIXES = replace(Reference.capabilities, name="prefixes", offsets=False, prefi
 
 @dataclass
 class Plain:
-    """The reference under another ability, which it holds the dispatcher to."""
+    """The reference with other capabilities, which it holds the dispatcher to."""
 
     capabilities: Capabilities
 

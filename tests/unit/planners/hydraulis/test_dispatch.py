@@ -11,7 +11,7 @@ from seqloom.planners import compiled, loops
 from seqloom.planners.hydraulis.dispatch import assign, dispatch, lower_bound, problem_of, rank_strategies
 from seqloom.planners.hydraulis.strategy import ConfigCost, ParallelConfig, PipelineConfig, Strategy
 from seqloom.planners.loops import estimate_pipeline_ns, one_f_one_b_ns, pack_micro_batches
-from seqloom.schedules import Times, play, schedule_of
+from seqloom.schedules import Times, build_schedule, simulate_schedule
 from support.exhaustive_strategies import best_assignment
 
 PUBLISHED = published_model("32b").costs()
@@ -50,7 +50,7 @@ def test_one_f_one_b_is_the_time_of_the_schedule(seed):
     times = draw.integers(1, 1000, count)
     forward = np.tile(times // 3, (stages, 1))
     backward = np.tile(times - times // 3, (stages, 1))
-    played = play(schedule_of("1f1b", stages, count), Times(forward, backward, np.zeros_like(forward)))
+    played = simulate_schedule(build_schedule("1f1b", stages, count), Times(forward, backward, np.zeros_like(forward)))
     assert one_f_one_b_ns(times, stages) == played.makespan
     level = np.full(count, 300)
     assert one_f_one_b_ns(level, stages) == 300 * (stages - 1 + count)

@@ -12,7 +12,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.plan.pipeline import stages_per_pass
+from seqloom.plan.pipeline import reshard_after_forward_stages
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.hydraulis import (
     ParallelConfig,
@@ -24,7 +24,7 @@ from seqloom.planners.hydraulis import (
 )
 from seqloom.planners.hydraulis.costs import config_costs, fit_config, gains_memory, switch_ns
 from seqloom.simulate import predicted_ns, simulate
-from seqloom.train.setup import small_plans
+from seqloom.train.setup import warm_up_plans
 from support.steps import Step, tiny_spec
 
 torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def test_the_planner_gathers_where_that_beats_recomputing():
     lengths = np.array([225_000])
     plan = plan_strategies(lengths, COST)
     plan.validate()
-    assert [stages_per_pass(line) for line in plan.pipelines] == [{0}]
+    assert [reshard_after_forward_stages(line) for line in plan.pipelines] == [{0}]
     found = simulate(plan, COST)
     assert found.peak_memory.max() <= COST.budget_bytes
     assert plan_bound(plan, COST) <= found.step_ns == predicted_ns(plan, COST)
@@ -77,7 +77,7 @@ def test_the_planner_gathers_where_that_beats_recomputing():
         ParallelConfig(2, 2, 2),
     ):
         stays = plan_strategies(lengths, COST, strategies=[alone(config, 225_000)])
-        assert not stages_per_pass(stays.pipelines[0]) and predicted_ns(stays, COST) > found.step_ns
+        assert not reshard_after_forward_stages(stays.pipelines[0]) and predicted_ns(stays, COST) > found.step_ns
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_plans_of_any_scheme_fit(config):
     plan.validate()
     found = simulate(plan, COST)
     assert found.peak_memory.max() <= COST.budget_bytes and found.step_ns == predicted_ns(plan, COST)
-    assert stages_per_pass(plan.pipelines[0]) == set(range(config.stages))
+    assert reshard_after_forward_stages(plan.pipelines[0]) == set(range(config.stages))
     assert switch_ns(given, COST) < switch_ns(alone(config._replace(reshard_after_forward=False), 10_000), COST)
-    assert stages_per_pass(small_plans([given], COST)[0].pipelines[0])
+    assert reshard_after_forward_stages(warm_up_plans([given], COST)[0].pipelines[0])
 
 
 SPEC = tiny_spec(layers=3, hidden=32, heads=4, kv_heads=1, head_dim=8, ffn=96)
@@ -123,7 +123,7 @@ def test_a_document_that_no_other_pipeline_holds_is_one_process_result(threads):
     plan = plan_strategies(np.array(STEP.lengths), cost, strategies=proposed)
     plan.validate()
     assert simulate(plan, cost).peak_memory.max() <= cost.budget_bytes
-    assert any(stages_per_pass(line) for line in plan.pipelines)
+    assert any(reshard_after_forward_stages(line) for line in plan.pipelines)
     wanted = STEP.alone()
     for found in threads(4).run(lambda transport: STEP.spread(plan, transport), strict=True):
         assert found.worst(wanted) < 1e-9
@@ -146,7 +146,7 @@ def test_plans_are_one_process_result(threads, configs):
     ]
     plan = plan_strategies(np.array(step.lengths), cost, strategies=[Strategy(tuple(pipes))])
     plan.validate()
-    passing = [line for line in plan.pipelines if stages_per_pass(line)]
+    passing = [line for line in plan.pipelines if reshard_after_forward_stages(line)]
     assert len(passing) == 1 and len(passing[0].rounds) > 1 and len(plan.pipelines) == len(configs)
     wanted = step.alone()
     for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):

@@ -75,7 +75,7 @@ def test_every_order_can_be_asked_for(order):
     cost, lengths = cost_of(), lengths_of(3)
     plan = plan_pipeline(lengths, cost, stages=4, schedule=order)
     plan.validate()
-    pieces = sum(len(group.spans) for r in plan.pipelines[0].rounds for group in r.work[0].groups) - len(lengths)
+    pieces = sum(len(group.spans) for r in plan.pipelines[0].rounds for group in r.by_stage[0].groups) - len(lengths)
     assert (pieces > 0) == (order in ("terapipe", "seq1f1b", "seq1f1b-zb", "balanced"))
 
 
@@ -89,7 +89,7 @@ def test_two_stages_per_pp_rank(order):
 
 def test_the_longest_document_has_as_many_pieces_as_asked_for():
     plan = plan_pipeline(np.array([30_000, 200, 300]), cost_of(), stages=4, pieces=5)
-    spans = [span for r in plan.pipelines[0].rounds for span in r.work[0].spans() if span.document == 0]
+    spans = [span for r in plan.pipelines[0].rounds for span in r.by_stage[0].spans() if span.document == 0]
     assert len(spans) == 5
     tokens = [span.tokens for span in spans]
     assert tokens == sorted(tokens, reverse=True) and tokens[0] > tokens[-1]  # late tokens cost more
@@ -150,7 +150,9 @@ def test_micro_batches_are_priced_as_the_simulator_prices_them(sharding, policy)
         window = windows[MicroBatchKey(0, stage, unit)]
         longest = window.length.argmax()
         found = [int(window.phase(kind).duration[longest]) for kind in KINDS]
-        assert found == [int(column[stage, unit]) for column in (times.forward, times.backward, times.alone)]
+        assert found == [
+            int(column[stage, unit]) for column in (times.forward, times.backward_input, times.split_weight)
+        ]
 
 
 def test_activation_memory_is_what_the_simulator_finds():
@@ -193,7 +195,7 @@ def test_what_is_not_tried_is_not_missed(monkeypatch, budget, seed):
 def test_documents_that_fit_whole_on_no_host_go_through_in_pieces_and_store_less():
     cost = cost_of(cluster="1x4xH100", budget=7.0)
     plan = plan_pipeline(np.array([30_000, 5_000, 900]), cost, stages=4)
-    kept = {work.checkpoint for r in plan.pipelines[0].rounds for work in r.work}
+    kept = {work.checkpoint for r in plan.pipelines[0].rounds for work in r.by_stage}
     assert len(plan.pipelines[0].rounds) > 3 and kept - {Checkpoint.NONE}
     assert int(simulate(plan, cost).peak_memory.max()) <= cost.budget_bytes
 

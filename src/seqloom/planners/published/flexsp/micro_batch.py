@@ -9,7 +9,6 @@ over distinct lengths in rising order (documents of one length always share a bu
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -17,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostTables
-from seqloom.planners.problem import GroupPlacement, Problem
+from seqloom.planners.packing import least_loaded
+from seqloom.planners.problem import BatchProblem, GroupPlacement
 from seqloom.planners.published.flexsp.milp import Budget, Programme
 
 ROWS = 512
@@ -109,17 +109,16 @@ def best_start(programme: Programme) -> tuple[int, np.ndarray] | None:
 
 def homogeneous(programme: Programme, degree: int) -> np.ndarray | None:
     """Place documents, longest first, on the group with the fewest tokens; None if they do not fit."""
-    groups = np.flatnonzero(programme.degree == degree).tolist()
-    loads = [(0, group) for group in groups]
+    groups = np.flatnonzero(programme.degree == degree)
+    order = np.argsort(-programme.bound, kind="stable")
+    buckets = np.repeat(order, programme.count[order])
+    sizes = programme.bound[buckets].tolist()
+    members = least_loaded(range(len(sizes)), sizes, sizes, len(groups), degree * programme.capacity)
+    if members is None:
+        return None
     placed = np.zeros((len(programme.bound), len(programme.degree)), np.int64)
-    for q in np.argsort(-programme.bound, kind="stable").tolist():
-        size = int(programme.bound[q])
-        for _ in range(int(programme.count[q])):
-            tokens, group = loads[0]
-            if tokens + size > degree * programme.capacity:
-                return None
-            heapq.heapreplace(loads, (tokens + size, group))
-            placed[q, group] += 1
+    for group, documents in zip(groups, members, strict=True):
+        placed[:, group] = np.bincount(buckets[documents], minlength=len(placed))
     return placed
 
 
@@ -156,7 +155,7 @@ class MicroBatch:
         return groups
 
 
-def prepare(problem: Problem, menu: dict[int, int], documents: np.ndarray, least: int) -> MicroBatch:
+def prepare(problem: BatchProblem, menu: dict[int, int], documents: np.ndarray, least: int) -> MicroBatch:
     """Set up a micro-batch.
 
     Args:
@@ -206,7 +205,7 @@ def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks
 
 
 def seats_of(
-    problem: Problem, menu: dict[int, int], degree: np.ndarray, groups: list[list[int]]
+    problem: BatchProblem, menu: dict[int, int], degree: np.ndarray, groups: list[list[int]]
 ) -> list[GroupPlacement]:
     """Open groups, degrees falling, on consecutive ranks: each then begins at a multiple of its size."""
     seats, start = [], 0

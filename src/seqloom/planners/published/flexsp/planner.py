@@ -18,11 +18,11 @@ import numpy as np
 from seqloom.cost import CostModel, CostTables
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.problem import GroupPlacement, Pricer, Problem, fitting_problems, to_plan
+from seqloom.planners.problem import BatchProblem, GroupPlacement, StepPricer, fitting_problems
 from seqloom.planners.published.flexsp.micro_batch import MicroBatch, floor_ns, prepare, seats_of
 from seqloom.planners.published.flexsp.milp import Budget
 from seqloom.planners.solver import require_highspy
-from seqloom.planners.uniform import holding_degrees, homogeneous_answers
+from seqloom.planners.uniform import holding_degrees, uniform_answers
 
 
 def cut(tokens: np.ndarray, count: int) -> list[np.ndarray]:
@@ -119,7 +119,7 @@ def plan_flexsp(
     require_highspy()
     problem = _fastest_variant(lengths, cost)
     menu = _menu(problem, smallest)
-    pricer, budget = Pricer(problem), Budget(nodes, gap, time_limit_s)
+    pricer, budget = StepPricer(problem), Budget(nodes, gap, time_limit_s)
     best: tuple[int, list[list[GroupPlacement]]] | None = None
     for window in _windows(problem, menu, buckets, counts):
         for chunks in sorted(window, key=_promise):
@@ -127,20 +127,20 @@ def plan_flexsp(
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is not None:
-            return to_plan(problem, best[1], "flexsp")
+            return problem.plan(best[1], "flexsp")
     raise SeqloomError(f"flexsp found no plan for this batch on {cost.ranks} GPUs; use planner adaptive or flex")
 
 
-def _fastest_variant(lengths: np.ndarray, cost: CostModel) -> Problem:
+def _fastest_variant(lengths: np.ndarray, cost: CostModel) -> BatchProblem:
     """The policy under which homogeneous groups are fastest: the published solver knows only one."""
     problems = fitting_problems(lengths, cost)
     if len(problems) == 1:
         return problems[0]
-    answers = homogeneous_answers(problems, holding_degrees(problems, cost, 1))
+    answers = uniform_answers(problems, holding_degrees(problems, 1))
     return min(answers, key=lambda answer: answer.ns).problem
 
 
-def _menu(problem: Problem, smallest: int) -> dict[int, int]:
+def _menu(problem: BatchProblem, smallest: int) -> dict[int, int]:
     """Degree to shape index, ascending: powers of two and the whole cluster, each in its cheapest shape.
 
     On nodes of another size: powers of two that divide a node, and nodes by powers of two. Each then divides
@@ -164,7 +164,9 @@ def _menu(problem: Problem, smallest: int) -> dict[int, int]:
     return {degree: shape for degree, shape in menu.items() if degree >= smallest} or menu
 
 
-def _windows(problem: Problem, menu: dict[int, int], buckets: int, counts: int) -> Iterator[list[list[MicroBatch]]]:
+def _windows(
+    problem: BatchProblem, menu: dict[int, int], buckets: int, counts: int
+) -> Iterator[list[list[MicroBatch]]]:
     """Micro-batches for each M: the first ``counts`` values together, the others one at a time."""
     tokens, ranks = problem.tables.tokens, problem.cost.ranks
     order = np.argsort(-tokens, kind="stable")
@@ -186,7 +188,7 @@ def _promise(chunks: list[MicroBatch]) -> tuple[bool, int, int]:
 
 
 def _solve(
-    pricer: Pricer,
+    pricer: StepPricer,
     menu: dict[int, int],
     chunks: list[MicroBatch],
     budget: Budget,
@@ -196,7 +198,7 @@ def _solve(
     """Step time and rounds for one M; None if a micro-batch has no answer or ``to_beat`` ns stands."""
     random, problem = Random(seed), pricer.problem
     lock_step = problem.cost.shard_group_size == problem.cost.ranks
-    fastest: CostTables = pricer.fastest_tables()
+    fastest: CostTables = pricer.tables()
     floors = [floor_ns(fastest, c.documents, problem.cost.ranks) if lock_step else 0 for c in chunks]
     rounds: list[list[GroupPlacement]] = []
     for number, chunk in enumerate(chunks):

@@ -21,7 +21,7 @@ def test_every_verb_moves_what_it_says(dtype, strict):
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(received, expected, strict=True))
 
 
-def test_a_parcel_keeps_its_size_not_its_shape():
+def test_a_sent_tensor_keeps_its_size_not_its_shape():
     def body(transport):
         received = torch.zeros(6)
         transport.exchange([P2PTensor(0, torch.arange(6.0).view(2, 3))], [P2PTensor(0, received)]).wait()
@@ -218,7 +218,7 @@ def test_backward_stays_in_the_thread_of_the_rank():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: t.exchange([P2PTensor(2, torch.ones(1))], []), r"for rank 2; ranks are 0 \.\. 1"),
+        (lambda t: t.exchange([P2PTensor(2, torch.ones(1))], []), r"exchanges with rank 2; ranks are 0 \.\. 1"),
         (lambda t: t.exchange([P2PTensor(1, torch.ones(3, 2).t())], []), "not contiguous"),
         (lambda t: t.exchange([], [P2PTensor(1, torch.ones(4)[::2])]), "not contiguous"),
         (lambda t: t.all_reduce(torch.ones(3, 2).t(), (0, 1)), "not contiguous"),

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.dist import (
-    CountingTransport,
     all_gather_rows,
     attention_context,
     bind,
@@ -19,18 +18,13 @@ from seqloom.dist import (
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
+from support.transports import CountingTransport
+from support.transports import RankOnly
 from support.strategies_attention import cases, cases_of_many_groups
 
 torch.set_num_threads(1)
 LONG, SHORT = Span(0, 0, 16), Span(1, 0, 5)
 EIGHT = tuple(range(8))
-
-
-class Place:
-    """A transport that can only say where it is: binding must need no more."""
-
-    def __init__(self, rank, ranks=8):
-        self.rank, self.ranks = rank, ranks
 
 
 def work_of(*groups, **options):
@@ -44,17 +38,17 @@ def tokens(context):
 
 def test_a_team_and_its_column():
     work = work_of(Group(EIGHT, 4, 2, (LONG,), Method.GATHER))
-    team = bind(work, Place(5), tensor=2).tp_group
+    team = bind(work, RankOnly(5, 8), tensor=2).tp_group
     assert (team.ranks, team.index, team.counts) == ((4, 5), 1, (2, 2))
     assert team.cp_context.work.groups == (Group((1, 3, 5, 7), 2, 2, (LONG,), Method.GATHER),)
     (group,) = team.cp_context.groups
     assert (group.block, group.ring_ranks, group.ulysses_index) == ((5, 7), (1, 5), 0)
-    assert tokens(team.cp_context) == tokens(bind(work, Place(4))) + tokens(bind(work, Place(5)))
+    assert tokens(team.cp_context) == tokens(bind(work, RankOnly(4, 8))) + tokens(bind(work, RankOnly(5, 8)))
 
 
 def test_rows_of_members_are_sorted_by_an_index_where_the_plan_lists_documents_otherwise():
     """Rank 0 holds document 1 and the start of 0, rank 1 the rest of 0; each sorts its own rows."""
-    team = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), Place(0), tensor=2).tp_group
+    team = bind(work_of(Group((0, 1), 2, 1, (SHORT, LONG))), RankOnly(0, 8), tensor=2).tp_group
     held = [(0, p) for p in range(6)] + [(1, p) for p in range(5)] + [(0, p) for p in range(6, 16)]
     assert team.counts == (11, 10)
     assert [held[row] for row in team.order] == sorted(held) == tokens(team.cp_context)
@@ -64,12 +58,12 @@ def test_rows_of_members_are_sorted_by_an_index_where_the_plan_lists_documents_o
 def test_a_column_shares_pieces_and_carry():
     piece, kv_cache = Span(0, 4, 16), object()
     pieces = {0: (Span(0, 0, 4), piece)}
-    context = bind(work_of(Group((0, 1), 2, 1, (piece,))), Place(0), tensor=2, pieces=pieces, kv_cache=kv_cache)
+    context = bind(work_of(Group((0, 1), 2, 1, (piece,))), RankOnly(0, 8), tensor=2, pieces=pieces, kv_cache=kv_cache)
     assert context.tp_group.cp_context.kv_cache is kv_cache and context.tp_group.cp_context.pieces == context.pieces == pieces
 
 
 def test_a_rank_without_a_group_is_a_team_of_its_own():
-    context = bind(work_of(Group((0, 1), 2, 1, (LONG,))), Place(6), tensor=2)
+    context = bind(work_of(Group((0, 1), 2, 1, (LONG,))), RankOnly(6, 8), tensor=2)
     assert (context.tp_group.ranks, context.tp_group.counts, context.tp_group.cp_context.tokens) == ((6,), (0,), 0)
     assert (
         all_gather_rows(torch.ones(0, 3), context).shape
@@ -172,12 +166,12 @@ def test_partial_sums_are_rounded_once():
         (
             work_of(Group((0, 1, 2, 3), 4, 1, (LONG,)), Group((1, 2), 2, 1, (SHORT,))),
             2,
-            ["rank 1 is in teams (0, 1) and (1, 2)", "same teams"],
+            ["rank 1 is in TP groups (0, 1) and (1, 2)", "same TP groups"],
         ),
     ],
 )
 def test_what_is_refused(work, tensor, words):
     with pytest.raises(SeqloomError) as error:
-        bind(work, Place(1), tensor=tensor, node_size=4)
+        bind(work, RankOnly(1, 8), tensor=tensor, node_size=4)
     assert all(word in str(error.value) for word in words), error.value
-    assert bind(replace(work, linear=None), Place(1), node_size=4).tp_group is None
+    assert bind(replace(work, linear=None), RankOnly(1, 8), node_size=4).tp_group is None

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.dist.counting import CountingTransport
-from seqloom.dist.routed import RoutedTransfer, Store, start_routed
+from support.transports import CountingTransport
+from seqloom.dist.routed import RoutedTransfer, Buffer, start_routed
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Move, Route
 
@@ -31,7 +31,7 @@ def deliver(move, route, *, strict=True, ranks=RANKS):
 
     def body(transport):
         rank, counting = transport.rank, CountingTransport(transport)
-        passage = RoutedTransfer.of(move, route, NODE, rank)
+        transfer = RoutedTransfer.of(move, route, NODE, rank)
         sent = {item: message(item, length) for item in np.unique(move.item[move.sender == rank]).tolist()}
         wanted, expected = {}, {}
         for item in np.unique(move.item[move.receiver == rank]).tolist():
@@ -39,7 +39,7 @@ def deliver(move, route, *, strict=True, ranks=RANKS):
             runs = zip(move.start[own].tolist(), move.stop[own].tolist(), strict=True)
             expected[item] = torch.cat([message(item, length)[start:stop] for start, stop in runs])
             wanted[item] = torch.empty_like(expected[item])
-        start_routed(passage, counting, sent, wanted, unit=UNIT, device=CPU).wait()
+        start_routed(transfer, counting, sent, wanted, unit=UNIT, device=CPU).wait()
         return wanted, expected, [counting.bytes_to(peer) for peer in range(ranks)]
 
     return run_ranks(ranks, body, strict=strict)
@@ -75,16 +75,16 @@ def test_proxies_share_what_crosses_and_what_many_want_crosses_once():
     assert [sum(sent[NODE:]) for _, _, sent in many[:NODE]] == [20 * UNIT] * 4
 
 
-def test_a_rank_that_only_passes_on_keeps_it_aside():
+def test_a_rank_that_only_forwards_has_a_buffer_for_it():
     move, route = move_of((0, 4, 7, 0, 8)), Route((1, 5))
-    stages = {rank: RoutedTransfer.of(move, route, NODE, rank) for rank in range(RANKS)}
-    assert [len(stages[rank].stages) for rank in range(RANKS)] == [1, 2, 0, 0, 1, 2, 0, 0]
-    assert [stages[rank].relayed for rank in (0, 1, 4, 5)] == [0, 8, 0, 8]
-    assert stages[1].stages[0].receives[0].places == ((Store.RELAY, 0, 0, 8),)
-    assert stages[1].received_elements == 8 and stages[0].received_elements == 0
+    parts = {rank: RoutedTransfer.of(move, route, NODE, rank) for rank in range(RANKS)}
+    assert [len(parts[rank].steps) for rank in range(RANKS)] == [1, 2, 0, 0, 1, 2, 0, 0]
+    assert [parts[rank].forwarded for rank in (0, 1, 4, 5)] == [0, 8, 0, 8]
+    assert parts[1].steps[0].receives[0].slices == ((Buffer.FORWARD, 0, 0, 8),)
+    assert parts[1].received_elements == 8 and parts[0].received_elements == 0
 
 
-def test_what_goes_wrong_in_a_stage_is_raised_by_wait():
+def test_what_goes_wrong_in_a_step_is_raised_by_wait():
     move, route = move_of((0, 4, 0, 0, 8)), Route((1, 5))
 
     class Broken:
@@ -102,6 +102,6 @@ def test_what_goes_wrong_in_a_stage_is_raised_by_wait():
 
 
 def test_a_rank_outside_sends_nothing():
-    passage = RoutedTransfer.of(move_of((0, 4, 0, 0, 8)), Route((1, 5)), NODE, 3)
+    transfer = RoutedTransfer.of(move_of((0, 4, 0, 0, 8)), Route((1, 5)), NODE, 3)
     nowhere = None  # whoever sends or receives anything fails
-    assert start_routed(passage, nowhere, {}, {}, unit=4, device=CPU).wait() is None
+    assert start_routed(transfer, nowhere, {}, {}, unit=4, device=CPU).wait() is None

@@ -1,9 +1,10 @@
-"""Messages on lanes: order, independence, and what is said of a mistake."""
+"""Messages between stages: order, independence, and what is said of a mistake."""
 
 import pytest
 import torch
 
-from seqloom.dist import CountingTransport, P2PChannel, P2PDirection, SingleRankTransport, run_ranks
+from seqloom.dist import P2PChannel, P2PDirection, SingleRankTransport, run_ranks
+from support.transports import CountingTransport
 from seqloom.errors import SeqloomError
 
 BOTH = pytest.mark.parametrize("strict", [False, True])
@@ -11,17 +12,17 @@ F, B = P2PDirection.FORWARD, P2PDirection.BACKWARD
 
 
 @BOTH
-def test_messages_of_a_way_arrive_in_order_and_ways_do_not_wait_for_each_other(strict):
+def test_messages_of_a_channel_arrive_in_order_and_channels_do_not_wait_for_each_other(strict):
     def body(transport):
         me, peer = transport.rank, 1 - transport.rank
-        transport.connect([P2PChannel(lane, *pair) for lane in P2PDirection for pair in ((0, 1), (1, 0))])
-        rooms = [(lane, torch.empty(k + 1)) for k in range(3) for lane in (B, F)]
-        waiting = [transport.receive(room, peer, lane) for lane, room in rooms]  # long before anything is sent
+        transport.connect([P2PChannel(direction, *pair) for direction in P2PDirection for pair in ((0, 1), (1, 0))])
+        rooms = [(direction, torch.empty(k + 1)) for k in range(3) for direction in (B, F)]
+        waiting = [transport.receive(room, peer, direction) for direction, room in rooms]  # long before anything is sent
         total = torch.ones(2)
         transport.all_reduce(total, (0, 1))  # is not held up
-        sent = [torch.full((k + 1,), 100.0 * me + 10 * (lane == B) + k) for lane in (F, B) for k in range(3)]
-        lanes = [lane for lane in (F, B) for _ in range(3)]
-        handles = [transport.send(each, peer, lane) for each, lane in zip(sent, lanes, strict=True)]
+        sent = [torch.full((k + 1,), 100.0 * me + 10 * (direction == B) + k) for direction in (F, B) for k in range(3)]
+        directions = [direction for direction in (F, B) for _ in range(3)]
+        handles = [transport.send(each, peer, direction) for each, direction in zip(sent, directions, strict=True)]
         for handle in (*handles, *waiting):
             handle.wait()
         assert all(handle.done() for handle in handles)
@@ -58,7 +59,7 @@ def test_another_dtype_is_reported(strict):
 
 
 @BOTH
-def test_a_receive_that_nobody_answers_is_a_deadlock_with_its_lane(strict):
+def test_a_receive_that_nobody_answers_is_a_deadlock_with_its_direction(strict):
     def body(transport):
         if transport.rank == 1:
             transport.receive(torch.zeros(3), 0, B).wait()
@@ -95,7 +96,7 @@ def test_messages_need_another_rank():
     def body(transport):
         transport.send(torch.zeros(1), transport.rank, F)
 
-    with pytest.raises(SeqloomError, match="rank 0 has a message on lane forward with rank 0"):
+    with pytest.raises(SeqloomError, match="rank 0 has a forward message with rank 0"):
         run_ranks(1, body)
     with pytest.raises(SeqloomError, match="messages join two of the ranks"):
         SingleRankTransport().receive(torch.zeros(1), 1, B)

@@ -7,14 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+
 from seqloom.cost import CostModel, Profile  # noqa: E402
 from seqloom.cost.calibrate import CONSTANTS, Trial, calibrate, scale_constants  # noqa: E402
 from seqloom.describe import Cluster, ModelSpec  # noqa: E402
 from seqloom.plan import Sharding  # noqa: E402
 from seqloom.planners import make_plan  # noqa: E402
-from seqloom.profiling import calibration as stage_costs  # noqa: E402
-from seqloom.profiling.calibration import matmul_tflops, solved, with_stage_costs  # noqa: E402
-from seqloom.profiling.trials import described, trial_plans  # noqa: E402
+from seqloom.profiling import calibration  # noqa: E402
+from seqloom.profiling.calibration import StepTimes, describe_trial, trial_plans  # noqa: E402
 from seqloom.simulate import predicted_ns, simulate  # noqa: E402
 
 MODEL = ModelSpec("m", 2, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)
@@ -49,20 +49,20 @@ def test_trials_are_legal_and_give_all_groups_the_same(ranks, sharding):
     for plan in plans:
         plan.validate()
         for each in plan.pipelines[0].rounds:
-            groups = each.work[0].groups
+            groups = each.by_stage[0].groups
             assert len({tuple(span.tokens for span in group.spans) for group in groups}) == 1
-    shapes = {(g.ulysses, g.ring) for plan in plans for g in plan.pipelines[0].rounds[0].work[0].groups}
+    shapes = {(g.ulysses, g.ring) for plan in plans for g in plan.pipelines[0].rounds[0].by_stage[0].groups}
     assert (1, 1) in shapes and (ranks < 2 or {(2, 1), (1, 2)} <= shapes) and (ranks < 8 or (4, 2) in shapes)
 
 
 def test_a_trial_in_words():
     plans = list(trial_plans(cost_of(START, ranks=2), 2048))
-    assert described(plans[0]) == "2 of 1x1, each 1 x 64 tokens"
-    assert "1 of 2x1, each 1 x 128 tokens, 3 rounds" in map(described, plans)
+    assert describe_trial(plans[0]) == "2 of 1x1, each 1 x 64 tokens"
+    assert "1 of 2x1, each 1 x 128 tokens, 3 rounds" in map(describe_trial, plans)
 
 
 def test_products_have_a_rate():
-    assert 0 < matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
+    assert 0 < calibration.matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.3])
@@ -73,8 +73,9 @@ def test_what_a_handover_takes_is_found_from_a_step_and_its_busy_time(slower):
     expected = simulate(plan, start)
     busy = slower * float((expected.busy_ns + expected.comm_ns).mean())
     assert predicted_ns(plan, true) > predicted_ns(plan, start)
-    assert solved(plan, start, slower * predicted_ns(plan, true), busy) == pytest.approx(2_500.0, abs=2)
-    assert solved(plan, start, 0.9 * slower * predicted_ns(plan, start), busy) == 0.0
+    for factor, step in ((slower, predicted_ns(plan, true)), (0.9 * slower, predicted_ns(plan, start))):
+        handover_us = calibration.solve_handover_us(plan, start, StepTimes(factor * step, busy))
+        assert handover_us == pytest.approx(2_500.0 if factor == slower else 0.0, abs=2)
 
 
 def test_handovers_are_timed_while_parameters_stay_with_their_stages(monkeypatch):
@@ -90,10 +91,10 @@ def test_handovers_are_timed_while_parameters_stay_with_their_stages(monkeypatch
             self.plan = plan
             return predicted_ns(plan, true) / 1e9
 
-        def mean_busy(self):
+        def mean_busy_seconds(self):
             expected = simulate(self.plan, cost_of(START, "full"))
             return float((expected.busy_ns + expected.comm_ns).mean()) / 1e9
 
-    monkeypatch.setattr(stage_costs, "StepTimer", Clock)
-    found = with_stage_costs(cost_of(START, "free"), None, torch.device("cpu"), torch.float32, 2)
+    monkeypatch.setattr(calibration, "StepTimer", Clock)
+    found = calibration.measure_stage_costs(cost_of(START, "free"), None, torch.device("cpu"), torch.float32, 2)
     assert found.handover_us == pytest.approx(1_200.0, abs=2)

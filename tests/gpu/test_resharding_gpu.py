@@ -5,7 +5,7 @@ import torch
 
 from seqloom.dist import Ranks, Resharder
 from seqloom.plan import Pipeline, Stage, Weight, compute_layout, optimiser_layout
-from support.relays import RelayCase
+from support.resharding import ReshardCase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ WEIGHTS = (
     Weight("norm", 512, 1, ("head",)),
 )
 LINES = [[Stage((0, 1, 2, 3), (0, 4), 2)], [Stage((4,), (0, 4))], [Stage((5,), (0, 3)), Stage((6,), (3, 4))]]
-CASE = RelayCase(8, WEIGHTS, tuple(Pipeline(tuple(line), (), ()) for line in LINES))
+CASE = ReshardCase(8, WEIGHTS, tuple(Pipeline(tuple(line), (), ()) for line in LINES))
 
 
 class InStream:
@@ -52,24 +52,24 @@ def on_gpu(held):
 def body(transport):
     """Values there and gradients back, three times; what was given is dropped, and its memory used again, at once."""
     layouts = optimiser_layout(WEIGHTS, CASE.ranks), compute_layout(WEIGHTS, CASE.pipelines)
-    relay = Resharder(WEIGHTS, *layouts, InStream(transport), device="cuda", node_size=4)
-    bundles, found = range(len(relay.bundles)), []
+    resharder = Resharder(WEIGHTS, *layouts, InStream(transport), device="cuda", node_size=4)
+    bundles, found = range(len(resharder.bundles)), []
     for turn in range(3):
         masters = on_gpu(CASE.kept(CASE.wholes(turn), transport.rank))
         copies = {}
-        for pending in [relay.start(bundle, masters, torch.float32) for bundle in bundles]:
-            copies |= pending.wait()
+        for flight in [resharder.start_copy(bundle, masters, torch.float32) for bundle in bundles]:
+            copies |= flight.wait()
         started = []
         for bundle in reversed(bundles):
-            given = {weight: each * 2 for weight, each in copies.items() if weight in relay.bundles[bundle]}
-            started.append(relay.start_sum(bundle, given, torch.float32))
+            given = {weight: each * 2 for weight, each in copies.items() if weight in resharder.bundles[bundle]}
+            started.append(resharder.start_reduce(bundle, given, torch.float32))
             sizes = [each.numel() for each in given.values()]
             del given
             for size in sizes:
                 torch.full((size,), torch.nan, device="cuda")
         sums = {}
-        for pending in started:
-            sums |= pending.wait()
+        for flight in started:
+            sums |= flight.wait()
         found.append([{weight: each.cpu() for weight, each in held.items()} for held in (copies, sums)])
     return found
 

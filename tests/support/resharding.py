@@ -15,7 +15,7 @@ Held = dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class RelayCase:
+class ReshardCase:
     """Weights of a model with `layers` layers, and pipelines on some of `ranks` ranks.
 
     Attributes:
@@ -49,16 +49,18 @@ class RelayCase:
         """What a rank holds for the whole step, when some stages are gathered for every pass."""
         found: Held = {}
         for p, pipeline in enumerate(self.pipelines):
-            for s, (stage, part) in enumerate(zip(pipeline.stages, pipeline.parts, strict=True)):
+            for s, (stage, part) in enumerate(zip(pipeline.stages, pipeline.layer_ranges, strict=True)):
                 if rank not in stage.ranks:
                     continue
                 team, member = divmod(stage.ranks.index(rank), stage.tensor)
-                ends = ["embedding"] * part.begins + ["head"] * part.ends
+                ends = ["embedding"] * part.has_embedding + ["head"] * part.has_head
                 homes = {*range(part.first, part.stop), *ends}
                 for k, weight in enumerate(self.weights):
-                    if homes.isdisjoint(weight.home):
+                    if homes.isdisjoint(weight.used_by):
                         continue
-                    own = wholes[k] if weight.cut is None else _chunk(wholes[k], stage.tensor, weight.cut, member)
+                    own = (
+                        wholes[k] if weight.tp_axis is None else _chunk(wholes[k], stage.tensor, weight.tp_axis, member)
+                    )
                     if (p, s) in per_pass:
                         own = _chunk(own, len(stage.ranks) // stage.tensor, 0, team)
                     if k not in found or found[k].numel() < own.numel():  # one stage keeps it whole
@@ -77,7 +79,7 @@ def _filled(held: Held) -> Held:
 
 
 @st.composite
-def relay_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) -> RelayCase:
+def reshard_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) -> ReshardCase:
     """Draw weights and pipelines: vectors and matrices, odd rows, fewer rows than ranks, idle ranks, tied tables.
 
     Args:
@@ -95,7 +97,7 @@ def relay_cases(draw: st.DrawFn, *, max_ranks: int = 8, per_pass: bool = False) 
     pipelines = draw(_pipelines(ranks, layers))
     stages = [(p, s) for p, pipeline in enumerate(pipelines) for s in range(len(pipeline.stages))]
     chosen = draw(st.sets(st.sampled_from(stages), min_size=1)) if per_pass and stages else ()
-    return RelayCase(ranks, tuple(draw(st.permutations(weights))), pipelines, frozenset(chosen))
+    return ReshardCase(ranks, tuple(draw(st.permutations(weights))), pipelines, frozenset(chosen))
 
 
 @st.composite

@@ -1,10 +1,14 @@
+"""The optimiser, clipping and the learning rate."""
+
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.train.config import Optimiser
-from seqloom.train.optim import clip_factor, make_optimiser, named_state, set_learning_rate
+from seqloom.train.config import Optimiser, Schedule
+from seqloom.train.optim import clip_factor, learning_rate, make_optimiser, set_learning_rate, state_by_name
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +70,13 @@ def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order()
     optimiser = make_optimiser(dict(module.named_parameters()), Optimiser())
     give_gradients(module, 1)
     optimiser.step()
-    state = named_state(optimiser)
+    state = state_by_name(optimiser)
     assert set(state) == set(dict(module.named_parameters()))
 
     twin = model_adapter()
     twin.load_state_dict(module.state_dict())
     other = make_optimiser(dict(reversed(list(twin.named_parameters()))), Optimiser())
-    for name, tensors in named_state(other).items():
+    for name, tensors in state_by_name(other).items():
         for key, tensor in tensors.items():
             tensor.copy_(state[name][key])
     for each, its in ((module, optimiser), (twin, other)):
@@ -84,7 +88,7 @@ def test_state_by_name_is_the_optimisers_own_and_carries_over_to_another_order()
 
 def test_the_state_before_the_first_step_is_what_torch_begins_with():
     module = model_adapter()
-    blank = named_state(make_optimiser(dict(module.named_parameters()), Optimiser()))
+    blank = state_by_name(make_optimiser(dict(module.named_parameters()), Optimiser()))
     stepped = make_optimiser(dict(module.named_parameters()), Optimiser())
     give_gradients(module, 1)
     stepped.step()
@@ -104,3 +108,40 @@ def test_clipping():
     for norm in (float("nan"), float("inf")):
         with pytest.raises(SeqloomError, match=f"the gradient's norm is {norm}; nothing was updated"):
             clip_factor(norm, 1.0)
+
+
+def rates(steps, peak=2.0, **settings):
+    return [learning_rate(step, steps=steps, peak=peak, schedule=Schedule(**settings)) for step in range(1, steps + 1)]
+
+
+def test_warm_up_rises_evenly_and_ends_at_the_peak():
+    assert rates(8, warmup=4, kind="constant") == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0]
+    assert rates(3, kind="constant") == [2.0, 2.0, 2.0]
+
+
+def test_linear():
+    assert rates(6, warmup=2, kind="linear", final=0.5) == [1.0, 2.0, 1.75, 1.5, 1.25, 1.0]
+    assert rates(5, kind="linear", final=0.0) == [2.0, 1.5, 1.0, 0.5, 0.0]
+
+
+def test_cosine():
+    half = math.sqrt(0.5)
+    expected = [1 + 1, 1 + half, 1, 1 - half, 0]
+    assert rates(5, final=0.0) == pytest.approx(expected, abs=1e-15)
+    assert rates(7, warmup=3, final=0.1)[2::2] == pytest.approx([2.0, 2 * 0.55, 0.2])
+
+
+def test_the_last_step_has_the_final_share_and_later_ones_keep_it():
+    schedule = Schedule(kind="cosine", warmup=2, final=0.25)
+    assert learning_rate(10, steps=10, peak=1.0, schedule=schedule) == pytest.approx(0.25)
+    assert learning_rate(99, steps=10, peak=1.0, schedule=schedule) == pytest.approx(0.25)
+
+
+def test_runs_of_one_step_and_of_warm_up_only():
+    assert rates(1) == [2.0]
+    assert rates(2, warmup=2) == [1.0, 2.0]
+
+
+def test_steps_begin_at_one():
+    with pytest.raises(SeqloomError, match="step 0 of 5; steps are counted from 1"):
+        learning_rate(0, steps=5, peak=1.0, schedule=Schedule())

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.attention import attention, attention_with_lse
-from seqloom.dist import CountingTransport, bind, run_ranks
-from seqloom.dist.redistribute import redistribute_tokens, remapped
+from seqloom.dist import bind, run_ranks
+from support.transports import CountingTransport, RankOnly
+from seqloom.dist.token_layout import redistribute_tokens, run_in_mlp_layout
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import move_between
@@ -27,13 +28,6 @@ SAME = WORK.attention_layout()
 SWAPPED = Layout(np.where(SAME.rank < 2, 1 - SAME.rank, SAME.rank), SAME.item, SAME.start, SAME.stop)
 
 
-class Place:
-    """A transport that can only say where it is: binding must need no more."""
-
-    def __init__(self, rank, ranks=4):
-        self.rank, self.ranks = rank, ranks
-
-
 def tokens(layout, rank):
     """(document, position) of a rank's rows."""
     return [(d, p) for d, start, stop in layout.spans(rank) for p in range(start, stop)]
@@ -46,7 +40,7 @@ def named(rows):
 
 @pytest.mark.parametrize("remap", Remap)
 def test_whose_tokens_the_model_sees(remap):
-    context = bind(replace(WORK, remap=remap), Place(1))
+    context = bind(replace(WORK, remap=remap), RankOnly(1))
     wanted = LINEAR if remap == Remap.ATTENTION else WORK.attention_layout()
     assert context.spans == wanted.spans(1)
     found = list(zip(context.documents.tolist(), context.positions.tolist(), strict=True))
@@ -79,19 +73,19 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
     def body(transport):
         counting = CountingTransport(transport)
         context = bind(work, counting, shard_groups=shard_groups, family=family)
-        crossing = context.attention_redistribute or context.mlp_redistribute
+        redistribute = context.attention_redistribute or context.mlp_redistribute
         travels = int(move.sizes[move.remote & (move.sender == transport.rank)].sum())
-        if crossing is None:
+        if redistribute is None:
             assert not travels
             return
-        crossing = crossing if work.remap == Remap.ATTENTION else crossing.reversed()
+        redistribute = redistribute if work.remap == Remap.ATTENTION else redistribute.reversed()
         linear, wanted = (tokens(each, transport.rank) for each in (work.linear, work.attention_layout()))
         x = named(linear).requires_grad_()
-        moved, first = redistribute_tokens(crossing, x, x[:, :1, None].detach())
+        moved, first = redistribute_tokens(redistribute, x, x[:, :1, None].detach())
         assert moved.tolist() == named(wanted).tolist() and first.tolist() == [[[d]] for d, _ in wanted]
         verbs = [counting.traffic(verb) for verb in ("all_to_all", "exchange")]
         assert sum(each.bytes for each in verbs) == travels * row
-        assert [each.calls for each in verbs][0 if crossing.there.collective else 1] <= 1
+        assert [each.calls for each in verbs][0 if redistribute.to_target.collective else 1] <= 1
         moved.backward(named(wanted) + 1)
         assert x.grad.tolist() == (named(linear) + 1).tolist()
 
@@ -108,11 +102,11 @@ def test_rows_and_gradients_go_where_the_layouts_say(case, blocks):
         ((0, 1), None, False),
     ],
 )
-def test_an_island_is_one_collective_where_it_has_a_communicator(shard_group, family, known):
-    context = bind(replace(WORK, linear=SWAPPED), Place(0), shard_groups=[shard_group, (2,)], family=family)
-    assert context.attention_redistribute.there.collective == context.attention_redistribute.back.collective == known
-    assert context.attention_redistribute.there.ranks == tuple(sorted(shard_group))
-    others = bind(replace(WORK, linear=SWAPPED), Place(2), shard_groups=[shard_group, (2,)], family=family)
+def test_a_shard_group_is_one_collective_where_it_has_a_communicator(shard_group, family, known):
+    context = bind(replace(WORK, linear=SWAPPED), RankOnly(0), shard_groups=[shard_group, (2,)], family=family)
+    assert context.attention_redistribute.to_target.collective == context.attention_redistribute.to_source.collective == known
+    assert context.attention_redistribute.to_target.ranks == tuple(sorted(shard_group))
+    others = bind(replace(WORK, linear=SWAPPED), RankOnly(2), shard_groups=[shard_group, (2,)], family=family)
     assert (others.attention_redistribute is None) == (2 not in shard_group), "nothing of it moves"
 
 
@@ -146,10 +140,10 @@ def test_an_mlp_sees_the_tokens_of_the_linear_layout():
         context = bind(replace(WORK, remap=Remap.MLP), transport)
         seen = []
         x = named(tokens(SAME, transport.rank))
-        y = remapped(x, context, lambda inside: seen.append(inside) or 2 * inside)
+        y = run_in_mlp_layout(x, context, lambda inside: seen.append(inside) or 2 * inside)
         assert seen[0].tolist() == named(tokens(LINEAR, transport.rank)).tolist() and torch.equal(y, 2 * x)
         plain = bind(WORK, transport)
-        assert remapped(x, plain, lambda inside: seen.append(inside) or inside) is x and seen[1] is x
+        assert run_in_mlp_layout(x, plain, lambda inside: seen.append(inside) or inside) is x and seen[1] is x
 
     run_ranks(4, body, strict=True)
 
@@ -167,5 +161,5 @@ def test_an_mlp_sees_the_tokens_of_the_linear_layout():
 def test_layouts_that_no_remap_leads_to(linear, shard_groups, words):
     for rank in range(4):
         with pytest.raises(SeqloomError) as error:
-            bind(replace(WORK, linear=linear), Place(rank), shard_groups=shard_groups)
+            bind(replace(WORK, linear=linear), RankOnly(rank), shard_groups=shard_groups)
         assert all(word in str(error.value) for word in words), error.value

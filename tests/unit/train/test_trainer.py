@@ -1,14 +1,18 @@
-"""One plan for all ranks."""
+"""Plans broadcast to all ranks, and kernels built before the first step."""
 
 import pytest
+import torch
 
+import seqloom as sl
 from seqloom.api import cost_model
 from seqloom.dist import run_ranks
 from seqloom.errors import SeqloomError
+from seqloom.models import ModelAdapter
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.ahead import StepPlan
-from seqloom.train.trainer import SharedPlans
+from seqloom.train import trainer
+from seqloom.train.trainer import PlanBroadcast
 
 COST = cost_model("1x4xH200", "llama3-8b")
 LENGTHS = [512, 700, 3_300, 40]
@@ -33,7 +37,7 @@ class Fixed:
 
 def take(ahead, lengths_of=lambda rank: LENGTHS):
     def body(transport):
-        plans = SharedPlans(transport, ahead if transport.rank == 0 else None)
+        plans = PlanBroadcast(transport, ahead if transport.rank == 0 else None)
         plans.submit(4, LENGTHS)
         return plans.take(3, lengths_of(transport.rank))
 
@@ -54,7 +58,7 @@ def test_no_plan_is_an_error_on_every_rank():
     refused = []
 
     def body(transport):
-        plans = SharedPlans(transport, Fixed("too long") if transport.rank == 0 else None)
+        plans = PlanBroadcast(transport, Fixed("too long") if transport.rank == 0 else None)
         try:
             plans.take(3, LENGTHS)
         except SeqloomError as error:
@@ -89,7 +93,42 @@ def test_another_plan_on_a_rank_is_noticed(monkeypatch):
         take(Fixed())
 
 
-def test_plans_of_the_root_are_handed_out_to_all():
+def test_plans_of_the_root_are_broadcast():
     plans = [make_plan(name, LENGTHS, COST) for name in ("flex", "static")]
-    found = run_ranks(4, lambda t: SharedPlans(t, None).hand_out(plans if t.rank == 0 else None), strict=True)
+    found = run_ranks(4, lambda t: PlanBroadcast(t, None).broadcast(plans if t.rank == 0 else None), strict=True)
     assert found == [plans] * 4
+
+
+def test_every_degree_of_the_plans_and_every_call_of_the_model_is_built(monkeypatch):
+    plan = sl.plan([20_000, 300, 300], cluster="1x8xH200", model="llama3-8b", planner="static")
+    asked, told = [], []
+
+    def build(heads, kv_heads, dim, dtype, device, *, longest, tokens, scale, ulysses, report):
+        asked.append((heads, kv_heads, dim, longest, tokens, ulysses))
+        for done in range(1, 9):
+            report(done, 8)
+        return 8
+
+    monkeypatch.setattr(trainer, "warm_up_attention", build)
+    module = torch.nn.Linear(1, 1)
+    calls = (warm_call(32, 8, None), warm_call(32, 8, 4_096))
+    adapter = ModelAdapter(module, (), lambda ids, context: ids, module, calls)
+    capacity = max(tokens for _, tokens in plan.limits.capacity)
+    assert (
+        trainer.build_attention_kernels(adapter, [plan, plan], 20_000, torch.bfloat16, torch.device("cpu"), told.append)
+        == 16
+    )
+    assert asked == [(32, 8, 128, 20_000, 8 * capacity, (8,)), (32, 8, 128, 4_096, 8 * capacity, (8,))]
+    assert told[0] == "attention over 8 ranks: 2 of 8 shapes built" and len(told) == 8
+
+
+def warm_call(heads, kv_heads, window):
+    from seqloom.attention import AttentionSpec
+
+    return AttentionSpec(heads, kv_heads, 128, window)
+
+
+def test_a_cpu_has_nothing_to_build():
+    from seqloom.attention import warm_up_attention
+
+    assert warm_up_attention(8, 2, 64, torch.float32, "cpu", longest=1_000) == 0

@@ -1,4 +1,4 @@
-"""A transport that counts: how often each verb is called, and how many bytes leave this rank."""
+"""Transports for tests: one that counts calls and bytes of every verb, and one that only knows its rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.dist.transport import P2PDirection, Message, P2PChannel
-from seqloom.dist.transport import Handle, P2PTensor, Transport
+from seqloom.dist.transport import Handle, Message, P2PChannel, P2PDirection, P2PTensor, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,13 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
+
+
+class RankOnly:
+    """A transport that can do nothing: binding a round must not need more."""
+
+    def __init__(self, rank: int, ranks: int = 4) -> None:
+        self.rank, self.ranks = rank, ranks
 
 
 class CountingTransport:
@@ -99,21 +105,21 @@ class CountingTransport:
         self._transport.all_reduce(tensor, block)
         self._count("all_reduce", -(-2 * (len(block) - 1) * tensor.nbytes // len(block)))
 
-    def connect(self, ways: Iterable[P2PChannel]) -> None:
+    def connect(self, channels: Iterable[P2PChannel]) -> None:
         """See `Transport.connect`."""
-        self._transport.connect(ways)
+        self._transport.connect(channels)
 
-    def send(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
+    def send(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """See `Transport.send`."""
-        message = self._transport.send(tensor, peer, lane)
+        message = self._transport.send(tensor, peer, direction)
         self._sent_to[peer] += tensor.nbytes
         self._count("send", tensor.nbytes)
         return message
 
-    def receive(self, tensor: torch.Tensor, peer: int, lane: P2PDirection) -> Message:
+    def receive(self, tensor: torch.Tensor, peer: int, direction: P2PDirection) -> Message:
         """See `Transport.receive`."""
         self._count("receive", 0)
-        return self._transport.receive(tensor, peer, lane)
+        return self._transport.receive(tensor, peer, direction)
 
     def _count(self, verb: str, size: int) -> None:
         before = self.traffic(verb)

@@ -1,1 +1,0 @@
-"""Models of other libraries on the engine, one folder per library."""

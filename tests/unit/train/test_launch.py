@@ -1,0 +1,224 @@
+"""Starting ranks: the watchdog, the allocator's setting, and compilers that are missing."""
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from seqloom.cli.doctor import examine
+from seqloom.errors import SeqloomError
+from seqloom.train import launch
+from seqloom.train.launch import (
+    ALLOCATOR_SETTING,
+    ALLOCATOR_VARIABLES,
+    EXIT_FAILED,
+    Watchdog,
+    allocator_advice,
+    allocator_environment,
+    check_compilers,
+)
+from support.runs import be_stuck
+
+GLOO = "[/third_party/gloo/tcp/pair.cc:537] Read error [127.0.0.1]:48049: Connection reset by peer. This is typical"
+STEP = "step 7, plan 0123456789ab"
+SHOW = f"import os; print([os.environ.get(name) for name in {ALLOCATOR_VARIABLES!r}])"
+
+
+def words_after(error: BaseException, folder: Path, phase: str = STEP) -> str:
+    with pytest.raises(type(error) if not phase else SeqloomError) as found, Watchdog(4, 30, folder, print) as watchdog:
+        if phase:
+            watchdog.enter_phase(phase)
+        raise error
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError(GLOO), "Read error [127.0.0.1]:48049: Connection reset by peer"),
+        (RuntimeError("Timed out waiting 30000ms for recv"), "Timed out waiting 30000ms for recv"),
+        (dist.DistBackendError("NCCL error: remote process exited\nmore"), "NCCL error: remote process exited"),
+    ],
+)
+def test_a_lost_rank_is_told_with_step_plan_limit_and_checkpoint(error, why, tmp_path):
+    said = words_after(error, tmp_path)
+    assert said.startswith(f"{STEP}: one of 4 ranks has died or hangs ({why});")
+    assert "run.timeout_s = 30 s" in said and "no checkpoint yet" in said
+    done = tmp_path / "step-00000006"
+    done.mkdir()
+    for name in ("seqloom.json", ".metadata"):
+        (done / name).touch()
+    assert f"{done} is intact" in words_after(error, tmp_path)
+
+
+def test_a_message_that_does_not_come_is_told_with_the_grid(tmp_path):
+    said = words_after(SeqloomError("rank 1 waits for rank 0 (Timed out waiting):\nhost 0 | 0F0\nhost 1 |"), tmp_path)
+    assert said.startswith(f"{STEP}: one of 4 ranks has died or hangs (rank 1 waits for rank 0 (Timed out waiting));")
+    assert said.endswith("to go on\nhost 0 | 0F0\nhost 1 |")
+
+
+def test_other_refusals_say_where_and_those_of_the_start_are_left_alone(tmp_path):
+    assert words_after(SeqloomError("the norm is nan"), tmp_path) == f"{STEP}: the norm is nan"
+    assert words_after(SeqloomError("step 7: other lengths"), tmp_path) == "step 7: other lengths"
+    assert words_after(SeqloomError("no such model"), tmp_path, phase="") == "no such model"
+
+
+def test_a_defect_keeps_its_type_and_gets_a_note(tmp_path):
+    with pytest.raises(KeyError) as found, Watchdog(4, 30, tmp_path, print) as watchdog:
+        watchdog.enter_phase(STEP)
+        raise KeyError("x")
+    assert found.value.__notes__ == [f"at {STEP}"]
+
+
+def test_nothing_of_it_stays_after_a_good_end(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with Watchdog(4, 30, tmp_path, print) as watchdog:
+        watchdog.enter_phase(STEP)
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before and signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(
+    ("limit", "limited", "sends", "why"),
+    [
+        (600, True, True, "stopped by SIGTERM"),
+        pytest.param(600, False, True, "stopped by SIGTERM", marks=pytest.mark.slow),
+        (1, True, False, "nothing has moved for 1 s"),
+    ],
+)
+def test_a_rank_that_is_stuck_in_a_call_speaks_and_ends(fork_server, tmp_path, limit, limited, sends, why):
+    process = get_context("forkserver").Process(target=be_stuck, args=(tmp_path, STEP, limit, limited, sends))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == EXIT_FAILED
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f"{STEP}: one of 4 ranks") and why in said
+    assert said.endswith("to go on\nat action 1F3")
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def seen_by_a_new_process() -> str:
+    with allocator_environment():
+        return subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_new_processes_are_given_the_setting_and_this_one_is_left_alone(unset):
+    before = dict(os.environ)
+    assert seen_by_a_new_process() == str([ALLOCATOR_SETTING, None])
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_what_the_user_has_set_stays(unset, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert seen_by_a_new_process() == str(
+        ["max_split_size_mb:64" if each == name else None for each in ALLOCATOR_VARIABLES]
+    )
+    assert allocator_advice("cuda") is None
+    choice = examine("8x8xH100")["choices"]["GPU allocator"]
+    assert choice["choice"] == f"{name}=max_split_size_mb:64" and "left as it is" in choice["why"]
+
+
+def test_an_empty_variable_is_not_set(unset, monkeypatch):
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "")
+    assert seen_by_a_new_process() == str([ALLOCATOR_SETTING, None])
+    assert os.environ[ALLOCATOR_VARIABLES[0]] == ""
+
+
+def test_advice_is_for_gpus(unset):
+    assert f"{ALLOCATOR_VARIABLES[0]}={ALLOCATOR_SETTING}" in str(allocator_advice("cuda"))
+    assert allocator_advice("cpu") is None
+    assert ALLOCATOR_SETTING in examine("8x8xH100")["choices"]["GPU allocator"]["choice"]
+
+
+def test_train_starts_its_ranks_with_it(unset, monkeypatch):
+    """What the processes of a run would inherit, at the moment they are started."""
+    found = {}
+
+    def start(*_, **__):
+        found.update(os.environ)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "start_processes", start)
+    monkeypatch.setattr(launch, "_check_compilers_if_needed", lambda _: None)
+    setup = SimpleNamespace(config=None, planners=SimpleNamespace(multi_stage=False, strategies=()))
+    monkeypatch.setattr(launch.RunSetup, "load", lambda *_: setup)
+    monkeypatch.setattr(launch, "parameter_dtypes", lambda _: (None, None))
+    model_family = launch.ModelFamily(lambda *_: None, lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        launch.train_on_processes(None, 2, model_family=model_family)
+    assert found[ALLOCATOR_VARIABLES[0]] == ALLOCATOR_SETTING and ALLOCATOR_VARIABLES[0] not in os.environ
+
+
+WAY_OUT = "install it, or set model.compile = false"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with some programs, some packages, and the development files of Python, or without."""
+
+    def make(*programs, packages=(), headers=True):
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(launch.sys, "platform", "linux")
+        monkeypatch.setattr(launch.shutil, "which", lambda name: name if name in programs else None)
+        monkeypatch.setattr(launch, "find_spec", lambda name: name if name in packages else None)
+        monkeypatch.setattr(launch.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+        if headers:
+            (tmp_path / "Python.h").touch()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("device", "programs", "packages"),
+    [("cpu", ["g++"], []), ("cuda", ["gcc"], ["triton"]), ("cuda", ["clang"], ["triton"])],
+)
+def test_a_machine_that_has_all(machine, device, programs, packages):
+    machine(*programs, packages=packages)
+    check_compilers(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "programs", "packages", "missing"),
+    [
+        ("cpu", ["gcc", "clang++"], ["triton"], "is not here: the C++ compiler 'g++'; "),
+        ("cuda", ["g++"], ["triton"], "is not here: a C compiler ('gcc' or 'clang'); "),
+        ("cuda", ["gcc"], [], "is not here: triton; "),
+        ("cuda", [], [], "is not here: triton, a C compiler ('gcc' or 'clang'); "),
+    ],
+)
+def test_what_lacks_is_named(machine, device, programs, packages, missing):
+    machine(*programs, packages=packages)
+    with pytest.raises(SeqloomError) as error:
+        check_compilers(device)
+    assert missing + WAY_OUT in str(error.value)
+
+
+def test_the_variables_that_name_another_compiler_count(machine, monkeypatch):
+    machine("icpx", "g++", packages=["triton"])
+    monkeypatch.setenv("CXX", "icpx")
+    check_compilers("cpu")
+    monkeypatch.setenv("CXX", "gone++")
+    with pytest.raises(SeqloomError, match=r"the C\+\+ compiler 'gone\+\+'"):
+        check_compilers("cpu")
+    monkeypatch.setenv("CC", "gone")
+    with pytest.raises(SeqloomError, match=r"a C compiler \('gone'\)"):
+        check_compilers("cuda")
+
+
+def test_python_needs_its_development_files(machine):
+    machine("g++", headers=False)
+    with pytest.raises(SeqloomError, match=r"Python\.h \(the development files"):
+        check_compilers("cpu")

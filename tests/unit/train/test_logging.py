@@ -1,0 +1,334 @@
+"""Metrics: the file, the summary, trackers and displays."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from seqloom.errors import SeqloomError
+from seqloom.train.logging import Metrics, MetricsFile, StepRecord, Summary, open_display, open_trackers, read_steps
+
+
+def record(step, **values):
+    given = {"loss": 5.0 - step / 10, "tokens": 1000, "lr": 1e-3, "grad_norm": 0.5, "measured_ms": 100.0}
+    return StepRecord(step=step, **(given | values))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Recorder:
+    """A tracker and a display that remember."""
+
+    def __init__(self):
+        self.seen, self.notes, self.closed = [], [], False
+
+    def write(self, step, figures):
+        self.seen.append((step, figures))
+
+    def step(self, record):
+        self.seen.append(record.step)
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_step_is_one_line_with_all_figures(tmp_path):
+    path = tmp_path / "deep" / "metrics.jsonl"
+    made = record(1, predicted_ms=90.0, planner_wait_ms=25.0, gap_to_bound=0.1, idle_share=0.2, planner="flex")
+    with Metrics(path) as metrics:
+        metrics.step(made)
+        assert lines(path) == [  # before the file is closed
+            {
+                "step": 1,
+                "loss": 4.9,
+                "tokens": 1000,
+                "tokens_per_second": 8000.0,
+                "lr": 1e-3,
+                "grad_norm": 0.5,
+                "predicted_ms": 90.0,
+                "measured_ms": 100.0,
+                "planner_wait_ms": 25.0,
+                "gap_to_bound": 0.1,
+                "idle_share": 0.2,
+                "planner": "flex",
+                "plan_hash": "",
+                "shape": "",
+                "fallback": False,
+            }
+        ]
+    assert read_steps(path) == [made]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file.write(record(1, loss=float("nan"), grad_norm=float("inf")).as_dict())
+    file.close()
+    [line] = lines(tmp_path / "m.jsonl")
+    assert line["loss"] is None and line["grad_norm"] is None
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 4, "lo', '{"step": 4, "lo\n', "\x00\x00\x00", '{"step": 4}\n{"ste'])
+def test_a_torn_line_and_steps_that_come_again_are_cut_off(tmp_path, tail):
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile(path)
+    for step in (1, 2, 3):
+        file.write({"step": step, "loss": float(step)})
+    file.write({"step": 3, "evaluation_loss": 9.0})
+    file.close()
+    with path.open("a") as file:
+        file.write(tail)
+    file = MetricsFile(path, done=2)
+    assert [each["step"] for each in file.earlier] == [1, 2]
+    file.write({"step": 3, "loss": 30.0})
+    file.close()
+    assert lines(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 30.0}]
+
+
+def test_a_bad_line_in_the_middle_is_an_error_and_the_file_stays(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(SeqloomError, match=r"m.jsonl, line 2 is not a record; move the file away"):
+        MetricsFile(path, done=5)
+    assert path.read_text() == '{"step": 1}\nnonsense\n{"step": 2}\n'
+
+
+def test_a_process_that_dies_leaves_whole_lines(tmp_path):
+    path = tmp_path / "m.jsonl"
+    code = (
+        "import os, sys; from pathlib import Path; from seqloom.train.logging import MetricsFile\n"
+        "file = MetricsFile(Path(sys.argv[1]))\n"
+        "for step in range(1, 6): file.write({'step': step, 'loss': 1.0})\n"
+        "os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 9
+    assert [each["step"] for each in lines(path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_a_clear_error(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl")
+    file._file.close()
+    file._file = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - the file closes it
+    with pytest.raises(SeqloomError, match=r"m.jsonl: cannot be written \(No space left on device\); make room"):
+        file.write({"step": 1})
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+
+
+def test_the_summary_has_the_names_of_the_contract_and_leaves_the_first_step_out_of_times():
+    summary = Summary()
+    summary.add(record(1, measured_ms=9e9))
+    summary.add(record(2, measured_ms=100.0, planner_wait_ms=0.0, predicted_ms=80.0, gap_to_bound=0.5))
+    summary.add(record(3, measured_ms=200.0, planner_wait_ms=100.0, tokens=3000))
+    assert summary.as_dict() == {
+        "steps": 3,
+        "first_loss": 4.9,
+        "final_loss": 4.7,
+        "tokens_per_second": pytest.approx(10_000.0),
+        "predicted_ms": 80.0,
+        "measured_ms": 150.0,
+        "planner_wait_ms": 50.0,
+        "gap_to_bound": 0.5,
+    }
+
+
+def test_a_summary_of_one_step_has_its_times_and_one_of_none_has_none():
+    summary = Summary()
+    assert set(summary.as_dict().values()) == {0, None}
+    summary.add(record(1))
+    assert summary.as_dict()["measured_ms"] == 100.0
+    assert summary.as_dict()["predicted_ms"] is None
+
+
+def test_a_resumed_run_goes_on_in_file_and_summary(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with Metrics(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.step(record(step))
+    with Metrics(path, done=2) as metrics:
+        assert metrics.summary.as_dict()["final_loss"] == 4.8
+        metrics.step(record(3, loss=1.0))
+    assert [each.loss for each in read_steps(path)] == [4.9, 4.8, 1.0]
+    assert (metrics.summary.steps, metrics.summary.first_loss, metrics.summary.final_loss) == (3, 4.9, 1.0)
+
+
+def test_trackers_and_display_hear_of_every_nth_step_and_of_events(tmp_path):
+    tracker, display = Recorder(), Recorder()
+    with Metrics(tmp_path / "m.jsonl", every=3, trackers=[tracker], display=display) as metrics:
+        for step in range(1, 8):
+            metrics.step(record(step))
+        metrics.evaluation(7, 2.5)
+        metrics.note(7, "checkpoint written")
+    assert [step for step, _ in tracker.seen] == [1, 3, 6, 7]
+    assert tracker.seen[-1] == (7, {"evaluation_loss": 2.5})
+    assert "planner" not in tracker.seen[0][1] and "step" not in tracker.seen[0][1]
+    assert display.seen == [1, 3, 6]
+    assert display.notes == ["step 7: loss 2.5000 on the validation documents", "step 7: checkpoint written"]
+    assert tracker.closed and display.closed
+    assert len(lines(tmp_path / "m.jsonl")) == 9
+
+
+RECORD = StepRecord(
+    step=7,
+    loss=4.56789,
+    tokens=12_000,
+    lr=1e-3,
+    grad_norm=0.8123,
+    measured_ms=120.0,
+    predicted_ms=110.0,
+    planner_wait_ms=0.5,
+    gap_to_bound=0.042,
+    idle_share=0.1,
+    planner="flex",
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_one_plain_line_per_step_where_nobody_looks():
+    stream = io.StringIO()
+    display = open_display(stream, 100)
+    display.step(RECORD)
+    display.note("checkpoint written")
+    display.close()
+    assert stream.getvalue() == (
+        "step   7/100  loss 4.5679  99,585 tokens/s  lr 1.00e-03  norm 0.812  120 ms (predicted 110 ms)  wait 500 us  "
+        "gap 4.2 %  idle 10.0 %  flex\ncheckpoint written\n"
+    )
+
+
+def test_what_is_not_known_is_left_out_and_a_late_planner_is_named():
+    stream = io.StringIO()
+    known = {"step": 1, "loss": 1.0, "tokens": 10, "lr": 0.1, "grad_norm": 1.0, "measured_ms": 1000.0}
+    open_display(stream, 5).step(StepRecord(**known, planner="static", fallback=True))
+    assert stream.getvalue().endswith("norm 1  1 s  wait 0 ns  static, planner late\n")
+
+
+def test_a_terminal_gets_a_live_view(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    live = open_display(stream, 100, 6)
+    live.step(RECORD)
+    live.note("step 7: [not markup]")
+    live.close()
+    text = stream.getvalue()
+    assert "7/100" in text
+    assert "loss 4.5679" in text
+    assert "step 7: [not markup]" in text
+
+
+SETTINGS = {"run": {"steps": 3}}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Trackers in place of the real ones, and what they were asked to do."""
+    calls = []
+
+    class Run:
+        id = "abc"
+
+        def log(self, figures, step):
+            calls.append(("log", figures, step))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append(("open", folder, purge_step))
+
+        def add_text(self, name, text):
+            calls.append(("text", name, text))
+
+        def add_scalar(self, name, value, step):
+            calls.append(("scalar", name, value, step))
+
+        def close(self):
+            calls.append(("close",))
+
+    def init(**options):
+        calls.append(("init", options))
+        return Run()
+
+    for name in ("wandb", "trackio"):
+        module = ModuleType(name)
+        module.init = init  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    return calls
+
+
+def test_nothing_is_imported_when_nothing_is_asked_for(tmp_path):
+    assert open_trackers([], tmp_path, settings=SETTINGS) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_an_error_at_the_start(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    with pytest.raises(SeqloomError, match=f"log.sinks names '{name}', which cannot be imported.*pip install {name}"):
+        open_trackers([name], tmp_path, settings=SETTINGS)
+
+
+def test_no_tracker_starts_when_another_is_missing(tmp_path, calls, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(SeqloomError, match="trackio"):
+        open_trackers(["wandb", "trackio"], tmp_path, settings=SETTINGS)
+    assert calls == []
+
+
+def test_an_unknown_tracker_is_refused(tmp_path):
+    with pytest.raises(SeqloomError, match="unknown tracker 'wandbs'; did you mean wandb"):
+        open_trackers(["wandbs"], tmp_path, settings=SETTINGS)
+
+
+def test_tensorboard(tmp_path, calls):
+    [tracker] = open_trackers(["tensorboard"], tmp_path, settings=SETTINGS)
+    tracker.write(2, {"loss": 1.5})
+    tracker.close()
+    open_trackers(["tensorboard"], tmp_path, settings=SETTINGS, done=4)
+    folder = str(tmp_path / "tensorboard")
+    assert calls == [
+        ("open", folder, None),
+        ("text", "config", "    run.steps = 3"),
+        ("scalar", "loss", 1.5, 2),
+        ("close",),
+        ("open", folder, 5),
+    ]
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path, calls):
+    folder = tmp_path / "night"
+    [tracker] = open_trackers(["wandb"], folder, settings=SETTINGS)
+    tracker.write(2, {"loss": 1.5})
+    tracker.close()
+    open_trackers(["wandb"], folder, settings=SETTINGS, done=2)
+    common = {"project": "seqloom", "name": "night", "dir": str(folder), "config": SETTINGS}
+    assert calls == [
+        ("init", common),
+        ("log", {"loss": 1.5}, 2),
+        ("finish",),
+        ("init", {**common, "id": "abc", "resume": "must"}),
+    ]
+
+
+def test_trackio(tmp_path, calls):
+    for done in (0, 2):
+        [tracker] = open_trackers(["trackio"], tmp_path / "night", settings=SETTINGS, done=done)
+        tracker.write(done + 1, {"loss": 1.5})
+        tracker.close()
+    assert [call[1]["resume"] for call in calls if call[0] == "init"] == ["never", "allow"]
+    assert calls[1:3] == [("log", {"loss": 1.5}, 1), ("finish",)]

@@ -1,0 +1,316 @@
+"""From a config to the parts of a run: planners and stages, strategies, packed batches."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqloom.cost import CostModel
+from seqloom.describe import Cluster, ModelSpec
+from seqloom.errors import SeqloomError
+from seqloom.plan import Stage
+from seqloom.plan.plan import plan_shape
+from seqloom.planners.hydraulis import (
+    ParallelConfig,
+    PipelineConfig,
+    Strategy,
+    strategies_from_json,
+    strategies_to_json,
+)
+from seqloom.planners.registry import PlannerChoice
+from seqloom.profiling.check import inspect_run
+from seqloom.simulate import predicted_ns
+from seqloom.train.config import Config, Data, Model, Pipelining, Planning, Run
+from seqloom.train.setup import (
+    STRATEGIES_FILE,
+    RunPlanners,
+    RunSetup,
+    choose_stages,
+    mean_step_tokens,
+    strategy_notes,
+    warm_up_plans,
+    write_strategies,
+)
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+BATCHES = [np.array([900, 60, 400, 70]), np.array([300, 120, 80])]
+
+
+def pipeline_config(planner="auto", **pipeline):
+    parts = (Run(Path("out"), steps=1, seed=3), Model("x"), Data(Path("store"), sequences=1), Planning(planner))
+    return Config(*parts, Pipelining(**pipeline))
+
+
+def cost(cluster="1x4xCPU", sharding="full", layers=4):
+    spec = replace(ModelSpec.load(str(RECIPES / "models" / "tiny.toml")), layers=layers, windows=())
+    return CostModel(Cluster.parse(cluster), spec, sharding=sharding, max_length=1024)
+
+
+def test_without_a_pipeline_the_config_s_planner_plans_and_static_is_the_fallback():
+    planners = RunPlanners.load(pipeline_config("flex"), cost(), 1)
+    assert planners == RunPlanners(
+        (Stage((0, 1, 2, 3), (0, 4)),), PlannerChoice("flex", seed=3), PlannerChoice("static")
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "plain"),
+    [
+        ({"stages": 4}, "1f1b"),
+        ({"stages": 2}, "1f1b"),
+        ({"stages": 2, "chunks": 2}, "interleaved"),
+        ({"stages": 2, "chunks": 2, "schedule": "zb-v"}, "zb-v"),
+        ({"stages": 4, "schedule": "seq1f1b"}, "1f1b"),
+    ],
+)
+def test_all_plans_of_a_run_have_its_stages(pipeline, plain):
+    planners = RunPlanners.load(pipeline_config(**pipeline), cost(), pipeline["stages"])
+    assert planners.fallback.options["schedule"] == plain
+    for batch in BATCHES:
+        for each in (planners.planner, planners.fallback):
+            assert each.plan(batch, cost()).pipelines[0].stages == planners.stages
+
+
+@pytest.mark.parametrize(
+    ("changes", "pipeline", "message"),
+    [
+        ({}, {"stages": 8}, "8 stages for the 4 layers of tiny: every stage needs a layer; use at most 4 stages"),
+        ({}, {"stages": 2, "chunks": 3}, "every stage needs a layer"),
+        ({}, {"stages": 3}, "3 stages on 4 ranks: .*; use 2 stages"),
+        ({}, {"stages": 2, "schedule": "interleaved"}, "interleaved with 1 chunks"),
+        ({"cluster": "3x2xCPU", "sharding": "hybrid"}, {"stages": 2}, "stages of 3 ranks in nodes of 2"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(changes, pipeline, message):
+    with pytest.raises(SeqloomError, match=message):
+        RunPlanners.load(pipeline_config(**pipeline), cost(**changes), pipeline["stages"])
+
+
+def test_auto_takes_the_fastest_number_of_stages():
+    run, prices = pipeline_config("static", stages="auto"), cost()
+    times = {}
+    for stages in (1, 2, 4):
+        planner = RunPlanners.load(run, prices, stages).planner
+        times[stages] = sum(predicted_ns(planner.plan(batch, prices), prices) for batch in BATCHES)
+    assert choose_stages(run, prices, BATCHES) == min(times, key=times.get)
+
+
+def test_auto_leaves_out_what_the_layers_do_not_allow():
+    assert choose_stages(pipeline_config("static", stages="auto"), cost(layers=1), BATCHES) == 1
+    assert choose_stages(pipeline_config("static", stages="auto", chunks=4), cost(layers=4), BATCHES) == 1
+
+
+def test_a_run_that_was_left_open_goes_on_with_a_number():
+    changes = ["pipeline.stages=auto", "plan.planner=static", "data.source=toy:40", "data.max_length=300"]
+    setup = RunSetup.load(Config.load(RECIPES / "pipeline-cpu.toml", changes), 4)
+    assert setup.config.pipeline.stages == len(setup.planners.stages) in (1, 2, 4)
+
+
+def test_a_choice_says_what_it_is():
+    assert str(PlannerChoice("static:4")) == "static:4"
+    assert str(PlannerChoice("pipeline", {"stages": 4, "schedule": "1f1b"})) == "pipeline:4,1f1b"
+
+
+RANKS = 4
+SIDE_BY_SIDE = Strategy(
+    (PipelineConfig(ParallelConfig(1, 2), (0, 1), 900), PipelineConfig(ParallelConfig(2, 1), (2, 3), 300))
+)
+
+
+def strategy_config(tmp_path, *settings):
+    few = ["data.source=toy:40", "data.max_length=300", "plan.budget_gib=", f"run.output={tmp_path / 'run'}"]
+    return Config.load(RECIPES / "hydraulis-cpu.toml", [*few, *settings])
+
+
+def listed(tmp_path, *strategies):
+    path = tmp_path / "given.json"
+    path.write_text(strategies_to_json(strategies))
+    return f"plan.strategies={path}"
+
+
+def test_a_proposed_list_covers_the_ranks_is_written_and_is_the_same_when_read(tmp_path):
+    setup = RunSetup.load(strategy_config(tmp_path), RANKS)
+    strategies = setup.planners.strategies
+    assert strategies and all(sorted(each.ranks) == [0, 1, 2, 3] for each in strategies)
+    assert (
+        strategies
+        == RunSetup.load(strategy_config(tmp_path), RANKS).planners.strategies
+        == setup.planners.planner.options["strategies"]
+    )
+    settled = write_strategies(setup.config, strategies)
+    path = tmp_path / "run" / STRATEGIES_FILE
+    assert settled.plan.strategies == str(path) and strategies_from_json(path.read_text()) == strategies
+    assert RunSetup.load(settled, RANKS).planners == setup.planners
+    path.write_text("another")
+    assert write_strategies(settled, strategies) == settled and path.read_text() == "another", (
+        "a file that was given stays"
+    )
+
+
+def test_plans_may_have_any_stages_and_static_is_the_fallback(tmp_path):
+    planners = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS).planners
+    assert (planners.stages, planners.multi_stage, planners.tensor_degrees) == ((), True, (1, 2))
+    assert planners.fallback.name == "static"
+    assert str(planners.planner) == "hydraulis:2x1, 1x2"
+
+
+def test_other_planners_and_pipelines_run_under_free_sharding_without_a_list(tmp_path):
+    for settings in (("plan.planner=flex",), ("plan.planner=pipeline:2",), ("plan.planner=auto", "pipeline.stages=2")):
+        planners = RunSetup.load(strategy_config(tmp_path, *settings), RANKS).planners
+        assert planners.stages == () and planners.strategies == ()
+        assert write_strategies(strategy_config(tmp_path), ()) == strategy_config(tmp_path)
+
+
+def test_auto_under_free_sharding_chooses_from_a_list_beside_other_plans(tmp_path):
+    planners = RunSetup.load(
+        strategy_config(tmp_path, "plan.planner=auto", listed(tmp_path, SIDE_BY_SIDE)), RANKS
+    ).planners
+    assert planners.strategies == (SIDE_BY_SIDE,) == planners.planner.options["strategies"]
+    assert [str(each) for each in planners.alternatives(np.array([30, 3]))] == ["hydraulis:2x1, 1x2", "auto:2x1, 1x2"]
+    proposed = RunSetup.load(strategy_config(tmp_path, "plan.planner=auto"), RANKS).planners
+    assert proposed.strategies == RunSetup.load(strategy_config(tmp_path), RANKS).planners.strategies
+    assert (
+        RunSetup.load(strategy_config(tmp_path, "plan.planner=auto", "plan.sharding=full"), RANKS).planners.strategies
+        == ()
+    )
+
+
+def test_strategies_that_hold_a_batch_are_its_alternatives(tmp_path):
+    short = replace(SIDE_BY_SIDE, pipelines=tuple(replace(each, max_tokens=40) for each in SIDE_BY_SIDE.pipelines))
+    planners = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE, short)), RANKS).planners
+    for longest, able in ((40, [SIDE_BY_SIDE, short]), (41, [SIDE_BY_SIDE]), (1000, [])):
+        found = [each.options["strategies"] for each in planners.alternatives(np.array([longest, 3]))]
+        assert found == ([(each,) for each in able] or [(SIDE_BY_SIDE, short)])
+
+
+def test_a_warm_up_plan_has_work_for_every_pipeline(tmp_path):
+    setup = RunSetup.load(strategy_config(tmp_path, listed(tmp_path, SIDE_BY_SIDE)), RANKS)
+    [plan] = warm_up_plans(setup.planners.strategies, setup.cost)
+    plan.validate()
+    assert plan_shape(plan) == "1x2/2, 2x1/2" and len(plan.documents) == 4 and plan.tokens < 32
+
+
+def test_a_step_has_so_many_tokens(tmp_path):
+    lengths = np.array([10, 30])
+    assert mean_step_tokens(strategy_config(tmp_path, "data.sequences=6"), lengths) == 120
+    assert mean_step_tokens(strategy_config(tmp_path, "data.sequences=", "data.tokens=500"), lengths) == 500
+
+
+def test_the_log_names_the_list_and_one_that_has_changed(tmp_path):
+    run, plain = strategy_config(tmp_path), [SIDE_BY_SIDE.as_dict()]
+    first = f"1 strategies to choose from ({tmp_path / 'run' / STRATEGIES_FILE}): 2x1, 1x2"
+    assert (
+        list(strategy_notes(run, [SIDE_BY_SIDE], None))
+        == list(strategy_notes(run, [SIDE_BY_SIDE], json.loads(json.dumps(plain))))
+        == [first]
+    )
+    assert list(strategy_notes(run, [], [])) == []
+    compiled = strategy_config(tmp_path, "model.compile=true")
+    said = list(strategy_notes(compiled, [SIDE_BY_SIDE], None))
+    assert said[0] == first and "(tensor > 1) run uncompiled" in said[1] and len(said) == 2
+    changed = "the checkpoint was made with {}; nothing in it depends on them"
+    assert list(strategy_notes(run, [SIDE_BY_SIDE], [])) == [first, changed.format("no strategies")]
+    assert list(strategy_notes(run, [], plain)) == [changed.format("1 other strategies")]
+
+
+def pipes(*configs, max_tokens=900):
+    found, first = [], 0
+    for config in map(lambda each: ParallelConfig(*each), configs):
+        found.append(PipelineConfig(config, tuple(range(first, first + config.ranks)), max_tokens))
+        first += config.ranks
+    return Strategy(tuple(found))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (pipes((1, 2)), "leaves out rank 2"),
+        (pipes((1, 2), (2, 2)), "names rank 4"),
+        (pipes((1, 4)), "tensor"),
+        (pipes((4, 1), max_tokens=200), "document .* has 300 tokens, but no pipeline of .* holds more than 200"),
+        ("no file", "cannot be read"),
+        ("{", "not JSON"),
+        ('{"strategies": []}', "at least one"),
+    ],
+    ids=["too few ranks", "too many ranks", "tensor degree", "long document", "no file", "no JSON", "an empty list"],
+)
+def test_a_list_that_cannot_be_is_refused_by_the_command(seqloom_here, tmp_path, given, reason):
+    setting = f"plan.strategies={tmp_path / 'given.json'}"
+    if isinstance(given, Strategy):
+        listed(tmp_path, given)
+    elif given != "no file":
+        (tmp_path / "given.json").write_text(given)
+    settings = ["data.source=toy:40", "data.max_length=300", "plan.budget_gib=", f"run.output={tmp_path}", setting]
+    done = seqloom_here(
+        "train",
+        RECIPES / "hydraulis-cpu.toml",
+        "--ranks",
+        RANKS,
+        *(word for each in settings for word in ("--set", each)),
+    )
+    assert done.returncode == 2
+    with pytest.raises(SeqloomError, match=reason):
+        raise SeqloomError(" ".join(done.stderr.split()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["plan.sharding=full"], "plan.planner = 'hydraulis' with plan.sharding = 'full'"),
+        (["plan.planner=flex", "plan.strategies=list.json"], "which chooses from no list"),
+        (["plan.strategies=list"], "give a .json of seqloom propose, or 'auto'"),
+        (["pipeline.stages=2"], "beside pipeline.stages = 2"),
+        (["pipeline.stages=auto"], "beside pipeline.stages = 'auto'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, reason):
+    with pytest.raises(SeqloomError, match=reason):
+        strategy_config(tmp_path, *settings)
+
+
+def packed_config(tmp_path, *settings):
+    few = [
+        "data.source=toy:60",
+        "data.sequences=",
+        "data.tokens=4096",
+        "data.batches=hbp",
+        "run.steps=",
+        "run.epochs=2",
+    ]
+    return Config.load(RECIPES / "tiny-cpu.toml", [*few, f"run.output={tmp_path / 'run'}", *settings])
+
+
+def test_batches_are_those_of_the_packing_every_epoch_anew(tmp_path):
+    setup = RunSetup.load(packed_config(tmp_path), 4)
+    epochs = []
+    for epoch in range(2):
+        batches = []
+        while setup.sampler.epoch == epoch:
+            batches.append(setup.sampler.next_batch())
+        documents = np.concatenate([batch.documents for batch in batches])
+        assert np.sort(documents).tolist() == list(range(len(setup.source.lengths)))
+        assert max(batch.tokens for batch in batches) <= 4096
+        epochs.append([tuple(batch.documents.tolist()) for batch in batches])
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+    assert setup.steps == len(epochs[0]) + len(epochs[1])
+    shuffled = RunSetup.load(packed_config(tmp_path, "data.batches=shuffled"), 4).sampler
+    assert {tuple(batch.documents.tolist()) for batch in shuffled.peek(3)}.isdisjoint(epochs[0])
+
+
+def test_evaluation_is_never_packed_and_check_counts_the_batches_of_the_run(tmp_path):
+    given = packed_config(tmp_path, "data.validation=toy:24:1")
+    _, batches = RunSetup.load(given, 4).validation()
+    plain = RunSetup.load(packed_config(tmp_path, "data.validation=toy:24:1", "data.batches=shuffled"), 4)
+    assert batches == plain.validation()[1]
+    run, setup = inspect_run(given, 4), RunSetup.load(given, 4)
+    assert run.setup.steps == setup.steps and list(run.sample) == setup.sampler.peek(len(run.sample))
+
+
+def test_a_state_of_another_machine_is_refused_and_documents_are_no_limit(tmp_path):
+    state = RunSetup.load(packed_config(tmp_path), 4).sampler.state_dict()
+    with pytest.raises(SeqloomError, match="of other batches"):
+        RunSetup.load(packed_config(tmp_path, "data.tokens=2048"), 2).sampler.load_state_dict(state)
+    with pytest.raises(SeqloomError, match="give tokens instead of sequences"):
+        packed_config(tmp_path, "data.tokens=", "data.sequences=8")
