@@ -153,7 +153,7 @@ def test_degrees_that_shapes_do_not_allow(changes, degree, words):
 
 def test_a_network_that_nobody_has_cut():
     own = GROUPED.model_adapter()
-    with pytest.raises(SeqloomError, match=r"Transformer cannot be cut: nobody has said .*; plan with tensor = 1"):
+    with pytest.raises(SeqloomError, match=r"Transformer cannot be sharded: nobody has said .*; plan with tensor = 1"):
         ModelAdapter(own.module, own.layers, own.hidden, own.head).check_tp_degree(2)
 
 
@@ -167,7 +167,7 @@ def test_weights_that_are_not_the_members_share(sliced):
             slice_parameters(adapter, 2, transport.rank)
         group = one_group(1, 2)
         context = bind(StageMicroBatch((group,), Checkpoint.NONE), transport, tensor=1 if sliced else 2)
-        with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a team of \d.*sharding 'free'"):
+        with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a TP group of \d.*sharding 'free'"):
             adapter.hidden(GROUPED.rows()(context)[0], context)
 
     run_ranks(2, body, strict=True)

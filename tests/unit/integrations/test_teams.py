@@ -129,7 +129,7 @@ def test_models_that_cannot_be_cut(family, keys, words):
     own = model_adapter(attach(getattr(hf, f"{family}ForCausalLM")(config)))
     own.check_tp_degree(1)
     assert not own.tp_axes
-    with pytest.raises(SeqloomError, match=rf"degree 2: {family}ForCausalLM cannot be cut: .*{words}.*tensor = 1"):
+    with pytest.raises(SeqloomError, match=rf"degree 2: {family}ForCausalLM cannot be sharded: .*{words}.*tensor = 1"):
         own.check_tp_degree(2)
 
 
@@ -183,7 +183,7 @@ class Sum(nn.Module):
     [
         (("x", "x"), 6, r"Sum is called with 2 tensors of hidden states in a team"),
         ((torch.zeros(1, 3, 16),), 6, r"\[1, 3, 16\] in or out of a part of a layer, where \d+ tokens are"),
-        (("x",), 12, r"12 of 12 rows of a weight in a team of 2"),
+        (("x",), 12, r"12 of 12 rows of a weight in a TP group of 2"),
     ],
 )
 def test_layers_that_cannot_run_in_a_team(call, rows, words):

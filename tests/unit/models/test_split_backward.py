@@ -165,7 +165,7 @@ def test_wrong_orders_are_refused():
     _, split, weights = pair()
     with pytest.raises(SeqloomError, match="split already; call defer_weight_gradients once"):
         defer_weight_gradients([split])
-    with pytest.raises(SeqloomError, match="no weights' gradients of 3 wait"):
+    with pytest.raises(SeqloomError, match="no weight gradients of 3 wait"):
         weights.run(3)
     with weights.deferred(0), pytest.raises(SeqloomError, match="one after the other"), weights.deferred(1):
         pass
