@@ -18,7 +18,7 @@ from record import write
 
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
-from seqloom.planners.bounds import variants_bound
+from seqloom.planners.bounds import policies_bound
 from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
 from seqloom.planners.problem import BatchProblem
 from support.brute_force import shortest_step
@@ -50,7 +50,7 @@ def case(lengths: np.ndarray, cost: CostModel) -> dict[str, Any]:
     begin = time.perf_counter()
     optimum = shortest_step(lengths, cost, policy)
     exact_s = time.perf_counter() - begin
-    bound = variants_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)
+    bound = policies_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)
     begin = time.perf_counter()
     tables = BatchProblem.of(lengths, cost, policy).batch_tables
     quick_bound = work_bound(tables)

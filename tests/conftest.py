@@ -44,7 +44,7 @@ def seqloom_here(fork_server):
     Its ranks are forks of the session's server, so a run costs no start of Python and torch. What ranks themselves
     write to stderr is not seen; a test of that starts the command as a process.
     """
-    from seqloom.cli.main import main
+    from seqloom.cli import main
 
     def run(*words: str, folder: str | Path | None = None) -> subprocess.CompletedProcess[str]:
         out, err, code = io.StringIO(), io.StringIO(), 0

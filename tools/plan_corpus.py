@@ -56,19 +56,19 @@ def cost_of(entry: Entry) -> Any:
 
 def find_plan(entry: Entry) -> Entry:
     """Plan one batch; digest the plan, its simulation and its bound."""
-    from seqloom.api import simulated
+    from seqloom.api import evaluate
     from seqloom.planners import make_plan
-    from seqloom.planners.bounds import plan_bound
     from seqloom.simulate import predicted_ns
 
     cost = cost_of(entry)
     plan = make_plan(entry["planner"], lengths_of(entry), cost, seed=entry.get("seed", 0), **entry.get("options", {}))
-    simulation = simulated(plan, cost)
+    evaluation = evaluate(plan, cost)
+    simulation = evaluation.simulation
     return {
         "hash": plan.hash,
         "step_ns": int(simulation.step_ns),
         "predicted_ns": int(predicted_ns(plan, cost)),
-        "bound_ns": plan_bound(plan, cost),
+        "bound_ns": evaluation.bound_ns,
         "peak_bytes": int(simulation.peak_memory.max()),
         "timeline": _digest(np.ascontiguousarray(column).tobytes() for column in _columns(simulation.events)),
     }

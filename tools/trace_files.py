@@ -67,7 +67,7 @@ def tracing(trace: Trace) -> Iterator[None]:
 
 def trace_plan() -> Counter[str]:
     """Trace the planning verb; the first call, which imports and compiles, is not traced."""
-    from seqloom.cli.main import main
+    from seqloom.cli import main
 
     batch = "--lengths wikipedia --batch-size 64 --max-length 65536"
     command = f"plan {batch} --cluster 2x8xH100 --model llama3-8b --planner auto"
@@ -79,7 +79,7 @@ def trace_plan() -> Counter[str]:
 
 def trace_step() -> Counter[str]:
     """Trace one step of a training run as its first rank; the other rank is a process of its own."""
-    from seqloom.cli.main import main
+    from seqloom.cli import main
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

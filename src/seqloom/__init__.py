@@ -21,7 +21,7 @@ from seqloom.version import __version__
 if TYPE_CHECKING:  # what a type checker and an editor see
     from inspect import Signature
 
-    from seqloom.api import cost_model, lower_bound, plan, simulate
+    from seqloom.api import Evaluation, cost_model, evaluate, lower_bound, plan, simulate
     from seqloom.cost import CostModel, Profile
     from seqloom.describe import Batch, Cluster, ModelSpec, drop_longer, lengths_from
     from seqloom.errors import PlanError, SeqloomError
@@ -32,6 +32,7 @@ __all__ = [
     "Batch",
     "Cluster",
     "CostModel",
+    "Evaluation",
     "ModelSpec",
     "Plan",
     "PlanError",
@@ -41,40 +42,34 @@ __all__ = [
     "__version__",
     "cost_model",
     "drop_longer",
+    "evaluate",
     "lengths_from",
     "lower_bound",
     "plan",
     "simulate",
 ]
 
-_HOMES = {
-    "seqloom.api": ("cost_model", "lower_bound"),
-    "seqloom.cost": ("CostModel", "Profile"),
-    "seqloom.describe": ("Batch", "Cluster", "ModelSpec", "drop_longer", "lengths_from"),
-    "seqloom.errors": ("PlanError", "SeqloomError"),
-    "seqloom.plan": ("Plan",),
-    "seqloom.simulate": ("Simulation",),
-}
-_VERBS = ("plan", "simulate")
+_MODULES = ("errors", "describe", "plan", "cost", "simulate", "api")
+_CALLABLE = ("plan", "simulate")
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from where it lives."""
-    if name in _VERBS:
-        return import_module(f"{__name__}.{name}")
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
+    """Import a public name from the first module that has it."""
+    if name in _CALLABLE:
+        return import_module(f"seqloom.{name}")
+    for module in map(import_module, (f"seqloom.{each}" for each in _MODULES)) if name in __all__ else ():
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Public names and what is loaded already."""
+    """List public names and loaded modules."""
     return sorted({*globals(), *__all__})
 
 
-class _Verb(ModuleType):
-    """A subpackage that can be called: ``seqloom.plan`` holds the types, ``seqloom.plan(...)`` makes one."""
+class _CallableModule(ModuleType):
+    """A subpackage that can be called: ``seqloom.plan`` holds the types, ``seqloom.plan(...)`` makes a plan."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._function(*args, **options)
@@ -91,11 +86,11 @@ class _Verb(ModuleType):
 
 
 class _Package(ModuleType):
-    """This package: it hears of its subpackages being loaded, and makes the verbs among them callable."""
+    """This package: makes some of its subpackages callable when they are loaded."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _VERBS and type(value) is ModuleType:
-            value.__class__ = _Verb
+        if name in _CALLABLE and type(value) is ModuleType:
+            value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
 

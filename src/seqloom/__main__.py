@@ -1,6 +1,6 @@
 """``python -m seqloom``: the same as the ``seqloom`` command."""
 
-from seqloom.cli.main import main
+from seqloom.cli import main
 
 if __name__ == "__main__":
     main()

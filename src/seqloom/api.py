@@ -1,10 +1,19 @@
-"""The Python surface: lengths, cluster and model in, a plan, its simulation or its bound out.
+"""The Python API: build a cost model, plan a batch, simulate or evaluate the plan.
 
-Names and objects are both accepted: ``cluster="8x8xH200"`` or a ``Cluster``, and so on.
+    cost_model(cluster, model)          -> CostModel    prices every part of a plan
+    plan(lengths, cluster, model)       -> Plan
+    simulate(plan, cluster, model)      -> Simulation   step time, idle time, memory, timeline
+    lower_bound(lengths, cost)          -> ns           no plan for these lengths is faster
+    evaluate(plan, cost)                -> Evaluation   simulation and lower bound together, in ms and GiB
+
+Clusters, models and profiles may be names or objects: ``cluster="8x8xH200"`` or a ``Cluster``. The command line calls
+the same functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +30,8 @@ if TYPE_CHECKING:
     from seqloom.simulate import Simulation
 
 GIB = 1024**3
+MS = 1e6
+"""Nanoseconds per millisecond."""
 
 
 def cost_model(
@@ -34,18 +45,18 @@ def cost_model(
     capacity: int | None = None,
     stages: int = 1,
 ) -> CostModel:
-    """What prices plans here.
+    """Build the cost model that prices plans.
 
     Args:
         cluster: a cluster, its spelling (``8x8xH100``), a preset's name, or a .json or .toml file.
         model: a model, a preset's name, or the path of a Hugging Face ``config.json``.
-        profile: constants, their name or file; None takes those of the cluster's device.
+        profile: measured constants, their name or file; None takes those of the cluster's device.
         sharding: over which ranks parameters are sharded: ``full``, ``hybrid`` (a node) or ``none``.
-        budget_gib: memory per GPU that a plan may use; None takes the profile's own, or 0.9 of the device's.
+        budget_gib: memory per GPU that a plan may use; None takes the profile's value, or 0.9 of the device's.
         max_length: longest sequence of the whole run, tokens; ``static`` must hold it, and learned position
             tables grow with it.
         capacity: tokens a GPU may hold in one round; None takes what fits in memory.
-        stages: of the pipelines that will be planned; with more than one, a model that only they hold is welcome.
+        stages: pipeline stages of the plans to come; with more than one, a model that fits only in stages is accepted.
     """
     return CostModel(
         Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
@@ -115,65 +126,161 @@ def simulate(
     budget_gib: float | None = None,
     max_length: int | None = None,
 ) -> Simulation:
-    """Run a plan in the simulator: step time, idle and communication shares, memory, a timeline.
+    """Simulate a plan: step time, idle and communication shares, memory, a timeline.
 
     Without ``sharding`` the plan's own is taken; the other arguments are those of :func:`cost_model`. A plan
-    that breaks a rule, or is not one for this cluster and model, is refused.
+    that breaks a rule, was made for another cluster or model, or needs more memory than the budget is refused.
     """
-    cost = cost_model(
+    cost = cost_model_of(
+        plan,
         cluster,
         model,
         profile=profile,
-        sharding=plan.sharding if sharding is None else sharding,
+        sharding=sharding,
         budget_gib=budget_gib,
         max_length=max_length,
-        stages=max(len(pipeline.stages) for pipeline in plan.pipelines),
     )
-    return simulated(plan, cost)
+    return _simulate(plan, cost)
 
 
-def simulated(plan: Plan, cost: CostModel) -> Simulation:
-    """Validate, check that the plan belongs to this cost model, simulate."""
-    from seqloom.simulate import simulate
-
-    plan.validate()
-    require_match(plan, cost)
-    simulation = simulate(plan, cost)
-    _require_memory(simulation.peak_memory, cost)
-    return simulation
+def cost_model_of(
+    plan: Plan,
+    cluster: Cluster | str,
+    model: ModelSpec | str,
+    *,
+    sharding: Sharding | str | None = None,
+    **options: Any,
+) -> CostModel:
+    """Build the cost model for a plan that exists: its sharding, unless one is given, and its number of stages."""
+    stages = max(len(pipeline.stages) for pipeline in plan.pipelines)
+    return cost_model(cluster, model, sharding=sharding or plan.sharding, stages=stages, **options)
 
 
 def lower_bound(lengths: ArrayLike | Batch, cost: CostModel) -> int:
-    """ns that no plan for this batch can beat under this cost model."""
+    """Lower bound on the step time, ns: no plan of one stage for these lengths is faster under this cost model."""
     from seqloom.planners.bounds import lower_bound
 
     batch = lengths if isinstance(lengths, Batch) else Batch.of(lengths)
     return lower_bound(batch.lengths, cost)
 
 
-def require_match(plan: Plan, cost: CostModel) -> None:
-    """Refuse a plan that was made for another cluster, model or sharding, with both values."""
-    layers = plan.pipelines[0].stages[-1].layers[1]
-    pairs = {
-        "ranks": (plan.limits.ranks, cost.ranks),
-        "ranks per node": (plan.limits.node_size, cost.node_size),
-        "query heads": (plan.limits.heads, cost.model.heads),
-        "layers": (layers, cost.model.layers),
-        "sharding": (plan.sharding.value, cost.sharding.value),
-    }
-    differing = [f"{mine} {what}, not {given}" for what, (mine, given) in pairs.items() if mine != given]
-    if differing:
-        raise SeqloomError(
-            f"the plan is not one for {cost.cluster.name}, {cost.model.name} and {cost.sharding} sharding: "
-            f"it has {'; '.join(differing)}; give what it was made for, or plan again"
-        )
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A plan with its simulated step and its lower bound.
+
+    Attributes:
+        plan: the plan.
+        simulation: of the plan.
+        bound_ns: lower bound on the step time of plans on the same stages, ns; None where nothing is proven.
+        planning_ns: wall time of the planner; None for a plan that was not made here.
+    """
+
+    plan: Plan
+    simulation: Simulation
+    bound_ns: int | None
+    planning_ns: int | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How far the step is above the lower bound, as a share of the bound."""
+        return None if self.bound_ns is None else self.simulation.step_ns / self.bound_ns - 1
+
+    @property
+    def peak_memory_gib(self) -> float:
+        """Peak memory of the fullest rank."""
+        return float(self.simulation.peak_memory.max()) / GIB
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures that comparisons show, by their JSON keys."""
+        return {
+            "step_ms": self.simulation.step_ns / MS,
+            "bound_ms": None if self.bound_ns is None else self.bound_ns / MS,
+            "plan_ms": None if self.planning_ns is None else self.planning_ns / MS,
+            "rounds": self.plan.rounds,
+            "comm_share": float(self.simulation.comm_share),
+            "idle_share": float(self.simulation.idle_share),
+            "peak_memory_gib": self.peak_memory_gib,
+            "plan_hash": self.plan.hash,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures with the plan's planner and size, its gap and its use of NICs, by their JSON keys."""
+        return {
+            "planner": self.plan.planner,
+            "sequences": len(self.plan.documents),
+            "tokens": self.plan.tokens,
+            **self.figures(),
+            "gap": self.gap,
+            "nic_share": dict(zip(("busiest", "mean"), self.simulation.nic_shares, strict=True)),
+        }
 
 
-def _require_memory(peak_memory: np.ndarray, cost: CostModel) -> None:
-    rank = int(np.argmax(peak_memory))
-    if peak_memory[rank] > cost.budget_bytes:
+def evaluate(plan: Plan, cost: CostModel, *, bound_ns: int | None = None, planning_ns: int | None = None) -> Evaluation:
+    """Simulate a plan and compare its step with the lower bound. Refuses what `simulate` refuses.
+
+    Args:
+        plan: made by a planner, read from a file, or built by hand.
+        cost: of the cluster, model and sharding that the plan was made for.
+        bound_ns: the plan's lower bound, if known already; it is the slow part.
+        planning_ns: wall time of the planner, to be kept beside the rest.
+    """
+    from seqloom.planners.bounds import plan_bound
+
+    simulation = _simulate(plan, cost)
+    return Evaluation(plan, simulation, plan_bound(plan, cost) if bound_ns is None else bound_ns, planning_ns)
+
+
+def evaluate_planners(
+    planners: Sequence[str],
+    batches: Sequence[Batch],
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[dict[str, Evaluation]]:
+    """Plan every batch with every planner and evaluate the plans: one dictionary per batch, by planner.
+
+    Args:
+        progress: called with the planner's name and the batch's index before each planning.
+    """
+    from seqloom.planners import plan_batches
+
+    planned = plan_batches(planners, [batch.lengths for batch in batches], cost, seed=seed, progress=progress)
+    rows = []
+    for plans in planned:
+        row: dict[str, Evaluation] = {}
+        shared = None  # plans of one stage have the same bound, whoever made them
+        for name, one in plans.items():
+            staged = has_stages(one.plan)
+            row[name] = evaluate(one.plan, cost, bound_ns=None if staged else shared, planning_ns=one.plan_ns)
+            shared = shared if staged else row[name].bound_ns
+        rows.append(row)
+    return rows
+
+
+def has_stages(plan: Plan) -> bool:
+    """Whether the plan's lower bound holds for its stages only.
+
+    True for several stages or pipelines, tensor parallelism, and parameters that are gathered for every pass.
+    """
+    from seqloom.plan.pipeline import reshard_after_forward_stages
+
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    return len(stages) > 1 or stages[0].tensor > 1 or bool(reshard_after_forward_stages(plan.pipelines[0]))
+
+
+def _simulate(plan: Plan, cost: CostModel) -> Simulation:
+    """Validate and simulate a plan; refuse one that needs more memory than the budget."""
+    from seqloom.simulate import simulate
+
+    plan.validate()
+    simulation = simulate(plan, cost)
+    rank = int(np.argmax(simulation.peak_memory))
+    peak = simulation.peak_memory[rank]
+    if peak > cost.budget_bytes:
         raise SeqloomError(
-            f"the plan needs {peak_memory[rank] / GIB:.1f} GiB on rank {rank}, the budget here is "
+            f"the plan needs {peak / GIB:.1f} GiB on rank {rank}, the budget here is "
             f"{cost.budget_bytes / GIB:.1f} GiB; give the budget and the maximum length it was made with, "
             "or plan again"
         )
+    return simulation

@@ -5,18 +5,18 @@ import io
 import pytest
 from rich.console import Console
 
-from seqloom.cli import demo as demo_training
+from seqloom.cli import demo
 
 pytestmark = pytest.mark.distributed
 
 
 def test_both_planners_train_the_same_model(monkeypatch, fork_server):
-    monkeypatch.setattr(demo_training, "CONFIG", demo_training.CONFIG.replace("steps = 24", "steps = 5"))
-    monkeypatch.setattr(demo_training, "RANKS", 2)
-    found = demo_training.train_both(3, show=False)
+    monkeypatch.setattr(demo, "CONFIG", demo.CONFIG.replace("steps = 24", "steps = 5"))
+    monkeypatch.setattr(demo, "RANKS", 2)
+    found = demo.train_twice(3, show=False)
     static, flex = ([step.loss for step in found[name]["steps"]] for name in ("static", "flex"))
     assert len(static) == 5 and static == pytest.approx(flex, rel=1e-4)
     assert static[-1] < static[0]
     console = Console(record=True, width=160, file=io.StringIO())
-    demo_training.print_training(console, found)
+    demo.print_runs(console, found)
     assert "the losses agree" in console.export_text()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from seqloom.cli.main import app
+from seqloom.cli import app
 from seqloom.train.logging import read_steps
 from support.tiny_models import tiny_model
 from support.tiny_specs import TINY as TINY_SPEC

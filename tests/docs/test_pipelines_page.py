@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import seqloom
-from seqloom.cli.main import app
+from seqloom.cli import app
 from seqloom.cost import MemoryPolicy
 from seqloom.layout import Span
 from seqloom.plan import Group, Reduce
@@ -35,11 +35,6 @@ def test_every_key_is_explained():
     block = PAGE.split("## The config")[1].split("## What is refused")[0]
     for key in fields(Pipelining):
         assert f"    {key.name} = " in block
-
-
-def test_every_file_that_the_page_names_exists():
-    for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
-        assert (ROOT / name).exists(), name
 
 
 def busiest_over_mean(stages: int, length: int) -> float:

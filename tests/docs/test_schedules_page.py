@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqloom.cli.main import main
+from seqloom.cli import main
 from seqloom.errors import PlanError
 from seqloom.schedules import SCHEDULE_NAMES, Schedule, build_schedule
 from seqloom.schedules.timing import schedule_metrics

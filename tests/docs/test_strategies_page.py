@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from seqloom.cli.main import app
+from seqloom.cli import app
 from seqloom.packing import Balance
 from seqloom.planners.hydraulis import strategies_from_json
 

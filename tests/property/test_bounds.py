@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method, Remap
-from seqloom.planners.bounds import lower_bound, variants_bound
-from seqloom.planners.bounds.options import ROUNDINGS
-from seqloom.planners.bounds.prices import journey_ns, price
+from seqloom.planners.bounds import lower_bound, policies_bound
+from seqloom.planners.bounds.one_stage import ROUNDINGS
+from seqloom.planners.bounds.prices import price_documents, remap_transfer_ns
 from seqloom.planners.problem import fitting_problems
 from support.overlapping import shortest_overlapping_step
 from support.strategies import batches, cost_models, roomy_cost_model
@@ -39,7 +39,7 @@ def test_parts_together_count_no_less(rounding, one, other):
 @given(st.lists(st.integers(0, 5_040), min_size=1, max_size=10))
 def test_a_mean_part_counts_no_more_than_said(rounding, counts):
     parts = np.array(counts) / 5_040
-    assert rounding(parts).mean() <= rounding.most(parts.mean()) + 1e-6
+    assert rounding(parts).mean() <= rounding.mean_limit(parts.mean()) + 1e-6
 
 
 @roundings
@@ -71,7 +71,7 @@ def test_a_further_document_never_lowers_the_bound(cost, lengths, further):
         return
     for reduce in {problem.policy.reduce for problem in fitting_problems(lengths, cost)}:
         policies = [v for v in cost.policies if v.reduce == reduce]
-        before, after = (variants_bound(batch, cost, policies) for batch in (lengths, longer))
+        before, after = (policies_bound(batch, cost, policies) for batch in (lengths, longer))
         assert after >= before * (1 - 2e-3)  # bisections stop at one part in a thousand
 
 
@@ -85,7 +85,7 @@ def test_the_order_of_documents_does_not_matter(cost, lengths, random):
     random.shuffle(shuffled)
     for reduce in {problem.policy.reduce for problem in fitting_problems(lengths, cost)}:
         policies = [v for v in cost.policies if v.reduce == reduce]
-        first, second = (variants_bound(np.array(b), cost, policies) for b in (lengths, shuffled))
+        first, second = (policies_bound(np.array(b), cost, policies) for b in (lengths, shuffled))
         assert abs(first - second) <= 2e-3 * first
 
 
@@ -103,7 +103,7 @@ def tiny_case(seed):
     room = cost.ranks * cost.capacity(policy)
     lengths = np.clip(lengths * random.uniform(0.02, 2.2) * room / lengths.sum(), 64, 0.95 * room).astype(np.int64)
     stays = cost.shard_group_size == 1 or named[1] is not None
-    journey = None if stays else min(journey_ns(cost, cost.engine.links, policy, remap) for remap in Remap)
+    journey = None if stays else min(remap_transfer_ns(cost, cost.engine.links, policy, remap) for remap in Remap)
     return lengths, cost, policy, journey
 
 
@@ -112,7 +112,7 @@ def test_no_plan_of_a_tiny_batch_is_below_the_bound_and_the_best_is_near_it():
     for seed in range(24):
         lengths, cost, policy, journey = tiny_case(seed)
         optimum = shortest_overlapping_step(lengths, cost, policy, journey)
-        shares.append((variants_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)) / optimum)
+        shares.append((policies_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)) / optimum)
     assert max(shares) <= 1 and min(shares) > 0.8
     assert np.mean(shares) > 0.97
 
@@ -142,7 +142,7 @@ def test_no_group_is_cheaper_than_the_best_place_of_its_degree(data, cost, lengt
     parts = cost.group_cost(
         Group(ranks, ulysses, len(blocks), (Span(0, 0, length),), method, cost.route(shape, ranks)), policy
     )
-    prices = price(np.array([float(length)]), cost, policy)
+    prices = price_documents(np.array([float(length)]), cost, policy)
     row = prices.degree.tolist().index(shape.degree)
-    least = prices.once + prices.extra[:, row] + prices.cost[:, row, 0]
+    least = prices.round_fixed + prices.group_fixed[:, row] + prices.cost[:, row, 0]
     assert least[0] <= parts.stream_ns[0] and least[2] <= parts.stream_ns[2] and least[1] <= max(parts.stream_ns[:2])

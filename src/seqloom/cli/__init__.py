@@ -1,1 +1,78 @@
-"""The command line: one short file per verb, heavy imports inside the verbs."""
+"""The ``seqloom`` command: a file per verb or pair of verbs, and one place that reports errors.
+
+Verbs import what they need inside their functions, so that ``seqloom --help`` stays fast.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from seqloom.cli import check, compare, data, demo, doctor, plan, profile, propose, schedule, train
+from seqloom.errors import SeqloomError
+from seqloom.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="seqloom",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"seqloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Decide how far each sequence of a batch is spread over the GPUs: lengths + cluster + model -> plan.
+
+    \b
+    Start here:
+        seqloom demo
+        seqloom plan --lengths wikipedia --cluster 8x8xH200 --model llama3-8b --view
+    """
+
+
+# In the order of the help.
+app.command("demo")(demo.demo)
+app.command("plan")(plan.plan)
+app.command("compare")(compare.compare)
+app.command("simulate")(plan.simulate)
+app.command("propose")(propose.propose)
+app.command("schedule")(schedule.schedule)
+app.command("profile")(profile.profile)
+app.add_typer(data.app, name="data")
+app.command("check")(check.check)
+app.command("train")(train.train)
+app.command("verify")(train.verify)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """Run the command line; print a request that cannot be met as one message on stderr and exit with code 2."""
+    try:
+        app(prog_name="seqloom")
+        return
+    except SeqloomError as error:
+        message = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message = f"cannot use {str(error.filename)!r}: {error.strerror}; check the path and its permissions"
+    typer.echo(f"seqloom: {message}", err=True)
+    sys.exit(2)

@@ -1,36 +1,32 @@
-"""``seqloom check``: what a training run will be, before it is launched."""
+"""``seqloom check``: data, steps, predicted times and memory of a training run, before it is launched."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.shared import AsJson, print_json
-from seqloom.errors import SeqloomError
+from seqloom.cli import shared
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-    from transformers import PreTrainedModel
 
     from seqloom.profiling.check import DocumentCounts, PackingComparison, PredictedSteps, RunCheck
+    from seqloom.train.config import Config
 
-ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes of the run; without it, the config's.")]
 Batches = Annotated[int, typer.Option("--batches", help="First batches that are planned.")]
 
 
 def check(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     ranks: Ranks = None,
     batches: Batches = 8,
-    json: AsJson = False,
+    json: shared.AsJson = False,
 ) -> None:
     """Say what a training run will be before it is launched: data, steps, predicted times and memory.
 
@@ -40,57 +36,42 @@ def check(
     Example:
         seqloom check recipes/tiny-cpu.toml --set plan.planner=flex --batches 4
     """
-    from seqloom.cli.shared import planning
     from seqloom.profiling.check import compare_packings, find_warnings, inspect_run, predict_steps
     from seqloom.train.config import Config
 
     loaded = Config.load(config, overrides or [])
     run = inspect_run(loaded, loaded.run.ranks if ranks is None else ranks, batches)
     if loaded.model.huggingface is not None:
-        _require_attachable(loaded.model.huggingface, cut=run.setup.planners.multi_stage)
-    with planning(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
-        made = predict_steps(run, progress)
-    notes = find_warnings(run, made[0])
-    packed = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
+        _check_huggingface(loaded, with_stages=run.setup.planners.multi_stage)
+    with shared.planning_progress(len(run.sample) * (2 if run.has_baseline else 1)) as progress:
+        planned = predict_steps(run, progress)
+    notes = find_warnings(run, planned[0])
+    packings = compare_packings([batch.lengths for batch in run.sample], run.setup.cost)
     if json:
-        print_json(_report(run, made, packed, notes))
+        shared.print_json(_report(run, planned, packings, notes))
     else:
-        _print(run, made, packed, notes)
+        _print_report(run, planned, packings, notes)
 
 
-def _require_attachable(folder: Path, *, cut: bool) -> None:
-    """Refuse a Hugging Face model that the engine cannot run, or not in stages: the model is made without weights."""
-    from seqloom.integrations.transformers import attach, model_adapter  # says what to install where torch is missing
-
-    try:
-        attached = model_adapter(attach(_without_weights(folder)))
-        if cut:
-            from seqloom.train.model import check_splits
-
-            check_splits(attached)
-    except SeqloomError as error:
-        raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
-
-
-def _without_weights(folder: Path) -> PreTrainedModel:
+def _check_huggingface(config: Config, *, with_stages: bool) -> None:
+    """Refuse a Hugging Face model that the engine cannot run, or not in stages. Loads no weights."""
+    shared.require_torch("a Hugging Face model", "train,hf")
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(described, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SeqloomError(f"its config.json makes no causal model ({reason}); give the folder of one") from None
+    from seqloom.integrations.transformers.loading import build_huggingface
+    from seqloom.train.model import check_splits
+
+    adapter = build_huggingface(config, torch.device("meta"), torch.float32)
+    if with_stages:
+        check_splits(adapter)
 
 
-def _report(run: RunCheck, made: list[PredictedSteps], packed: PackingComparison, notes: list[str]) -> dict[str, Any]:
-    """One object: the data, the run, for every planner its figures as lists over the batches, and packings of these."""
-    from seqloom.cli.shared import setting
-
+def _report(
+    run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]
+) -> dict[str, Any]:
+    """Return data, run, figures of every planner as lists over the batches, and packings, by JSON keys."""
     return {
-        **setting(run.setup.cost),
+        **shared.cost_dict(run.setup.cost),
         "ranks": run.setup.cost.ranks,
         "steps": run.setup.steps,
         "epochs": run.setup.steps / run.training.batches,
@@ -100,83 +81,86 @@ def _report(run: RunCheck, made: list[PredictedSteps], packed: PackingComparison
             {"documents": len(batch), "tokens": batch.tokens, "longest": int(batch.lengths.max())}
             for batch in run.sample
         ],
-        "planners": {each.planner: _figures(each) for each in made},
+        "planners": {one.planner: _figures(one) for one in planned},
         "packings": {
-            "tokens_per_step": packed.tokens_per_step,
-            "balance": {name: balance.as_dict() for name, balance in packed.balance.items()},
-            "refused": packed.refused or None,
+            "tokens_per_step": packings.tokens_per_step,
+            "balance": {name: balance.as_dict() for name, balance in packings.balance.items()},
+            "refused": packings.refused or None,
         },
         "warnings": notes,
     }
 
 
-def _figures(made: PredictedSteps) -> dict[str, Any]:
-    from seqloom.cli.shared import GIB, MS
+def _figures(planned: PredictedSteps) -> dict[str, Any]:
+    from seqloom.api import GIB
 
+    figures = [each.figures() for each in planned.evaluations]
+    steps = [each["step_ms"] for each in figures]
     return {
-        "step_ms": [ns / MS for ns in made.step_ns],
-        "bound_ms": [ns / MS for ns in made.bound_ns],
-        "gap": list(made.gaps),
-        "rounds": list(made.rounds),
-        "plan_ms": [ns / MS for ns in made.plan_ns],
-        "median_step_ms": median(made.step_ns) / MS,
-        "worst_step_ms": max(made.step_ns) / MS,
-        "worst_batch": made.worst,
-        "worst_step_memory_gib": (made.memory[made.worst] / GIB).tolist(),
-        "peak_memory_gib": made.peak_bytes / GIB,
-        "balance": made.balance.as_dict(),
+        "step_ms": steps,
+        "bound_ms": [each["bound_ms"] or each["step_ms"] for each in figures],
+        "gap": planned.gaps,
+        "rounds": [each["rounds"] for each in figures],
+        "plan_ms": [each["plan_ms"] for each in figures],
+        "median_step_ms": median(steps),
+        "worst_step_ms": max(steps),
+        "worst_batch": planned.worst,
+        "worst_step_memory_gib": (planned.evaluations[planned.worst].simulation.peak_memory / GIB).tolist(),
+        "peak_memory_gib": max(each["peak_memory_gib"] for each in figures),
+        "balance": planned.balance.as_dict(),
     }
 
 
-def _print(run: RunCheck, made: list[PredictedSteps], packed: PackingComparison, notes: list[str]) -> None:
+def _print_report(run: RunCheck, planned: list[PredictedSteps], packings: PackingComparison, notes: list[str]) -> None:
     from rich.console import Console
 
-    from seqloom.cli.shared import GIB, heading
+    from seqloom.api import GIB
     from seqloom.view.format import duration
 
     console = Console(highlight=False, soft_wrap=True)
-    lines = [heading(run.setup.cost), f"training: {_documents(run.training)}"]
+
+    def write(text: str) -> None:
+        console.print(text, markup=False)
+
+    write(shared.cost_line(run.setup.cost))
+    write(f"training: {_documents_line(run.training)}")
     if run.validation is not None:
-        lines.append(f"validation: {_documents(run.validation)}")
-    epochs = run.setup.steps / run.training.batches
-    lines.append(f"run: {run.setup.steps:,} steps on {run.setup.cost.ranks} ranks, {epochs:.3g} epochs")
-    for line in lines:
-        console.print(line, markup=False)
-    console.print(_table(made))
-    planned = made[0]
-    held, budget = planned.memory[planned.worst], run.setup.cost.budget_bytes / GIB
-    mean = sum(planned.step_ns) / len(planned.step_ns)
-    console.print(
-        f"Predicted from the first {len(run.sample)} batches. The longest step, batch {planned.worst}, takes at most "
-        f"{held.max() / GIB:.3g} GiB on a rank (the least {held.min() / GIB:.3g}) of {budget:.3g} GiB.",
-        markup=False,
+        write(f"validation: {_documents_line(run.validation)}")
+    steps, ranks = run.setup.steps, run.setup.cost.ranks
+    write(f"run: {steps:,} steps on {ranks} ranks, {steps / run.training.batches:.3g} epochs")
+    console.print(_table(planned))
+    chosen = planned[0]
+    memory, budget = chosen.evaluations[chosen.worst].simulation.peak_memory / GIB, run.setup.cost.budget_bytes / GIB
+    write(
+        f"Predicted from the first {len(run.sample)} batches. The longest step, batch {chosen.worst}, takes at most "
+        f"{memory.max():.3g} GiB on a rank (the least {memory.min():.3g}) of {budget:.3g} GiB."
     )
-    console.print(f"All steps together: about {duration(mean * run.setup.steps)}.", markup=False)
-    _print_balance(console, made, packed)
+    mean = sum(chosen.step_ns) / len(chosen.step_ns)
+    write(f"All steps together: about {duration(mean * steps)}.")
+    _print_balance(console, planned, packings)
     for note in notes:
-        console.print(f"warning: {note}", markup=False)
+        write(f"warning: {note}")
 
 
-def _print_balance(console: Console, made: list[PredictedSteps], packed: PackingComparison) -> None:
-    """How evenly ranks are used: by the planners, and by packing the same documents into other steps beforehand."""
+def _print_balance(console: Console, planned: list[PredictedSteps], packings: PackingComparison) -> None:
+    """Print how evenly ranks are used: by the planners, and by packing the same documents into other steps."""
     from seqloom.view import balance_table
 
-    console.print(balance_table({each.planner: each.balance for each in made} | packed.balance))
+    console.print(balance_table({one.planner: one.balance for one in planned} | packings.balance))
     console.print(
         "DBR, ABR: tokens and attention work that ranks lack beside the one that has most; PR: padding; CR: tokens "
         "spread over several ranks.",
         markup=False,
     )
-    if packed.refused:
-        console.print(f"no packing beforehand: {packed.refused}", markup=False)
+    if packings.refused:
+        text = f"no packing beforehand: {packings.refused}"
     else:
-        console.print(
-            f"hbp and first-fit choose the documents of a step themselves, at most {packed.tokens_per_step:,} tokens.",
-            markup=False,
-        )
+        most = f"at most {packings.tokens_per_step:,} tokens"
+        text = f"hbp and first-fit choose the documents of a step themselves, {most}."
+    console.print(text, markup=False)
 
 
-def _documents(count: DocumentCounts) -> str:
+def _documents_line(count: DocumentCounts) -> str:
     text = (
         f"{count.documents:,} documents, {count.tokens:,} tokens of which {count.valid:,} count, "
         f"longest {count.longest:,}; {count.batches:,} batches in an epoch"
@@ -185,27 +169,21 @@ def _documents(count: DocumentCounts) -> str:
     return text + (f"; too long: {', '.join(changed)}, {count.lost:,} tokens lost" if changed else "")
 
 
-def _table(made: list[PredictedSteps]) -> Table:
-    """One row per planner: medians and the worst of step and gap, the highest peak."""
-    from rich import box
-    from rich.table import Table
+def _table(planned: list[PredictedSteps]) -> Table:
+    """Draw one row per planner: medians and the worst of step and gap, the highest peak."""
+    from seqloom.view.format import milliseconds, percent, table_of
 
-    from seqloom.cli.shared import GIB
-    from seqloom.view.format import milliseconds, percent
-
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    table.add_column("planner", no_wrap=True)
-    for name in ("step ms", "worst ms", "gap %", "worst %", "rounds", "peak GiB", "plan ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in made:
+    names = ("planner", "step ms", "worst ms", "gap %", "worst %", "rounds", "peak GiB", "plan ms")
+    table = table_of(names, left=("planner",))
+    for each in planned:
         table.add_row(
             each.planner,
             milliseconds(median(each.step_ns)),
             milliseconds(max(each.step_ns)),
             percent(median(each.gaps)),
             percent(max(each.gaps)),
-            f"{median(each.rounds):g}",
-            f"{each.peak_bytes / GIB:.3g}",
-            milliseconds(median(each.plan_ns)),
+            f"{median(one.plan.rounds for one in each.evaluations):g}",
+            f"{max(one.peak_memory_gib for one in each.evaluations):.3g}",
+            milliseconds(median(each.planning_ns)),
         )
     return table

@@ -1,4 +1,4 @@
-"""``seqloom compare``: several planners over several batches, against one bound."""
+"""``seqloom compare``: several planners over several batches, each plan beside its lower bound."""
 
 from __future__ import annotations
 
@@ -6,56 +6,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.shared import (
-    AsJson,
-    BatchSize,
-    BudgetGib,
-    ClusterName,
-    Column,
-    Lengths,
-    MaxLength,
-    ModelName,
-    ProfileName,
-    Seed,
-    ShardingName,
-    Skip,
-    Tokenizer,
-    print_json,
-)
+from seqloom.cli import shared
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
-    from seqloom.cli.shared import Outcome, Workload
+    from seqloom.api import Evaluation
+    from seqloom.cli.shared import Workload
     from seqloom.cost import CostModel
 
 Planners = Annotated[
     str,
     typer.Option(
         "--planners",
-        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, strategies need sharding "
-        "free. "
-        "Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
+        help="Names with commas between; static:64 fixes the degree, pipeline:4 has 4 stages, hydraulis needs sharding "
+        "free. Published ones: flexsp, te-cp, llama-cp, hybrid-dp, megatron, zeppelin.",
     ),
 ]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="Sequences per batch.")]
 Batches = Annotated[int, typer.Option("--batches", help="Batches to plan.")]
 
 
 def compare(
-    lengths: Lengths,
-    cluster: ClusterName,
-    model: ModelName,
-    profile: ProfileName = None,
-    sharding: ShardingName = "full",
+    lengths: shared.Lengths,
+    cluster: shared.Cluster,
+    model: shared.Model,
+    profile: shared.Profile = None,
+    sharding: shared.Sharding = "full",
     planners: Planners = "static,adaptive,flex,zones,auto",
     batch_size: BatchSize = 512,
     batches: Batches = 1,
-    skip: Skip = 0,
-    max_length: MaxLength = None,
-    budget_gib: BudgetGib = None,
-    column: Column = None,
-    tokenizer: Tokenizer = None,
-    seed: Seed = 0,
-    json: AsJson = False,
+    skip: shared.Skip = 0,
+    max_length: shared.MaxLength = None,
+    budget_gib: shared.BudgetGib = None,
+    column: shared.Column = None,
+    tokenizer: shared.Tokenizer = None,
+    seed: shared.Seed = 0,
+    json: shared.AsJson = False,
 ) -> None:
     """Plan the same batches with several planners and compare the steps.
 
@@ -64,25 +50,24 @@ def compare(
         seqloom compare --lengths wikipedia --cluster 8x8xA100-40G --model gpt-7b \\
             --profile flexsp-a100 --planners static,flex --max-length 196608 --batches 4
     """
-    from seqloom.api import cost_model
-    from seqloom.cli.shared import Source, Workload, outcomes, planning
+    from seqloom.api import cost_model, evaluate_planners
     from seqloom.planners import requested_stages
 
     names = planner_names(planners)
-    asked = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, **asked, stages=requested_stages(names))
-    source = Source(lengths, seed, max_length, column, tokenizer)
-    workload = Workload.by_count(source, batch_size, skip=skip, count=batches)
-    with planning(len(names) * batches) as progress:
-        rows = outcomes(names, workload.batches, cost, seed=seed, progress=progress)
+    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    cost = cost_model(cluster, model, **options, stages=requested_stages(names))
+    source = shared.Source(lengths, seed, max_length, column, tokenizer)
+    workload = shared.Workload.by_count(source, batch_size, skip=skip, count=batches)
+    with shared.planning_progress(len(names) * batches) as progress:
+        rows = evaluate_planners(names, workload.batches, cost, seed=seed, progress=progress)
     if json:
-        print_json(report(cost, workload, rows, skip=skip, batch_size=batch_size))
+        shared.print_json(comparison(cost, workload, rows, skip=skip, batch_size=batch_size))
     else:
         _print_table(cost, workload, rows)
 
 
 def planner_names(text: str) -> list[str]:
-    """Split a list of planners; every name must be known, and one that is given twice counts once."""
+    """Split a list of planners and refuse unknown names; a name given twice counts once."""
     from seqloom.planners.registry import parse_planner
 
     names = list(dict.fromkeys(name for name in map(str.strip, text.split(",")) if name))
@@ -93,17 +78,16 @@ def planner_names(text: str) -> list[str]:
     return names
 
 
-def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], **more: Any) -> dict[str, Any]:
-    """One object: what was compared, and for every planner its figures as lists over the batches.
+def comparison(cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]], **more: Any) -> dict[str, Any]:
+    """Return what was compared and the figures of every planner as lists over the batches, by JSON keys.
 
     ``published`` says of every published planner whether it reproduces its own speed-up under this profile.
     """
-    from seqloom.cli.shared import setting
     from seqloom.planners.published.verdicts import verdicts
 
     return {
-        **setting(cost),
-        **workload.described(),
+        **shared.cost_dict(cost),
+        **workload.as_dict(),
         "batches": len(rows),
         **more,
         "planners": columns(rows),
@@ -111,29 +95,21 @@ def report(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]], 
     }
 
 
-def columns(rows: list[dict[str, Outcome]]) -> dict[str, dict[str, list[Any]]]:
-    """Every planner's figures, each a list over the batches."""
+def columns(rows: list[dict[str, Evaluation]]) -> dict[str, dict[str, list[Any]]]:
+    """Return the figures of every planner, each a list over the batches."""
     figures = {name: [row[name].figures() for row in rows] for name in rows[0]}
     return {name: {key: [one[key] for one in batches] for key in batches[0]} for name, batches in figures.items()}
 
 
-def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Outcome]]) -> None:
-    from rich.console import Console
-
-    from seqloom.cli.shared import heading
+def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]]) -> None:
     from seqloom.planners.published.verdicts import verdicts
     from seqloom.view import comparison_table
 
-    console = Console(highlight=False)
-    sequences = sum(len(batch) for batch in workload.batches)
-    tokens = sum(batch.tokens for batch in workload.batches)
-    console.print(heading(cost), markup=False)
-    console.print(f"{len(rows)} batches, {sequences:,} sequences, {tokens:,} tokens")
-    for note in workload.notes():
-        console.print(note, markup=False)
-    told = verdicts(list(rows[0]), cost.profile.name)
-    starred = [name for name, line in told.items() if line.startswith("not validated")]
+    console = shared.terminal()
+    shared.print_heading(console, cost, workload, f"{len(rows)} batches, ")
+    published = verdicts(list(rows[0]), cost.profile.name)
+    starred = [name for name, line in published.items() if line.startswith("not validated")]
     console.print(comparison_table(columns(rows), starred))
-    for name, line in told.items():
+    for name, line in published.items():
         console.print(f"{'* ' if name in starred else ''}{name}: {line}.", markup=False)
     console.print("Means over the batches; the gap is to a proven lower bound, the speed-up over the first row.")

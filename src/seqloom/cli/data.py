@@ -1,4 +1,4 @@
-"""``seqloom data``: what a training run reads. ``prepare`` makes a token store of files."""
+"""``seqloom data prepare``: make the token store that a training run reads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from seqloom.cli.shared import AsJson, print_json
+from seqloom.cli import shared
 
 if TYPE_CHECKING:
     from seqloom.data.prepare import Prepared, TextUnit
     from seqloom.data.source import TooLong
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Make the data that training reads.",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data that training reads.")
 
 Inputs = Annotated[list[str], typer.Argument(help="Files: .jsonl, .parquet, .txt.", metavar="INPUT")]
 Store = Annotated[Path, typer.Option("--out", help="Folder of the store; it must not exist.")]
@@ -56,7 +52,7 @@ def prepare(
     ids: Ids = None,
     vocabulary: Vocabulary = None,
     unit: Unit = "line",
-    json: AsJson = False,
+    json: shared.AsJson = False,
 ) -> None:
     """Make a token store of texts, of prompts with their answers, or of token ids.
 
@@ -64,13 +60,12 @@ def prepare(
     Example:
         seqloom data prepare books.jsonl chats.parquet --out store --tokenizer bytes --max-length 32768 --too-long drop
     """
-    from seqloom.cli.shared import steps
     from seqloom.data.prepare import RecordFields, load_tokenizer
     from seqloom.data.prepare import prepare as make
 
     fields = RecordFields(text, prompt, answer, ids)
     chosen = None if tokenizer is None else load_tokenizer(tokenizer)
-    with steps("preparing", 100) as step:
+    with shared.progress_bar(100, "preparing") as step:
         percent = 0
 
         def report(share: float) -> None:
@@ -91,7 +86,7 @@ def prepare(
             progress=report,
         )
     if json:
-        print_json({**asdict(done), "path": str(done.path), "max_length": max_length, "too_long": too_long})
+        shared.print_json({**asdict(done), "path": str(done.path), "max_length": max_length, "too_long": too_long})
     else:
         _print_summary(done, too_long)
 

@@ -1,4 +1,4 @@
-"""``seqloom doctor``: what is installed, and what would be chosen and why."""
+"""``seqloom doctor``: what is installed, and what Seqloom would choose here and why."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import platform
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from seqloom.cli.shared import AsJson, ClusterName, print_json
+from seqloom.cli import shared
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 
 class Extra(NamedTuple):
-    """An optional dependency: the extra that brings it, its package, and what it is for."""
+    """An optional dependency: the extra that brings it, its package, and its purpose."""
 
     extra: str
     package: str
@@ -30,8 +30,8 @@ EXTRAS = (
 )
 
 
-class Finding(NamedTuple):
-    """What a probe for one package found: a version, or the reason why there is none."""
+class Package(NamedTuple):
+    """Version of an installed package, or the reason why it cannot be used."""
 
     version: str | None
     problem: str | None
@@ -42,7 +42,11 @@ class Finding(NamedTuple):
         return self.version is not None
 
 
-def doctor(cluster: ClusterName = "8x8xH100", json: AsJson = False) -> None:
+Choice = dict[str, str | None]
+"""What is chosen (None: nothing can be) and why, by JSON keys."""
+
+
+def doctor(cluster: shared.Cluster = "8x8xH100", json: shared.AsJson = False) -> None:
     """Say what is installed, and what would be chosen and why.
 
     \b
@@ -51,14 +55,14 @@ def doctor(cluster: ClusterName = "8x8xH100", json: AsJson = False) -> None:
     """
     report = examine(cluster)
     if json:
-        print_json(report)
+        shared.print_json(report)
     else:
         _print_report(report)
 
 
 def examine(cluster: str) -> dict[str, Any]:
-    """Collect the report: versions, extras, GPUs, choices."""
-    found = {extra.package: probe(extra.package) for extra in EXTRAS}
+    """Return versions, extras, GPUs and choices, by JSON keys."""
+    packages = {extra.package: probe(extra.package) for extra in EXTRAS}
     return {
         "versions": {
             "seqloom": __version__,
@@ -70,36 +74,35 @@ def examine(cluster: str) -> dict[str, Any]:
             extra.extra: {
                 "package": extra.package,
                 "purpose": extra.purpose,
-                "version": found[extra.package].version,
-                "problem": found[extra.package].problem,
+                **packages[extra.package]._asdict(),
             }
             for extra in EXTRAS
         },
-        "gpus": _gpus() if found["torch"].available else [],
+        "gpus": _gpus() if packages["torch"].available else [],
         "choices": {
-            "planner loops": _planner_loops(found["numba"]),
-            "exact solver": _exact_solver(found["highspy"]),
+            "planner loops": _planner_loops(packages["numba"]),
+            "exact solver": _exact_solver(packages["highspy"]),
             "profile": _profile(cluster),
-            "torch operators": _torch_operators(found["torch"]),
-            "attention": _attention(found["torch"]),
+            "torch operators": _torch_operators(packages["torch"]),
+            "attention": _attention(packages["torch"]),
             "GPU allocator": _allocator(),
         },
     }
 
 
-def probe(package: str) -> Finding:
+def probe(package: str) -> Package:
     """Import a package and return its version, or what went wrong; a broken install counts as absent."""
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
         missing = error.name or package
-        return Finding(None, "not installed" if missing == package else f"broken: needs {missing}")
+        return Package(None, "not installed" if missing == package else f"broken: needs {missing}")
     except Exception as error:  # whatever a broken binary raises at import must not stop the report
-        return Finding(None, f"broken: {type(error).__name__}: {error}")
+        return Package(None, f"broken: {type(error).__name__}: {error}")
     try:
-        return Finding(metadata.version(package), None)
+        return Package(metadata.version(package), None)
     except metadata.PackageNotFoundError:
-        return Finding(str(getattr(module, "__version__", "unknown")), None)
+        return Package(str(getattr(module, "__version__", "unknown")), None)
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -110,7 +113,7 @@ def _gpus() -> list[dict[str, Any]]:
     return [{"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices]
 
 
-def _choice(choice: str | None, why: str) -> dict[str, str | None]:
+def _choice(choice: str | None, why: str) -> Choice:
     return {"choice": choice, "why": why}
 
 
@@ -118,19 +121,19 @@ def _install(extra: str) -> str:
     return f"pip install 'seqloom[{extra}]'"
 
 
-def _planner_loops(numba: Finding) -> dict[str, str | None]:
+def _planner_loops(numba: Package) -> Choice:
     if numba.available:
         return _choice("compiled", f"numba {numba.version} is here; same plans as the plain loops")
     return _choice("plain", f"numba {numba.problem}; same plans, slower: {_install('fast')}")
 
 
-def _exact_solver(highspy: Finding) -> dict[str, str | None]:
+def _exact_solver(highspy: Package) -> Choice:
     if highspy.available:
         return _choice("highs", f"highspy {highspy.version} is here")
     return _choice(None, f"highspy {highspy.problem}; planners exact and flexsp need {_install('exact')}")
 
 
-def _torch_operators(torch: Finding) -> dict[str, str | None]:
+def _torch_operators(torch: Package) -> Choice:
     if not torch.available:
         return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
     from seqloom.compat import check_operators
@@ -142,7 +145,7 @@ def _torch_operators(torch: Finding) -> dict[str, str | None]:
     return _choice("as expected", f"torch {torch.version} has the private operators that kernels call")
 
 
-def _attention(torch: Finding) -> dict[str, str | None]:
+def _attention(torch: Package) -> Choice:
     if not torch.available:
         return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
     from torch import cuda, device
@@ -150,24 +153,22 @@ def _attention(torch: Finding) -> dict[str, str | None]:
     from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
 
     place = device("cuda", 0) if cuda.is_available() else device("cpu")
-    names = [kernel.capabilities.name for kernel in available_kernels(place)]
-    absent = "; ".join(f"{name}: {why}" for name, why in unavailable_kernels(place).items())
-    return _choice(
-        ", ".join(names), f"kernels for {place.type}, in order of preference" + (f"; {absent}" if absent else "")
-    )
+    names = ", ".join(kernel.capabilities.name for kernel in available_kernels(place))
+    absent = "".join(f"; {name}: {why}" for name, why in unavailable_kernels(place).items())
+    return _choice(names, f"kernels for {place.type}, in order of preference{absent}")
 
 
-def _allocator() -> dict[str, str | None]:
+def _allocator() -> Choice:
     from seqloom.train.launch import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, user_allocator_setting
 
-    own = user_allocator_setting()
-    if own is not None:
-        return _choice(own, "set by the environment; left as it is")
+    environment = user_allocator_setting()
+    if environment is not None:
+        return _choice(environment, "set by the environment; left as it is")
     why = f"given to the processes that seqloom train starts; under torchrun set {ALLOCATOR_VARIABLES[0]} yourself"
     return _choice(ALLOCATOR_SETTING, why)
 
 
-def _profile(cluster: str) -> dict[str, str | None]:
+def _profile(cluster: str) -> Choice:
     from seqloom.cost import Profile
     from seqloom.describe import Cluster
 
@@ -180,12 +181,9 @@ def _profile(cluster: str) -> dict[str, str | None]:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.print("  ".join(f"{name} {value}" for name, value in report["versions"].items()))
     extras = Table("extra", "package", "version", "for", title="Extras", title_justify="left", box=None)
     for name, row in report["extras"].items():
         version = row["version"] or f"- ({row['problem']})"
@@ -194,9 +192,8 @@ def _print_report(report: dict[str, Any]) -> None:
     for name, row in report["choices"].items():
         choices.add_row(*map(escape, (name, row["choice"] or "-", row["why"])))
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in report["gpus"])
-    console.print()
-    console.print(extras)
-    console.print()
-    console.print(choices)
-    console.print()
-    console.print(f"GPUs: {gpus or 'none seen; planning, simulating and viewing need none'}")
+    versions = "  ".join(f"{name} {value}" for name, value in report["versions"].items())
+    last = f"GPUs: {gpus or 'none seen; planning, simulating and viewing need none'}"
+    console = shared.terminal()
+    for part in (versions, "", extras, "", choices, "", last):
+        console.print(part)

@@ -1,16 +1,22 @@
-"""``seqloom profile --model``: constants of this machine for one model, measured by running its training steps."""
+"""``seqloom profile``: measure this machine.
+
+seqloom profile                   time the attention kernels; write the table by which the dispatcher chooses one
+seqloom profile --model NAME      time training steps on several ranks; write the profile that prices plans
+"""
 
 from __future__ import annotations
 
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from seqloom.cli.shared import AsJson, print_json, require_writable
+from seqloom.cli import shared
 from seqloom.errors import SeqloomError, unknown_name
+from seqloom.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,133 +29,15 @@ if TYPE_CHECKING:
     from seqloom.cost import CostModel
     from seqloom.profiling.kernels import TimingSettings
 
-
-LONGEST_STEP = {"cpu": 8_192, "cuda": 131_072}
-"""Tokens of the longest document that is tried where none is named."""
-
-
-class Wanted(NamedTuple):
-    """What is measured.
-
-    Attributes:
-        model: a preset or a file of shapes.
-        cluster: its spelling; None: CPU processes on this machine.
-        sharding: of the parameters.
-        capacity: tokens of a rank in a round; None: what memory holds.
-        max_length: longest document that is tried; None: a usual one.
-        dtype: that layers compute in.
-        show: say on stderr what is being measured.
-    """
-
-    model: str
-    cluster: str | None
-    sharding: str
-    capacity: int | None
-    max_length: int | None
-    dtype: str
-    show: bool
-
-    def cost(self, ranks: int) -> CostModel:
-        """The cost model whose constants are measured, for so many ranks."""
-        from seqloom.cost import CostModel
-        from seqloom.describe import Cluster, ModelSpec
-
-        cluster = Cluster.parse(self.cluster or f"1x{ranks}xCPU")
-        if cluster.ranks != ranks:
-            raise SeqloomError(
-                f"--cluster {self.cluster} has {cluster.ranks} ranks, the measurement {ranks}; start {cluster.ranks} "
-                f"processes, or name a cluster of {ranks}"
-            )
-        spec = ModelSpec.load(self.model)
-        return CostModel(cluster, spec, None, self.sharding, max_length=self.max_length, capacity=self.capacity)
-
-
-def profile_machine(wanted: Wanted, ranks: int | None, output: Path | None, json: bool) -> None:
-    """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
-    import torch
-
-    from seqloom.train.launch import run_on_processes, run_under_torchrun, started_by_torchrun
-
-    if ranks is not None and ranks < 1:
-        raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
-    if output is None:
-        raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
-    if wanted.cluster is None and torch.cuda.is_available():
-        raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
-    if started_by_torchrun():
-        if ranks is not None:
-            raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        found = run_under_torchrun(measure_rank, wanted, str(output))
-    else:
-        wanted.cost(ranks or 1)  # refuse here, once, what every process would refuse
-        found = run_on_processes(measure_rank, ranks or 1, wanted, str(output))
-    if not found:  # another rank than the first
-        return
-    if json:
-        print_json(found)
-    else:
-        _print_found(found)
-
-
-def measure_rank(rank: int, ranks: int, device: torch.device, wanted: Wanted, output: str) -> dict[str, Any]:
-    """Be one of the ranks; the first one writes the profile and returns what was found, the others nothing."""
-    import torch
-
-    from seqloom.dist import Communicators, TorchTransport
-    from seqloom.plan import GroupFamily
-    from seqloom.profiling.calibration import Calibrator, describe_trial
-
-    cost = wanted.cost(ranks)
-    communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
-    communicators.warm_up()
-    calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, wanted.dtype))
-    looking = wanted.show and rank == 0 and sys.stderr.isatty()
-    report = (lambda text: typer.echo(text, err=True)) if looking else (lambda text: None)
-    stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
-    found = calibrator.calibrate(wanted.max_length or LONGEST_STEP[device.type], report, stages=stages)
-    communicators.close()
-    if rank:
-        return {}
-    found.profile.save(output)
-    pairs = zip(found.trials, found.predicted_ns, strict=True)
-    trials = [
-        {"what": describe_trial(trial.plan), "measured_ms": trial.ns / 1e6, "predicted_ms": predicted / 1e6}
-        for trial, predicted in pairs
-    ]
-    return {"output": output, "cluster": cost.cluster.spelling, "model": cost.model.name, "trials": trials}
-
-
-def _print_found(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("groups side by side", "measured ms", "by the profile", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    errors = []
-    for trial in found["trials"]:
-        measured, predicted = trial["measured_ms"], trial["predicted_ms"]
-        errors.append(abs(predicted / measured - 1))
-        table.add_row(trial["what"], f"{measured:,.1f}", f"{predicted:,.1f}")
-    console = Console(highlight=False)
-    console.print(table)
-    off = f"{statistics.mean(errors):.1%} on average, {max(errors):.0%} at most"
-    console.print(f"off by {off}; {found['model']} on {found['cluster']}", markup=False)
-    console.print(f"wrote {found['output']}", markup=False, soft_wrap=True)
-
-
-# ---- merged: cli.profile
-# ``seqloom profile``: how long the attention kernels of this machine take, kept for the dispatcher.
-#
-# With ``--model`` it measures whole training steps instead, for the cost model: see ``profile_machine``.
-
-
 SHORTEST = 64
 LONGEST = {"cuda": 131_072, "cpu": 1_024}
 LONGEST_QUICK = {"cuda": 16_384, "cpu": 256}
-PACKS = {"cuda": 131_072, "cpu": 0}
+LONGEST_STEP = {"cuda": 131_072, "cpu": 8_192}
+"""Tokens of the longest document: kernels, kernels with --quick, training steps."""
+PACK_TOKENS = {"cuda": 131_072, "cpu": 0}
 """Tokens of a pack at least: a GPU must be full to be measured."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+MASKS = ("causal", "full")
 
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1; without it, the GPU if any.")]
 Heads = Annotated[int, typer.Option("--heads", help="Query heads.")]
@@ -178,8 +66,8 @@ Sharding = Annotated[str, typer.Option("--sharding", help="With --model: full, h
 Capacity = Annotated[
     int | None, typer.Option("--capacity", help="With --model: tokens of a rank in a round; else what memory holds.")
 ]
-KERNELS_ONLY = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
-MODEL_ONLY = ("ranks", "cluster", "sharding", "capacity")
+KERNEL_OPTIONS = ("device", "heads", "kv_heads", "dim", "kernels", "quick")
+MODEL_OPTIONS = ("ranks", "cluster", "sharding", "capacity")
 
 
 def profile(
@@ -198,7 +86,7 @@ def profile(
     cluster: Cluster = None,
     sharding: Sharding = "full",
     capacity: Capacity = None,
-    json: AsJson = False,
+    json: shared.AsJson = False,
 ) -> None:
     """Measure the attention kernels of this machine and write the table that decides which one runs.
 
@@ -210,16 +98,16 @@ def profile(
         seqloom profile --model qwen3-0.6b --ranks 4 --capacity 2048 --dtype float32 --output machine.json
         torchrun --nproc-per-node 8 -m seqloom profile --model llama3-8b --cluster 1x8xH200 --output machine.json
     """
-    require_writable(output, "table" if model is None else "profile", (".json",))
-    require_torch()
-    _refuse_options(context, MODEL_ONLY if model is None else KERNELS_ONLY, model is None)
+    shared.check_output(output, "table" if model is None else "profile", (".json",))
+    shared.require_torch("seqloom profile measures kernels and")
+    _refuse_options(context, MODEL_OPTIONS if model is None else KERNEL_OPTIONS, with_model=model is not None)
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
     if model is not None:
-        _check_dtype(dtype)
-        wanted = Wanted(model, cluster, sharding, capacity, max_length, dtype, show=not json)
-        profile_machine(wanted, ranks, output, json)
+        setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
+        _profile_machine(setup, ranks, output, json)
         return
     from seqloom.attention.kernels.dispatch import KernelTable, default_table_path
-    from seqloom.cli.shared import steps
     from seqloom.profiling.kernels import time_kernels
 
     place = choose_device(device)
@@ -228,42 +116,28 @@ def profile(
     effort = make_effort(max_length, quick, place.type)
     path = default_table_path() if output is None else output
     table = KernelTable.load(path) if path.is_file() else KernelTable()
-    with steps("warming up", len(chosen) * 2 * len(effort.lengths)) as step:
+    with shared.progress_bar(len(chosen) * 2 * len(effort.lengths), "warming up") as step:
         report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
         measurement = time_kernels(chosen, shape, effort, report)
     table.adding(measurement).save(path)
     if json:
-        print_json({**described(measurement), "left_out": left_out, "output": str(path)})
+        shared.print_json({**measurement_dict(measurement), "left_out": left_out, "output": str(path)})
     else:
         _print_measurement(measurement, left_out, path)
 
 
-def _refuse_options(context: typer.Context, names: Sequence[str], without_model: bool) -> None:
-    """Refuse options that the other kind of measurement has."""
+def _refuse_options(context: typer.Context, names: Sequence[str], *, with_model: bool) -> None:
+    """Refuse options that only the other kind of measurement has."""
     given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     if given:
         option = "--" + given[0].replace("_", "-")
-        way = "add --model" if without_model else "leave it out, the model says it"
-        raise SeqloomError(f"{option} {'needs' if without_model else 'has no meaning with'} --model; {way}")
-
-
-def _check_dtype(name: str) -> None:
-    if name not in DTYPES:
-        raise unknown_name("dtype", name, DTYPES)
-
-
-def require_torch() -> None:
-    """Refuse to go on without torch, with the way to it."""
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise SeqloomError(
-            f"seqloom profile measures kernels and needs torch ({error}); pip install 'seqloom[train]'"
-        ) from None
+        if with_model:
+            raise SeqloomError(f"{option} has no meaning with --model; leave it out, the model says it")
+        raise SeqloomError(f"{option} needs --model; add --model")
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that is measured."""
+    """Return the device to measure."""
     import torch
 
     try:
@@ -278,12 +152,11 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.device) -> AttentionShape:
-    """The tensors that are measured."""
+    """Return the attention shape to measure."""
     import torch
 
     from seqloom.attention.kernels.interface import AttentionShape
 
-    _check_dtype(dtype)
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
         raise SeqloomError(
             f"{heads} heads, {kv_heads} kv heads, head dim {dim}: all at least 1, and kv heads must divide the heads"
@@ -292,87 +165,78 @@ def make_shape(heads: int, kv_heads: int, dim: int, dtype: str, device: torch.de
 
 
 def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kernel], dict[str, str]]:
-    """The kernels that are measured, and why others are not.
+    """Return the kernels to measure, and why others are left out.
 
-    Without names: all that can run here and take the shape, except for the reference, which is slow on purpose.
+    Without names: all that run here and accept the shape, except for the reference, which is slow on purpose.
     """
     from seqloom.attention.kernels.dispatch import available_kernels, make_kernel, unavailable_kernels
 
     here = {kernel.capabilities.name: kernel for kernel in available_kernels(shape.device)}
-    absent = unavailable_kernels(shape.device)
+    left_out = unavailable_kernels(shape.device)
     if names is None:
-        wanted = [name for name in here if name != "reference"]
-        refusals = {name: here[name].capabilities.unsupported_shape(shape) for name in wanted}
-        absent |= {name: refusal for name, refusal in refusals.items() if refusal is not None}
-        chosen = [here[name] for name in wanted if refusals[name] is None]
+        refusals = {name: here[name].capabilities.unsupported_shape(shape) for name in here if name != "reference"}
+        left_out |= {name: refusal for name, refusal in refusals.items() if refusal is not None}
+        chosen = [here[name] for name, refusal in refusals.items() if refusal is None]
         if not chosen:
-            raise SeqloomError(f"no kernel to measure: {'; '.join(absent.values())}")
-        return chosen, absent
+            raise SeqloomError(f"no kernel to measure: {'; '.join(left_out.values())}")
+        return chosen, left_out
     wanted = list(dict.fromkeys(name for name in map(str.strip, names.split(",")) if name))
     if not wanted:
         raise SeqloomError(f"no kernel in {names!r}; name at least one, for example {next(iter(here))}")
     for name in wanted:
-        refusal = make_kernel(name).capabilities.unsupported_shape(shape) or absent.get(name)
+        refusal = make_kernel(name).capabilities.unsupported_shape(shape) or left_out.get(name)
         if refusal is not None:
             raise SeqloomError(f"kernel {name!r} cannot be measured: {refusal}; here: {', '.join(here)}")
     return [here[name] for name in wanted], {}
 
 
-def make_effort(max_length: int | None, quick: bool, kind: str) -> TimingSettings:
-    """Lengths in octaves up to the longest, and the longest itself."""
+def make_effort(max_length: int | None, quick: bool, device: str) -> TimingSettings:
+    """Choose the lengths to measure: powers of two up to the longest, and the longest itself."""
     from seqloom.profiling.kernels import TimingSettings
 
-    longest = (LONGEST_QUICK if quick else LONGEST)[kind] if max_length is None else max_length
+    longest = (LONGEST_QUICK if quick else LONGEST)[device] if max_length is None else max_length
     if longest < 1:
         raise SeqloomError(f"longest document of {longest} tokens; give --max-length at least 1")
     octaves = range((longest - 1).bit_length() - SHORTEST.bit_length() + 1)
     lengths = tuple(SHORTEST << k for k in octaves if SHORTEST << k < longest)[:: 2 if quick else 1]
-    return TimingSettings((*lengths, longest), tokens=max(longest, PACKS[kind]), repeats=3 if quick else 7)
+    return TimingSettings((*lengths, longest), tokens=max(longest, PACK_TOKENS[device]), repeats=3 if quick else 7)
 
 
-def described(measurement: Measurement) -> dict[str, Any]:
-    """The measurement for a report in JSON, with the fastest kernel of every length."""
-    from dataclasses import asdict
-
-    from seqloom.version import __version__
-
-    masks = ("causal", "full")
+def measurement_dict(measurement: Measurement) -> dict[str, Any]:
+    """Return the measurement with the fastest kernel of every length, by JSON keys."""
     times = [
         {
             "kernel": one.kernel,
             "forward_call_ns": one.forward_call_ns,
             "backward_call_ns": one.backward_call_ns,
-            **{mask: [point._asdict() for point in getattr(one, mask)] for mask in masks},
+            **{mask: [point._asdict() for point in getattr(one, mask)] for mask in MASKS},
         }
         for one in measurement.times
     ]
-    winners = {mask: dict(fastest(measurement, mask)) for mask in masks}
+    winners = {mask: dict(fastest(measurement, mask)) for mask in MASKS}
     return {"version": __version__, **asdict(measurement), "times": times, "fastest": winners}
 
 
 def fastest(measurement: Measurement, mask: str) -> list[tuple[int, str]]:
-    """The kernel with the least time at every length, forward and backward together."""
+    """Return (length, fastest kernel) of every length, forward and backward together."""
     names = [one.kernel for one in measurement.times]
     columns = zip(*(getattr(one, mask) for one in measurement.times), strict=True)
-    return [(points[0].length, names[_best(points)]) for points in columns]
+    return [(points[0].length, names[_fastest_index(points)]) for points in columns]
 
 
-def _best(points: Sequence[TimePoint]) -> int:
+def _fastest_index(points: Sequence[TimePoint]) -> int:
     return min(range(len(points)), key=lambda index: points[index].forward_ns + points[index].backward_ns)
 
 
 def _print_measurement(measurement: Measurement, left_out: dict[str, str], path: Path) -> None:
-    from rich.console import Console
-
     one = measurement
-    console = Console(highlight=False)
+    console = shared.terminal()
     heads = f"{one.heads} heads" if one.heads == one.kv_heads else f"{one.heads} heads on {one.kv_heads}"
     console.print(f"{one.device}, torch {one.torch}, {heads} of {one.dim}, {one.dtype}", markup=False)
-    for mask, title in (("causal", "Causal documents"), ("full", "Without mask")):
+    for mask, title in zip(MASKS, ("Causal documents", "Without mask"), strict=True):
         console.print(f"{title}: forward + backward, us per document")
-        console.print(_table(measurement, mask))
-        winners = ", ".join(_runs(fastest(measurement, mask)))
-        console.print(f"fastest: {winners}", markup=False)
+        console.print(_kernel_table(measurement, mask))
+        console.print(f"fastest: {', '.join(_winner_ranges(fastest(measurement, mask)))}", markup=False)
         console.print()
     calls = ", ".join(
         f"{times.kernel} {(times.forward_call_ns + times.backward_call_ns) / 1e3:,.0f} us" for times in one.times
@@ -383,8 +247,8 @@ def _print_measurement(measurement: Measurement, left_out: dict[str, str], path:
     console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _table(measurement: Measurement, mask: str) -> Table:
-    """A row per length, a column per kernel, the fastest in bold."""
+def _kernel_table(measurement: Measurement, mask: str) -> Table:
+    """Draw a row per length and a column per kernel, the fastest in bold."""
     from rich.table import Table
 
     table = Table("tokens", *(one.kernel for one in measurement.times), box=None)
@@ -392,13 +256,125 @@ def _table(measurement: Measurement, mask: str) -> Table:
         column.justify = "right"
     for points in zip(*(getattr(one, mask) for one in measurement.times), strict=True):
         cells = [f"{point.forward_ns / 1e3:,.0f} + {point.backward_ns / 1e3:,.0f}" for point in points]
-        best = _best(points)
+        best = _fastest_index(points)
         cells[best] = f"[bold]{cells[best]}[/bold]"
         table.add_row(f"{points[0].length:,}", *cells)
     return table
 
 
-def _runs(winners: Sequence[tuple[int, str]]) -> list[str]:
-    """varlen up to 1,024, cudnn up to 131,072."""
+def _winner_ranges(winners: Sequence[tuple[int, str]]) -> list[str]:
+    """Join neighbouring lengths with the same winner: varlen up to 1,024, cudnn up to 131,072."""
     ends = [at for at in range(len(winners)) if at + 1 == len(winners) or winners[at + 1][1] != winners[at][1]]
     return [f"{winners[at][1]} up to {winners[at][0]:,}" for at in ends]
+
+
+# Training steps: --model.
+
+
+class MachineSetup(NamedTuple):
+    """The training steps to measure.
+
+    Attributes:
+        model: a preset or a file of shapes.
+        cluster: its spelling; None: CPU processes on this machine.
+        sharding: of the parameters.
+        capacity: tokens of a rank in a round; None: what memory holds.
+        max_length: longest document to try; None: `LONGEST_STEP`.
+        dtype: that layers compute in.
+        verbose: say on stderr what is being measured.
+    """
+
+    model: str
+    cluster: str | None
+    sharding: str
+    capacity: int | None
+    max_length: int | None
+    dtype: str
+    verbose: bool
+
+    def cost(self, ranks: int) -> CostModel:
+        """Build the cost model whose constants are measured, for so many ranks."""
+        from seqloom.api import cost_model
+        from seqloom.describe import Cluster
+
+        cluster = Cluster.parse(self.cluster or f"1x{ranks}xCPU")
+        if cluster.ranks != ranks:
+            raise SeqloomError(
+                f"--cluster {self.cluster} has {cluster.ranks} ranks, the measurement {ranks}; start {cluster.ranks} "
+                f"processes, or name a cluster of {ranks}"
+            )
+        options = {"sharding": self.sharding, "max_length": self.max_length, "capacity": self.capacity}
+        return cost_model(cluster, self.model, **options)
+
+
+def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None, json: bool) -> None:
+    """Measure on processes of this machine, or as one of torchrun's, and write the profile."""
+    import torch
+
+    from seqloom.train.launch import run_on_processes, run_under_torchrun, started_by_torchrun
+
+    if ranks is not None and ranks < 1:
+        raise SeqloomError(f"{ranks} ranks measure nothing; give --ranks 1 or more")
+    if output is None:
+        raise SeqloomError("a profile of this machine is a file; say where to: --output machine.json")
+    if setup.cluster is None and torch.cuda.is_available():
+        raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
+    if started_by_torchrun():
+        if ranks is not None:
+            raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
+        found = run_under_torchrun(measure_rank, setup, str(output))
+    else:
+        setup.cost(ranks or 1)  # refuse here, once, what every process would refuse
+        found = run_on_processes(measure_rank, ranks or 1, setup, str(output))
+    if not found:  # another rank than the first
+        return
+    if json:
+        shared.print_json(found)
+    else:
+        _print_trials(found)
+
+
+def measure_rank(rank: int, ranks: int, device: torch.device, setup: MachineSetup, output: str) -> dict[str, Any]:
+    """Measure as one of the ranks; rank 0 writes the profile and returns the report, the others return nothing."""
+    import torch
+
+    from seqloom.api import MS
+    from seqloom.dist import Communicators, TorchTransport
+    from seqloom.plan import GroupFamily
+    from seqloom.profiling.calibration import Calibrator, describe_trial
+
+    cost = setup.cost(ranks)
+    communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
+    communicators.warm_up()
+    calibrator = Calibrator(cost, TorchTransport(communicators), device, getattr(torch, setup.dtype))
+    verbose = setup.verbose and rank == 0 and sys.stderr.isatty()
+    report = (lambda text: typer.echo(text, err=True)) if verbose else (lambda text: None)
+    stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
+    found = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
+    communicators.close()
+    if rank:
+        return {}
+    found.profile.save(output)
+    trials = [
+        {"what": describe_trial(trial.plan), "measured_ms": trial.ns / MS, "predicted_ms": predicted / MS}
+        for trial, predicted in zip(found.trials, found.predicted_ns, strict=True)
+    ]
+    return {"output": output, "cluster": cost.cluster.spelling, "model": cost.model.name, "trials": trials}
+
+
+def _print_trials(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("groups side by side", "measured ms", "by the profile", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    errors = []
+    for trial in found["trials"]:
+        measured, predicted = trial["measured_ms"], trial["predicted_ms"]
+        errors.append(abs(predicted / measured - 1))
+        table.add_row(trial["what"], f"{measured:,.1f}", f"{predicted:,.1f}")
+    console = shared.terminal()
+    console.print(table)
+    error = f"{statistics.mean(errors):.1%} on average, {max(errors):.0%} at most"
+    console.print(f"off by {error}; {found['model']} on {found['cluster']}", markup=False)
+    console.print(f"wrote {found['output']}", markup=False, soft_wrap=True)

@@ -1,35 +1,23 @@
-"""``seqloom propose``: a data set and a cluster -> the strategies that a run should choose from at every step."""
+"""``seqloom propose``: the strategies (pipelines side by side) that a run on a data set should choose from per step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from seqloom.cli.shared import (
-    AsJson,
-    BudgetGib,
-    ClusterName,
-    Column,
-    Lengths,
-    MaxLength,
-    ModelName,
-    OutStrategies,
-    ProfileName,
-    Seed,
-    Tokenizer,
-    print_json,
-    require_writable,
-)
+from seqloom.cli import shared
 from seqloom.errors import SeqloomError
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from seqloom.cli.shared import Source
+    from seqloom.cli.shared import Workload
     from seqloom.cost import CostModel
     from seqloom.planners.hydraulis import Strategy
 
@@ -37,24 +25,27 @@ StepTokens = Annotated[int, typer.Option("--tokens-per-step", help="Tokens of an
 Sequences = Annotated[int, typer.Option("--sequences", help="Sequences that stand for the data; a file is read whole.")]
 Steps = Annotated[int, typer.Option("--steps", help="Steps of the data on which the strategies are tried.")]
 Most = Annotated[int, typer.Option("--most", help="Strategies to propose, at most.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Write the strategies to this .json file, for plan.strategies of a config.")
+]
 
 
 def propose(
-    lengths: Lengths,
-    cluster: ClusterName,
-    model: ModelName,
+    lengths: shared.Lengths,
+    cluster: shared.Cluster,
+    model: shared.Model,
     tokens_per_step: StepTokens,
-    max_length: MaxLength = None,
-    profile: ProfileName = None,
-    budget_gib: BudgetGib = None,
+    max_length: shared.MaxLength = None,
+    profile: shared.Profile = None,
+    budget_gib: shared.BudgetGib = None,
     sequences: Sequences = 20_000,
     steps: Steps = 32,
     most: Most = 8,
-    column: Column = None,
-    tokenizer: Tokenizer = None,
-    out: OutStrategies = None,
-    seed: Seed = 0,
-    json: AsJson = False,
+    column: shared.Column = None,
+    tokenizer: shared.Tokenizer = None,
+    out: Out = None,
+    seed: shared.Seed = 0,
+    json: shared.AsJson = False,
 ) -> None:
     """Propose strategies for a data set: lists of pipelines side by side, of which every step takes the best one.
 
@@ -64,44 +55,42 @@ def propose(
             --max-length 65536 --tokens-per-step 1048576 --out strategies.json
     """
     from seqloom.api import cost_model
-    from seqloom.cli.shared import Source
-    from seqloom.cli.shared import steps as progress
     from seqloom.planners.hydraulis import propose_strategies, strategies_to_json
 
-    require_writable(out, "strategies", (".json",))
+    shared.check_output(out, "strategies", (".json",))
     counts = {"tokens-per-step": tokens_per_step, "sequences": sequences, "steps": steps, "most": most}
     for name, value in counts.items():
         if value < 1:
             raise SeqloomError(f"--{name} {value}; give 1 or more")
-    asked = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length}
-    cost = cost_model(cluster, model, sharding="free", **asked, stages=2)
-    source = Source(lengths, seed, max_length, column, tokenizer)
-    data, dropped = source.read(sequences)
-    with progress("proposing strategies", 2) as begin:
-        found = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
-        if begin is not None:
-            begin(f"trying {len(found)} strategies")
-        trial = tried(data, found, cost, tokens_per_step, steps)
+    options = {"profile": profile, "budget_gib": budget_gib, "max_length": max_length}
+    cost = cost_model(cluster, model, sharding="free", **options, stages=2)
+    workload = shared.Workload.data_set(shared.Source(lengths, seed, max_length, column, tokenizer), sequences)
+    data = workload.batches[0].lengths
+    with shared.progress_bar(2, "proposing strategies") as step:
+        strategies = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
+        if step is not None:
+            step(f"trying {len(strategies)} strategies")
+        trial = try_strategies(data, strategies, cost, tokens_per_step, steps)
     if out is not None:
-        out.write_text(strategies_to_json(found) + "\n", encoding="utf-8")
+        out.write_text(strategies_to_json(strategies) + "\n", encoding="utf-8")
     if json:
-        asked = {"tokens_per_step": tokens_per_step, "out": None if out is None else str(out)}
-        print_json(_report(cost, source, data, dropped, found, trial) | asked)
+        request = {"tokens_per_step": tokens_per_step, "out": None if out is None else str(out)}
+        shared.print_json(_report(cost, workload, strategies, trial) | request)
     else:
-        _print(cost, source, data, dropped, found, trial)
+        _print_report(cost, workload, strategies, trial)
         if out is not None:
             typer.echo(f"wrote {out}")
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Strategies on some steps of the data.
+    """Strategies on the first steps of the data.
 
     Attributes:
-        chosen: of every step the index of the strategy that is fastest.
-        step_ns: predicted, of every step under it.
-        fixed: the one strategy that is fastest where it is kept for all of these steps.
-        fixed_ns: its steps.
+        chosen: index of the fastest strategy, per step.
+        step_ns: its predicted time, per step.
+        fixed: the strategy that is fastest where one is kept for all of these steps.
+        fixed_ns: its predicted time, per step.
     """
 
     chosen: tuple[int, ...]
@@ -110,22 +99,22 @@ class Trial:
     fixed_ns: tuple[int, ...]
 
     def share(self, strategy: int) -> float:
-        """Part of the steps that a strategy is chosen for."""
+        """Return the share of the steps that choose a strategy."""
         return self.chosen.count(strategy) / len(self.chosen)
 
     def mean_ns(self, strategy: int) -> float | None:
-        """Its mean step where it is chosen; None: nowhere."""
-        own = [ns for ns, each in zip(self.step_ns, self.chosen, strict=True) if each == strategy]
-        return sum(own) / len(own) if own else None
+        """Return the mean time of the steps that choose a strategy; None: no step does."""
+        times = [ns for ns, chosen in zip(self.step_ns, self.chosen, strict=True) if chosen == strategy]
+        return sum(times) / len(times) if times else None
 
     @property
     def gain(self) -> float:
-        """How much longer the steps take when the best single strategy is kept."""
+        """How many times as long the steps take with the best single strategy."""
         return sum(self.fixed_ns) / sum(self.step_ns)
 
 
-def tried(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tokens: int, steps: int) -> Trial:
-    """Assign the first steps of the data under every strategy, by the prices that choosing looks at.
+def try_strategies(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tokens: int, steps: int) -> Trial:
+    """Price the first steps of the data under every strategy, as the planner does when it chooses one.
 
     Args:
         data: int64[n] tokens, cut into steps of at most ``tokens`` in their order.
@@ -134,35 +123,32 @@ def tried(data: np.ndarray, strategies: Sequence[Strategy], cost: CostModel, tok
         tokens: of a step.
         steps: at most.
     """
-    from itertools import islice
-
     from seqloom.describe import batches_by_tokens
     from seqloom.planners.hydraulis.costs import costs_of
     from seqloom.planners.hydraulis.dispatch import rank_strategies
 
     costs = costs_of(strategies, cost)
-    rows = []
+    rows = []  # of every step the ns of the strategies that hold it, fastest first
     for batch in islice(batches_by_tokens(data, tokens), steps):
         ranked = rank_strategies(batch.lengths, strategies, costs)
-        rows.append({each.strategy: each.ns for each in ranked})
+        rows.append({one.strategy: one.ns for one in ranked})
     chosen = tuple(next(iter(row)) for row in rows)
-    whole = [k for k in range(len(strategies)) if all(k in row for row in rows)]
-    fixed = min(whole, key=lambda k: sum(row[k] for row in rows))
+    always = [k for k in range(len(strategies)) if all(k in row for row in rows)]
+    fixed = min(always, key=lambda k: sum(row[k] for row in rows))
     best = tuple(row[k] for row, k in zip(rows, chosen, strict=True))
     return Trial(chosen, best, fixed, tuple(row[fixed] for row in rows))
 
 
-def _report(
-    cost: CostModel, source: Source, data: np.ndarray, dropped: int, strategies: Sequence[Strategy], trial: Trial
-) -> dict[str, Any]:
-    from seqloom.cli.shared import MS, setting
+def _report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> dict[str, Any]:
+    from seqloom.api import MS
 
+    [data] = workload.batches
     times = [trial.mean_ns(k) for k in range(len(strategies))]
     return {
-        **setting(cost),
-        **source.described(dropped),
+        **shared.cost_dict(cost),
+        **workload.as_dict(),
         "sequences": len(data),
-        "longest": int(data.max()),
+        "longest": data.longest,
         "strategies": [
             {
                 **strategy.as_dict(),
@@ -182,22 +168,14 @@ def _report(
     }
 
 
-def _print(
-    cost: CostModel, source: Source, data: np.ndarray, dropped: int, strategies: Sequence[Strategy], trial: Trial
-) -> None:
-    from rich.console import Console
-
-    from seqloom.cli.shared import heading
-    from seqloom.view import rank_chart
+def _print_report(cost: CostModel, workload: Workload, strategies: Sequence[Strategy], trial: Trial) -> None:
+    from seqloom.view import RankChart
     from seqloom.view.format import duration
 
-    console = Console(highlight=False)
-    console.print(heading(cost), markup=False)
-    console.print(f"{len(data):,} sequences, {int(data.sum()):,} tokens, longest {int(data.max()):,}")
-    for note in source.notes(dropped):
-        console.print(note, markup=False)
+    console = shared.terminal()
+    shared.print_heading(console, cost, workload)
     console.print(_table(strategies, trial))
-    console.print(rank_chart(strategies, cost.node_size))
+    console.print(RankChart(strategies, cost.node_size))
     mean = sum(trial.step_ns) / len(trial.step_ns)
     console.print(
         f"On the first {len(trial.chosen)} steps: {duration(mean)} a step; strategy {trial.fixed} kept for all takes "
@@ -207,15 +185,11 @@ def _print(
 
 
 def _table(strategies: Sequence[Strategy], trial: Trial) -> Table:
-    """One row per strategy: pipelines, longest document, how often it is chosen."""
-    from rich import box
-    from rich.table import Table
+    """Draw one row per strategy: pipelines, longest document, how often steps choose it."""
+    from seqloom.view.format import bar, milliseconds, percent, table_of
 
-    from seqloom.view.format import bar, milliseconds, percent
-
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in ("", "pipelines", "longest", "step ms", "chosen %", " "):
-        table.add_column(name, justify="left" if name in ("pipelines", " ") else "right", no_wrap=name != "pipelines")
+    names = ("", "pipelines", "longest", "step ms", "chosen %", " ")
+    table = table_of(names, left=("pipelines", " "), folding="pipelines")
     for k, strategy in enumerate(strategies):
         ns, share = trial.mean_ns(k), trial.share(k)
         shown = "-" if ns is None else milliseconds(ns)

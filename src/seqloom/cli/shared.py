@@ -1,4 +1,8 @@
-"""Options that several verbs share, spelt and explained once."""
+"""What several verbs share: options, output, progress bars, the sequences to plan, lines about cost models and plans.
+
+A verb imports this module as a whole (``from seqloom.cli import shared``) and everything heavy inside its functions, so
+that ``seqloom --help`` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +20,26 @@ from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
+    from rich.console import Console
 
+    from seqloom.api import Evaluation
     from seqloom.cost import CostModel
     from seqloom.describe import Batch
-    from seqloom.plan import Plan
-    from seqloom.simulate import Simulation
 
+# Options.
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn at random.")]
-
-# What is planned for.
-ClusterName = Annotated[
+Cluster = Annotated[
     str, typer.Option("--cluster", help="Preset, spelling such as 8x8xH100 (nodes x GPUs x kind), or file.")
 ]
-ModelName = Annotated[str, typer.Option("--model", help="Preset, or path to a Hugging Face config.json.")]
-ProfileName = Annotated[
+Model = Annotated[str, typer.Option("--model", help="Preset, or path to a Hugging Face config.json.")]
+Profile = Annotated[
     str | None,
     typer.Option("--profile", help="Constants by name or file; without it, those of the cluster's device."),
 ]
-ShardingName = Annotated[
+Sharding = Annotated[
     str,
     typer.Option(
         "--sharding",
@@ -49,14 +50,11 @@ BudgetGib = Annotated[
     float | None,
     typer.Option("--budget-gib", help="Memory per GPU that a plan may use; else the profile's, or 0.9 of the GPU's."),
 ]
-
-# Which sequences.
 Lengths = Annotated[
     str,
     typer.Option("--lengths", help="A sampler's name, a .txt .jsonl .csv .parquet .npy .npz file, or - for stdin."),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Sequences per batch.")]
-Skip = Annotated[int, typer.Option("--skip", help="Batches left out at the beginning.")]
+Skip = Annotated[int, typer.Option("--skip", help="Batches to skip at the beginning.")]
 MaxLength = Annotated[
     int | None,
     typer.Option("--max-length", help="Longest sequence of the run, tokens; longer ones are dropped first."),
@@ -67,22 +65,23 @@ Column = Annotated[
 Tokenizer = Annotated[
     str | None, typer.Option("--tokenizer", help="Counts a column of texts: bytes, or a tokenizer.json.")
 ]
-
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", help="Write the plan to this file: .json, or .txt with one line per action."),
-]
-OutStrategies = Annotated[
-    Path | None, typer.Option("--out", help="Write the strategies to this .json file, for plan.strategies of a config.")
-]
 Picture = Annotated[
     Path | None, typer.Option("--picture", help="Write what is shown to this .svg file as well, in colour.")
 ]
-Draw = Annotated[bool, typer.Option("--view", help="Draw the lengths and the timeline as well.")]
+ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
 
 
-def require_writable(path: Path | None, what: str = "plan", suffixes: tuple[str, ...] = (".json", ".txt")) -> None:
-    """Refuse, before any planning, a file that cannot be written to; None is a file that nobody asked for."""
+# Output.
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object on stdout."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def check_output(path: Path | None, what: str = "plan", suffixes: tuple[str, ...] = (".json", ".txt")) -> None:
+    """Refuse, before any work, an output file that cannot be written; None: none was asked for."""
     if path is None:
         return
     if path.suffix not in suffixes:
@@ -92,36 +91,31 @@ def require_writable(path: Path | None, what: str = "plan", suffixes: tuple[str,
         raise SeqloomError(f"{str(path)!r} {wrong}; choose another file")
 
 
-def require_picture(path: Path | None) -> None:
-    """Refuse, before any planning, a file that a picture cannot be written to."""
-    require_writable(path, "picture", (".svg",))
+def check_picture(path: Path | None) -> None:
+    """Refuse, before any work, a picture file that cannot be written."""
+    check_output(path, "picture", (".svg",))
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON object on stdout."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+def terminal() -> Console:
+    """Return the console that texts are printed on."""
+    from rich.console import Console
+
+    return Console(highlight=False)
 
 
-# ---- merged: cli.progress
-# Progress of long work: a bar on stderr, only when somebody is looking at it.
-
-
-@contextmanager
-def planning(total: int) -> Iterator[Callable[[str, int], None] | None]:
-    """Give a function to call with a planner's name and a batch's index before each of ``total`` plannings.
-
-    None when stderr is not a terminal.
-    """
-    with steps("planning", total) as step:
-        yield None if step is None else lambda name, index: step(f"batch {index}: {name}")
+def require_torch(purpose: str, extras: str = "train") -> None:
+    """Refuse to go on without torch, and say how to install it."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise SeqloomError(f"{purpose} needs torch ({error}); pip install 'seqloom[{extras}]'") from None
 
 
 @contextmanager
-def steps(first: str, total: int) -> Iterator[Callable[[str], None] | None]:
-    """Give a function to call before each of ``total`` steps with what it does; None when nobody is looking.
+def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None] | None]:
+    """Show a progress bar on stderr; yield a function to call before each of ``total`` steps with its description.
 
-    Args:
-        first: what stands there until the first call.
+    Yields None, and shows nothing, where stderr is not a terminal.
     """
     if not sys.stderr.isatty():
         yield None
@@ -130,28 +124,33 @@ def steps(first: str, total: int) -> Iterator[Callable[[str], None] | None]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(first, total=total)
-        begun = 0
+        task = bar.add_task(description, total=total)
+        started = 0
 
-        def report(what: str) -> None:
-            nonlocal begun
-            bar.update(task, completed=begun, description=what)
-            begun += 1
+        def step(description: str) -> None:
+            nonlocal started
+            bar.update(task, completed=started, description=description)
+            started += 1
 
-        yield report
-
-
-# ---- merged: cli.workload
-# The sequences a verb works on: a source, cut into batches, with a count of what was dropped.
+        yield step
 
 
-MOST_DRAWN = 10_000_000
-"""Sequences that are drawn from a sampler at most; more than that is a slip of the finger."""
+@contextmanager
+def planning_progress(total: int) -> Iterator[Callable[[str, int], None] | None]:
+    """Show a progress bar of ``total`` plannings; yield a function of a planner's name and a batch's index, or None."""
+    with progress_bar(total, "planning") as step:
+        yield None if step is None else lambda planner, batch: step(f"batch {batch}: {planner}")
+
+
+# Sequences.
+
+MAX_SAMPLED = 10_000_000
+"""Sequences to draw from a sampler at most: more is a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where lengths come from, and how they are read."""
+    """Where lengths come from: a sampler, a file or stdin, and how to read it."""
 
     name: str
     seed: int = 0
@@ -160,15 +159,15 @@ class Source:
     tokenizer: str | None = None
 
     def read(self, count: int) -> tuple[np.ndarray, int]:
-        """Lengths in order without those above the maximum, and how many these were.
+        """Return the lengths up to the maximum, in order, and the number of longer ones that were dropped.
 
-        A file is read whole; a sampler is drawn from until ``count`` lengths are kept.
+        Reads a whole file, or draws from a sampler until ``count`` lengths remain.
         """
         from seqloom.describe import drop_longer, lengths_from
 
-        if count > MOST_DRAWN and self.sampled:
+        if count > MAX_SAMPLED and self.sampled:
             raise SeqloomError(
-                f"{count:,} sequences of sampler {self.name} are wanted, at most {MOST_DRAWN:,} are drawn; "
+                f"{count:,} sequences of sampler {self.name} are wanted, at most {MAX_SAMPLED:,} are drawn; "
                 "take fewer or smaller batches"
             )
         lengths = lengths_from(
@@ -188,45 +187,18 @@ class Source:
 
         return self.name in SAMPLERS
 
-    @property
-    def note(self) -> str | None:
-        """What a sampler says of itself, stand-ins included; None for a file."""
-        from seqloom.describe import sampler
-
-        return sampler(self.name).note if self.sampled else None
-
-    def described(self, dropped: int) -> dict[str, Any]:
-        """The source for a report in JSON; of so many sequences above the maximum length."""
-        return {
-            "lengths": self.name,
-            "sampler": self.note,
-            "max_length": self.max_length,
-            "dropped": dropped,
-            "seed": self.seed,
-        }
-
-    def notes(self, dropped: int) -> list[str]:
-        """What a reader of the tables must know: where the lengths come from, and what was dropped."""
-        lines = []
-        if self.note:
-            lines.append(f"sampler {self.name}: {self.note}")
-        if dropped:
-            lines.append(f"{dropped:,} sequences above {self.max_length:,} tokens dropped first")
-        return lines
-
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Batches of a source."""
+    """Batches of a source, and how many sequences above the maximum length were dropped."""
 
     source: Source
     batches: tuple[Batch, ...]
     dropped: int
-    """Sequences above the maximum length."""
 
     @classmethod
     def by_count(cls, source: Source, size: int, *, skip: int = 0, count: int = 1) -> Workload:
-        """Runs of ``size`` sequences in file order, after ``skip`` of them."""
+        """Take ``count`` batches of ``size`` sequences each, in file order, after ``skip`` of them."""
         from seqloom.describe import batches_by_count
 
         lengths, dropped = source.read((skip + count) * size)
@@ -234,125 +206,56 @@ class Workload:
 
     @classmethod
     def by_tokens(cls, source: Source, budget: int, *, skip: int = 0) -> Workload:
-        """One run of at most ``budget`` tokens in file order, after ``skip`` of them; nothing is cut."""
+        """Take one batch of at most ``budget`` tokens, whole sequences in file order, after ``skip`` of them."""
         from seqloom.describe import batches_by_tokens
 
-        wanted = 1024
-        lengths, dropped = source.read(wanted)
+        count = 1024
+        lengths, dropped = source.read(count)
         while source.sampled and lengths.sum() <= (skip + 1) * max(budget, int(lengths.max())):
-            wanted *= 2
-            lengths, dropped = source.read(wanted)
+            count *= 2
+            lengths, dropped = source.read(count)
         return cls(source, tuple(batches_by_tokens(lengths, budget, skip=skip, count=1)), dropped)
 
-    def described(self) -> dict[str, Any]:
-        """The source for a report in JSON."""
-        return self.source.described(self.dropped)
+    @classmethod
+    def data_set(cls, source: Source, count: int) -> Workload:
+        """Take everything as one batch: a whole file, or ``count`` sequences of a sampler."""
+        from seqloom.describe import Batch
 
-    def notes(self) -> list[str]:
-        """What a reader of the tables must know: where the lengths come from, and what was dropped."""
-        return self.source.notes(self.dropped)
-
-
-# ---- merged: cli.outcome
-# What is reported of a plan: its simulated step beside the bound, in the units of the border.
-
-
-GIB = 1024**3
-MS = 1e6
-"""Nanoseconds of a millisecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A plan, simulated."""
-
-    plan: Plan
-    simulation: Simulation
-    bound_ns: int | None
-    """What no plan on the same stages beats; None where nothing is proven, see `plan_bound`."""
-    plan_ns: int | None = None
-    """What planning took; None for a plan that was read from a file."""
+        lengths, dropped = source.read(count)
+        return cls(source, (Batch.of(lengths),), dropped)
 
     @property
-    def gap(self) -> float | None:
-        """How far the step is above the bound, as a share of the bound."""
-        return None if self.bound_ns is None else self.simulation.step_ns / self.bound_ns - 1
+    def sampler_note(self) -> str | None:
+        """What a sampler says about its origin; None for a file."""
+        from seqloom.describe import sampler
 
-    def figures(self) -> dict[str, Any]:
-        """The figures of a comparison, by their names in JSON."""
+        return sampler(self.source.name).note if self.source.sampled else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return where the sequences come from, by JSON keys."""
         return {
-            "step_ms": self.simulation.step_ns / MS,
-            "bound_ms": _ms(self.bound_ns),
-            "plan_ms": _ms(self.plan_ns),
-            "rounds": self.plan.rounds,
-            "comm_share": float(self.simulation.comm_share),
-            "idle_share": float(self.simulation.idle_share),
-            "peak_memory_gib": float(self.simulation.peak_memory.max()) / GIB,
-            "plan_hash": self.plan.hash,
+            "lengths": self.source.name,
+            "sampler": self.sampler_note,
+            "max_length": self.source.max_length,
+            "dropped": self.dropped,
+            "seed": self.source.seed,
         }
 
-    def described(self) -> dict[str, Any]:
-        """One plan for a report in JSON."""
-        size = {"sequences": len(self.plan.documents), "tokens": self.plan.tokens}
-        cards = dict(zip(("busiest", "mean"), self.simulation.nic_shares, strict=True))
-        return {"planner": self.plan.planner, **size, **self.figures(), "gap": self.gap, "nic_share": cards}
-
-    def summary(self) -> str:
-        """The step and its gap in one line of text."""
-        from seqloom.view.format import duration
-
-        line = f"step {duration(self.simulation.step_ns)}"
-        if self.bound_ns is not None and self.gap is not None:
-            which = "plan on these stages" if staged(self.plan) else "plan"
-            line += f", {100 * self.gap:.1f} % above the bound of {duration(self.bound_ns)} that no {which} can beat"
-        if len(self.simulation.nic_busy_ns) > 1:
-            busiest, mean = (f"{100 * share:.0f} %" for share in self.simulation.nic_shares)
-            line += f"; network cards in use {mean} of the time, the busiest {busiest}"
-        peak = float(self.simulation.peak_memory.max()) / GIB
-        return f"{line}; at most {peak:.1f} GiB per GPU; hash {self.plan.hash[:12]}"
+    def notes(self) -> list[str]:
+        """Return lines for the reader of a table: a sampler's origin, and what was dropped."""
+        lines = [f"sampler {self.source.name}: {self.sampler_note}"] if self.sampler_note else []
+        if self.dropped:
+            lines.append(f"{self.dropped:,} sequences above {self.source.max_length:,} tokens dropped first")
+        return lines
 
 
-def _ms(ns: int | None) -> float | None:
-    return None if ns is None else ns / MS
+# Lines and JSON about what was planned.
 
 
-def staged(plan: Plan) -> bool:
-    """Whether the bound of a plan is that of its stages: several, teams, or gathered for every pass."""
-    from seqloom.plan.pipeline import reshard_after_forward_stages
+def cost_dict(cost: CostModel) -> dict[str, Any]:
+    """Return what plans were priced with, by JSON keys."""
+    from seqloom.api import GIB
 
-    lines = plan.pipelines
-    teams = any(stage.tensor > 1 for line in lines for stage in line.stages)
-    return teams or any(len(line.stages) > 1 or reshard_after_forward_stages(line) for line in lines)
-
-
-def outcomes(
-    planners: Sequence[str],
-    batches: Sequence[Batch],
-    cost: CostModel,
-    *,
-    seed: int,
-    progress: Callable[[str, int], None] | None,
-) -> list[dict[str, Outcome]]:
-    """Plan and simulate every batch with every planner: one dictionary per batch."""
-    from seqloom.api import lower_bound
-    from seqloom.planners import plan_batches
-    from seqloom.planners.bounds import plan_bound
-    from seqloom.simulate import simulate
-
-    planned = plan_batches(planners, [batch.lengths for batch in batches], cost, seed=seed, progress=progress)
-    rows = []
-    for batch, plans in zip(batches, planned, strict=True):
-        alike = None if all(staged(made.plan) for made in plans.values()) else lower_bound(batch, cost)
-        row = {}
-        for name, made in plans.items():
-            bound_ns = plan_bound(made.plan, cost) if staged(made.plan) else alike
-            row[name] = Outcome(made.plan, simulate(made.plan, cost), bound_ns, made.plan_ns)
-        rows.append(row)
-    return rows
-
-
-def setting(cost: CostModel) -> dict[str, Any]:
-    """What plans were priced with, for a report in JSON."""
     return {
         "version": __version__,
         "cluster": cost.cluster.name,
@@ -363,9 +266,38 @@ def setting(cost: CostModel) -> dict[str, Any]:
     }
 
 
-def heading(cost: CostModel) -> str:
-    """The same in one line of text."""
+def cost_line(cost: CostModel) -> str:
+    """Return what plans were priced with, in one line."""
+    from seqloom.api import GIB
+
     return (
         f"{cost.cluster.name}, {cost.model.name}, profile {cost.profile.name}, "
         f"{cost.sharding} sharding, {cost.budget_bytes / GIB:.1f} GiB per GPU"
     )
+
+
+def print_heading(console: Console, cost: CostModel, workload: Workload, before: str = "") -> None:
+    """Print what is planned: cost model, number of sequences, their origin."""
+    lengths = [batch.longest for batch in workload.batches]
+    sequences = sum(map(len, workload.batches))
+    tokens = sum(batch.tokens for batch in workload.batches)
+    size = f"{before}{sequences:,} sequences, {tokens:,} tokens, longest {max(lengths):,}"
+    for line in (cost_line(cost), size, *workload.notes()):
+        console.print(line, markup=False)
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """Return the step of a plan, its gap to the lower bound, use of NICs and memory, in one line."""
+    from seqloom.api import has_stages
+    from seqloom.view.format import duration
+
+    simulation = evaluation.simulation
+    line = f"step {duration(simulation.step_ns)}"
+    if evaluation.bound_ns is not None and evaluation.gap is not None:
+        which = "plan on these stages" if has_stages(evaluation.plan) else "plan"
+        gap = f"{100 * evaluation.gap:.1f} % above the bound of {duration(evaluation.bound_ns)}"
+        line += f", {gap} that no {which} can beat"
+    if len(simulation.nic_busy_ns) > 1:
+        busiest, mean = (f"{100 * share:.0f} %" for share in simulation.nic_shares)
+        line += f"; NICs in use {mean} of the time, the busiest {busiest}"
+    return f"{line}; at most {evaluation.peak_memory_gib:.1f} GiB per GPU; hash {evaluation.plan.hash[:12]}"

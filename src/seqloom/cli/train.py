@@ -1,25 +1,39 @@
-"""``seqloom train``: a config in, a trained model out."""
+"""``seqloom train`` and ``seqloom verify``: train a config's model, or compare its steps under several plans with one
+process, gradient by gradient."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from seqloom.cli.shared import AsJson, print_json
-from seqloom.errors import SeqloomError
+from seqloom.cli import shared
+from seqloom.errors import SeqloomError, unknown_name
 
 if TYPE_CHECKING:
+    from seqloom.planners.registry import PlannerChoice
+    from seqloom.profiling.verify import PlanComparison
     from seqloom.train.config import Config
     from seqloom.train.model import ModelFamily
 
-ConfigFile = Annotated[Path, typer.Argument(help="A training config, .toml.", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, instead of the config's.")]
+DTYPES = ("float64", "float32")
+USUAL_PLANNERS = "static,adaptive,flex,zones"
+
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Processes to start here; without it, the config's.")]
+Planners = Annotated[
+    str | None,
+    typer.Option("--planners", help=f"Names with commas between; without it {USUAL_PLANNERS}, and the run's stages."),
+]
+ThreadRanks = Annotated[int | None, typer.Option("--ranks", help="Threads that play ranks; without it, the config's.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float64, or float32 with a wider tolerance.")]
+Batches = Annotated[int, typer.Option("--batches", help="Steps that are compared.")]
 
 
-def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, json: AsJson = False) -> None:
+def train(
+    config: shared.ConfigFile, overrides: shared.Overrides = None, ranks: Ranks = None, json: shared.AsJson = False
+) -> None:
     """Train with a fresh plan for every step.
 
     Starts processes on this machine itself, or is one of those that torchrun has started. Goes on from the latest
@@ -30,32 +44,33 @@ def train(config: ConfigFile, overrides: Overrides = None, ranks: Ranks = None, 
         seqloom train recipes/tiny-cpu.toml --ranks 4
         torchrun --nproc-per-node 4 -m seqloom train recipes/tiny-cpu.toml
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise SeqloomError(f"seqloom train needs torch ({error}); pip install 'seqloom[train,data]'") from None
+    shared.require_torch("seqloom train", "train,data")
     from seqloom.train.config import Config
     from seqloom.train.launch import started_by_torchrun, train_on_processes, train_under_torchrun
 
     loaded = Config.load(config, overrides or [])
-    model_family = model_family_of(loaded)
+    family = model_family_of(loaded)
     if started_by_torchrun():
         if ranks is not None:
             raise SeqloomError(f"--ranks {ranks} under torchrun, which has started the ranks; leave one of them out")
-        summary = train_under_torchrun(loaded, model_family=model_family, show=not json)
+        summary = train_under_torchrun(loaded, model_family=family, show=not json)
     else:
-        summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=model_family, show=not json)
+        summary = train_on_processes(loaded, ranks or loaded.run.ranks, model_family=family, show=not json)
     if not summary:  # another rank than the first
         return
     if json:
-        print_json(summary)
-    else:
-        _print_summary(summary, loaded.run.output)
-        typer.echo(f"trained model: {loaded.run.output / 'model'}")
+        shared.print_json(summary)
+        return
+    typer.echo(
+        f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
+        f"{summary['tokens_per_second'] or 0:,.0f} tokens/s"
+    )
+    typer.echo(f"checkpoints and metrics: {loaded.run.output}")
+    typer.echo(f"trained model: {loaded.run.output / 'model'}")
 
 
 def model_family_of(config: Config) -> ModelFamily:
-    """Return how the model that a config names is built and written."""
+    """Return how to build and write the model that a config names: a Hugging Face folder, or the reference model."""
     from seqloom.train.model import REFERENCE
 
     if config.model.huggingface is None:
@@ -65,9 +80,84 @@ def model_family_of(config: Config) -> ModelFamily:
     return HUGGINGFACE
 
 
-def _print_summary(summary: dict[str, Any], output: Path) -> None:
-    typer.echo(
-        f"{summary['steps']} steps, loss {summary['first_loss']:.4f} -> {summary['final_loss']:.4f}, "
-        f"{summary['tokens_per_second'] or 0:,.0f} tokens/s"
+def verify(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    planners: Planners = None,
+    ranks: ThreadRanks = None,
+    dtype: Dtype = "float64",
+    batches: Batches = 1,
+    json: shared.AsJson = False,
+) -> None:
+    """Show that a plan does not change the result: loss, gradient norm and every gradient.
+
+    The first batches of a run are computed in one process, and again under a plan of every planner; of the run's
+    pipeline too, if it has one, or of every strategy that it chooses from. Exit code 1 when one is out of
+    tolerance. Layers run as they stand, whatever model.compile says.
+
+    \b
+    Example:
+        seqloom verify recipes/tiny-cpu.toml --planners static,flex,pipeline:2
+    """
+    names = [name for name in map(str.strip, (USUAL_PLANNERS if planners is None else planners).split(",")) if name]
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    if not names or batches < 1:
+        raise SeqloomError(f"{len(names)} planners and {batches} batches to compare; give at least one of each")
+    shared.require_torch("seqloom verify")
+    from seqloom.train.config import Config
+
+    rows = _verify_batches(Config.load(config, overrides or []), names, ranks, dtype, batches, planners is None)
+    passed = all(row.passed for row in rows)
+    if json:
+        shared.print_json({"passed": passed, "dtype": dtype, "plans": [asdict(row) for row in rows]})
+    else:
+        _print_rows(rows, dtype)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _verify_batches(
+    config: Config, names: list[str], ranks: int | None, dtype: str, batches: int, with_config_planner: bool
+) -> list[PlanComparison]:
+    """Compare every batch under every planner; the last argument adds the config's own pipeline or strategies."""
+    import torch
+
+    from seqloom.profiling.verify import verify
+    from seqloom.train.setup import RunSetup
+
+    setup = RunSetup.load(config, ranks or config.run.ranks)
+    config, spec, source, cost = setup.config, setup.spec, setup.source, setup.cost
+    sample = setup.sampler.peek(batches)
+    planners: list[list[str | PlannerChoice]] = [[*names] for _ in sample]
+    if with_config_planner and setup.planners.multi_stage:
+        planners = [[*names, *setup.planners.alternatives(batch.lengths)] for batch in sample]
+    precision = getattr(torch, dtype)
+    build = partial(model_family_of(config).build, config, torch.device("cpu"), precision)
+    options = {"dtype": precision, "seed": config.model.seed, "build": build}
+    rows = []
+    with shared.progress_bar(sum(map(len, planners)), "one process") as step:
+        for index, batch in enumerate(sample):
+            for row in verify(spec, source, batch, cost, planners[index], **options):
+                rows.append(row)
+                if step is not None:
+                    step(f"batch {index}: {row.planner}")
+    return rows
+
+
+def _print_rows(rows: list[PlanComparison], dtype: str) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("planner", overflow="fold")  # a name that is cut off names nothing
+    for name in ("plan", "rounds", "groups", "loss", "grad norm", "difference", ""):
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        numbers = (f"{row.loss:.9f}", f"{row.grad_norm:.9f}", f"{row.max_relative_gradient_difference:.1e}")
+        verdict = "same" if row.passed else "DIFFERS"
+        table.add_row(row.planner, row.plan_hash[:8], str(row.rounds), str(row.groups), *numbers, verdict)
+    console = shared.terminal()
+    console.print(
+        f"One process beside plans, {dtype}. Difference: of gradients, the largest relative one of all tensors."
     )
-    typer.echo(f"checkpoints and metrics: {output}")
+    console.print(table)

@@ -40,13 +40,10 @@ class MegatronSource(Source):
     """
 
     def __init__(self, prefix: str | Path, *, vocabulary: int, unit: Unit = "document") -> None:
-        """Map the files.
+        """Map the files that `prefix` names without a suffix, or by one of them.
 
-        Args:
-            prefix: path without the suffix, or one of the two files.
-            vocabulary: ids are below this; the files do not say it.
-            unit: what becomes a document: one of Megatron's documents, with all its sequences one after the other,
-                or a single sequence.
+        The files do not say below what `vocabulary` their ids are. With `unit` "sequence" every sequence becomes a
+        document, otherwise all sequences of one of Megatron's documents, one after the other.
         """
         if unit not in ("document", "sequence"):
             raise unknown_name("unit", unit, ("document", "sequence"))

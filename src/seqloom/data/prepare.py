@@ -46,23 +46,14 @@ TextUnit = Literal["line", "file"]
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. A document is `begin`, the ids of its text, `end`.
+    """Text to ids. A document is `begin`, the ids of its text, `end`."""
 
-    Attributes:
-        vocabulary: ids are below this.
-        begin, end: ids around a document.
-    """
-
-    vocabulary: int
+    vocabulary: int  # ids are below this
     begin: tuple[int, ...]
     end: tuple[int, ...]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of every text, without `begin` and `end`; integers[n] each."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids; special ones give no text."""
         ...
 
     def metadata(self) -> dict[str, Any]:
@@ -95,11 +86,6 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the UTF-8 bytes of every text, uint8[n] each."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text; a character that was cut becomes the replacement character."""
-        array = np.asarray(ids, dtype=np.int64)
-        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def metadata(self) -> dict[str, Any]:
         """See `Tokenizer.metadata`."""
@@ -181,10 +167,6 @@ class JsonTokenizer(_TrainedTokenizer):
         self._tokenizer.no_padding()
         super().__init__(path, self._tokenizer.get_vocab())
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids, without special ones."""
-        return self._tokenizer.decode([int(id) for id in ids])
-
     def _call(self, texts: list[str], special: bool) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=special)]
 
@@ -220,10 +202,6 @@ class HuggingFaceTokenizer(_TrainedTokenizer):
         if not self.end and self._tokenizer.eos_token_id is not None:
             self.end = (int(self._tokenizer.eos_token_id),)
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids, without special ones."""
-        return str(self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True))
-
     def _call(self, texts: list[str], special: bool) -> list[list[int]]:
         return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
 
@@ -236,19 +214,12 @@ class HuggingFaceTokenizer(_TrainedTokenizer):
 
 
 class Record(NamedTuple):
-    """One document before it is tokenized.
+    """One document before it is tokenized."""
 
-    Attributes:
-        where: file and line, for messages.
-        texts: texts one after the other, each with whether the loss counts it; empty when ids are given.
-        ids: integers[n], or None.
-        loss_mask: bool[n] beside ids; None counts all.
-    """
-
-    where: str
-    texts: tuple[tuple[str, bool], ...]
-    ids: np.ndarray | None = None
-    loss_mask: np.ndarray | None = None
+    where: str  # file and line, for messages
+    texts: tuple[tuple[str, bool], ...]  # each with whether the loss counts it; empty when ids are given
+    ids: np.ndarray | None = None  # integers[n]
+    loss_mask: np.ndarray | None = None  # bool[n] beside ids; None counts all
 
 
 class RecordFormat(NamedTuple):
@@ -260,18 +231,12 @@ class RecordFormat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordFields:
-    """Field names that the user gave. With none given, usual names are recognized.
+    """Field names that the user gave. With none given, usual names are recognized."""
 
-    Attributes:
-        text: field with a whole text.
-        prompt, answer: fields of a pair; the loss counts the answer only.
-        ids: field with token ids. A field `labels` beside it (-100 where the loss does not count) is read too.
-    """
-
-    text: str | None = None
+    text: str | None = None  # field with a whole text
     prompt: str | None = None
-    answer: str | None = None
-    ids: str | None = None
+    answer: str | None = None  # beside a prompt; the loss counts the answer only
+    ids: str | None = None  # token ids; a field `labels` beside it (-100 where the loss does not count) is read too
 
     def __post_init__(self) -> None:
         """Refuse names of more than one format."""
@@ -429,40 +394,25 @@ def _check_integers(value: Any, where: str) -> np.ndarray:
 
 @dataclass(slots=True)
 class PrepareCounts:
-    """How many records were read and left out.
+    """How many records were read and left out."""
 
-    Attributes:
-        records: read.
-        empty: dropped, without a text, an answer or an id.
-        nothing_to_learn: dropped, no label counts (a single token, or the answer was cut away).
-        too_long: above the maximum length; truncated or dropped as the policy says.
-        tokens_lost: tokens of the documents above it that are not in the store.
-    """
-
-    records: int = 0
-    empty: int = 0
-    nothing_to_learn: int = 0
-    too_long: int = 0
-    tokens_lost: int = 0
+    records: int = 0  # read
+    empty: int = 0  # dropped: without a text, an answer or an id
+    nothing_to_learn: int = 0  # dropped: no label counts (a single token, or the answer was cut away)
+    too_long: int = 0  # above the maximum length: truncated or dropped as the policy says
+    tokens_lost: int = 0  # of documents above the maximum length that are not in the store
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Totals of a new store, and what was left out.
-
-    Attributes:
-        path: the store.
-        documents, tokens, valid, longest: its totals; tokens of the longest document.
-        vocabulary: ids are below this.
-        counts: of records.
-    """
+    """Totals of a new store, and what was left out."""
 
     path: Path
     documents: int
     tokens: int
-    valid: int
-    longest: int
-    vocabulary: int
+    valid: int  # labels that the loss counts
+    longest: int  # document, tokens
+    vocabulary: int  # ids are below this
     counts: PrepareCounts = field(default_factory=PrepareCounts)
 
 

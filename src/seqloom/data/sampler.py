@@ -8,7 +8,7 @@ a batch that one rank holds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +31,11 @@ start among them; the last entry is n. Always the same for an epoch."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Documents of one optimiser step. A plan is made from `lengths`; its document numbers are indices into them.
+    """Documents of one optimiser step. A plan is made from `lengths`; its document numbers are indices into them."""
 
-    Attributes:
-        documents: int64[n], numbers in the source, each once.
-        lengths: int64[n], tokens.
-        valid: int64[n], labels that the loss counts.
-    """
-
-    documents: np.ndarray
-    lengths: np.ndarray
-    valid: np.ndarray
+    documents: np.ndarray  # int64[n], numbers in the source, each once
+    lengths: np.ndarray  # int64[n], tokens
+    valid: np.ndarray  # int64[n], labels that the loss counts
 
     @property
     def tokens(self) -> int:
@@ -89,15 +83,9 @@ class Sampler:
         tokens: int | None = None,
         packed: PackedBatches | None = None,
     ) -> None:
-        """Start at the first document of epoch 0. Give exactly one of `documents`, `tokens` and `packed`.
+        """Start at the first document of epoch 0, with `lengths` and `valid` of all documents, int64[n] each.
 
-        Args:
-            lengths: int64[n], tokens of every document of the source.
-            valid: int64[n], labels of every document that the loss counts.
-            seed: of the shuffles, 0 or more.
-            documents: documents of a batch.
-            tokens: token budget of a batch: as many documents, in their order, as fit.
-            packed: the batches of every epoch.
+        A batch has so many `documents`; or as many, in their order, as fit in so many `tokens`; or is `packed` ahead.
         """
         self._lengths, self._valid = read_only(lengths), read_only(valid)
         if not len(self._lengths) or self._lengths.min() < 1 or self._lengths.shape != self._valid.shape:
@@ -142,11 +130,6 @@ class Sampler:
             batch, epoch, position = self._batch_at(epoch, position)
             batches.append(batch)
         return batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield `next_batch()` without end."""
-        while True:
-            yield self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor and digests of the data it points into, ready for JSON."""
@@ -216,13 +199,8 @@ class Sampler:
 def rank_rows(source: Source, context: Context, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the ids and labels of the spans that a rank holds in a round, and nothing else.
 
-    Args:
-        source: of the batch.
-        context: of this rank; its document k is `batch.documents[k]` of the source.
-        batch: of the step.
-
-    Returns:
-        ids and labels, int64[tokens] each, on the context's device, in the order of the local buffer.
+    Document k of the context is `batch.documents[k]` of the source. Both results are int64[tokens] on the context's
+    device, in the order of the local buffer.
     """
     from seqloom.dist.rows import on_device  # torch: preparing and sampling data do without it
 

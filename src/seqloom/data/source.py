@@ -82,14 +82,7 @@ class Source(ABC):
 
 
 def check_ids(ids: np.ndarray, vocabulary: int, where: str, first: int = 0) -> None:
-    """Refuse ids outside the vocabulary.
-
-    Args:
-        ids: integers, any shape.
-        vocabulary: ids are 0 .. vocabulary - 1.
-        where: file and document, for the message.
-        first: position of the first id in its document.
-    """
+    """Refuse ids outside 0 .. vocabulary - 1; `where` names file and document, `first` the first id's position."""
     if not ids.size or (ids.min() >= 0 and ids.max() < vocabulary):
         return
     at = int(np.flatnonzero((ids < 0) | (ids >= vocabulary))[0])
@@ -186,13 +179,7 @@ class SyntheticSource(Source):
     """
 
     def __init__(self, documents: int, max_length: int = _LONGEST, *, seed: int = 0) -> None:
-        """Generate the documents.
-
-        Args:
-            documents: how many.
-            max_length: longest one, tokens, at least 2.
-            seed: of lengths and sentences.
-        """
+        """Generate so many documents, the longest of at most `max_length` tokens."""
         if documents < 1 or max_length < 2:
             raise SeqloomError(f"{documents} synthetic documents of up to {max_length} tokens; make 1 of 2 at least")
         lengths = np.clip(sample("wikipedia", documents, seed=seed), 2, max_length)

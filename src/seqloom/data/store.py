@@ -43,9 +43,7 @@ _WAY_OUT = "prepare it again"
 def open_source(path: str | Path, *, vocabulary: int | None = None) -> Source:
     """Open a token store (a folder), a Megatron pair (its prefix, .bin or .idx), or a synthetic corpus (`toy:600`).
 
-    Args:
-        path: what to open.
-        vocabulary: ids of the model. A Megatron pair needs it; a store with more ids is refused.
+    `vocabulary` is the model's. A Megatron pair needs it; a store with more ids is refused.
     """
     if str(path).startswith(SYNTHETIC):
         source: Source = SyntheticSource.parse(str(path))
@@ -90,31 +88,21 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class StoreMetadata:
-    """Content of meta.json.
-
-    Attributes:
-        format, version: of the store.
-        vocabulary: ids are below this.
-        dtype: of the ids on disk, int32 or int64.
-        documents, tokens, valid, longest: totals; the longest document in tokens.
-        tokenizer: its kind and digest; None when ids were given.
-        prepared: policies and counts of the preparation, free of dates and paths.
-        files: digest of every other file.
-    """
+    """Content of meta.json."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
 
     format: str
     version: int
-    vocabulary: int
-    dtype: str
+    vocabulary: int  # ids are below this
+    dtype: str  # of the ids on disk, int32 or int64
     documents: int
     tokens: int
-    valid: int
-    longest: int
-    files: dict[str, FileDigest]
-    tokenizer: dict[str, Any] | None = None
-    prepared: dict[str, Any] = field(default_factory=dict)
+    valid: int  # labels that the loss counts
+    longest: int  # document, tokens
+    files: dict[str, FileDigest]  # every other file
+    tokenizer: dict[str, Any] | None = None  # its kind and digest; None when ids were given
+    prepared: dict[str, Any] = field(default_factory=dict)  # policies and counts, free of dates and paths
 
     @classmethod
     def read(cls, path: Path) -> StoreMetadata:
@@ -144,11 +132,7 @@ class TokenStore(Source):
     """A store opened for reading. Reading is safe from several threads, and a pickle is its path."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open a folder that `StoreWriter` wrote.
-
-        Raises:
-            SeqloomError: no store there, or one that is truncated or does not agree with itself.
-        """
+        """Open a folder that `StoreWriter` wrote; refuse one that is truncated or does not agree with itself."""
         self.path = Path(path)
         self.meta = StoreMetadata.read(self.path)
         tokens = _read_arrow(self.path / TOKENS, ["token"])
@@ -165,13 +149,6 @@ class TokenStore(Source):
         self._run_ends = np.cumsum(edges_per_document)
         self._runs = _concatenate([part.flatten().to_numpy() for part in ignored])
         self._check_totals(runs_are_pairs=not (edges_per_document % 2).any())
-
-    def loss_mask(self, document: int) -> np.ndarray:
-        """Return for every token of a document whether the loss counts it, bool[length]."""
-        self._check_span(document, 0, 0)
-        length = int(self.lengths[document])
-        mask = self._loss_mask(document, 0, length)
-        return np.ones(length, dtype=bool) if mask is None else mask
 
     def verify(self) -> None:
         """Read everything once and compare it with the digests of meta.json; refuse a store that was changed."""
@@ -255,13 +232,7 @@ class StoreWriter:
     """
 
     def __init__(self, path: str | Path, *, vocabulary: int, tokenizer: dict[str, Any] | None = None) -> None:
-        """Check the arguments.
-
-        Args:
-            path: the folder to create; it must not exist.
-            vocabulary: ids are below this; int32 on disk where that is enough.
-            tokenizer: goes into meta.json.
-        """
+        """Check that `path` can be created; ids are below `vocabulary`, and `tokenizer` goes into meta.json."""
         self._pyarrow = import_pyarrow("a token store")
         self.path = Path(path)
         require_new_folder(self.path)
@@ -294,13 +265,10 @@ class StoreWriter:
         return self
 
     def add(self, tokens: ArrayLike, loss_mask: ArrayLike | None = None, *, where: str | None = None) -> None:
-        """Add a document.
+        """Add a document of integers[n], n >= 1; `where` names its file and line in messages.
 
-        Args:
-            tokens: integers[n], n >= 1.
-            loss_mask: bool[n], whether the loss counts the prediction of each token; None counts all. The first token
-                is never predicted.
-            where: file and line of the document, for messages; without it, its number.
+        The mask, bool[n], says whether the loss counts the prediction of each token; None counts all. The first token
+        is never predicted.
         """
         ids, where = np.asarray(tokens), where or f"document {self.documents}"
         if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":

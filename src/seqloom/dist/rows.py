@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from seqloom.layout import Span
+from seqloom.layout import Layout, Move, Span
 
 RowIndex = slice | torch.Tensor
 """A run of rows, or an index int64[rows]."""
@@ -61,6 +61,22 @@ def first_rows(spans: np.ndarray, pieces: np.ndarray) -> np.ndarray:
     width = 1 + int(stop.max(initial=0))
     at = np.searchsorted(document * width + start, wanted * width + begin, side="right") - 1
     return first[at] + begin - start[at]
+
+
+def rows_of_move(move: Move, layout: Layout, rank: int, *, sends: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return peer, first row and length, int64[n] each, of the boxes of one rank's end of a move, peer by peer.
+
+    Args:
+        move: of token rows; both ranks of a pair find their boxes in the same order.
+        layout: source or target of the move, whose rows the rank holds.
+        rank: the one asked for.
+        sends: whether its end is the sender's.
+    """
+    own, peer = (move.sender, move.receiver) if sends else (move.receiver, move.sender)
+    here = np.flatnonzero(own == rank)
+    here = here[np.argsort(peer[here], kind="stable")]
+    pieces = np.stack((move.item[here], move.start[here], move.stop[here]))
+    return peer[here], first_rows(span_columns(layout.spans(rank)), pieces), pieces[2] - pieces[1]
 
 
 def sort_order(

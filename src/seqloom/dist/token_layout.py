@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from seqloom.dist.rows import (
     expand_runs,
-    first_rows,
     inverse_permutation,
     on_device,
+    rows_of_move,
     slice_or_index,
     sort_order,
     span_columns,
@@ -406,8 +406,8 @@ def _bind_redistribute(
     move = _move_to_attention(linear, attention, shard_group, rank)
     if not move.remote.any():
         return None
-    taken, sends = _rows_by_peer(move, move.sender, move.receiver, linear, rank, shard_group)
-    placed, receives = _rows_by_peer(move, move.receiver, move.sender, attention, rank, shard_group)
+    taken, sends = _rows_by_peer(move, linear, rank, shard_group, sends=True)
+    placed, receives = _rows_by_peer(move, attention, rank, shard_group, sends=False)
     is_sorted = (np.array_equal(rows, np.arange(len(rows))) for rows in (taken, placed))
     take, place = (None if done else on_device(rows, device) for done, rows in zip(is_sorted, (taken, placed)))
     ends = transport, shard_group, has_communicator(shard_group, family)
@@ -418,16 +418,12 @@ def _bind_redistribute(
 
 
 def _rows_by_peer(
-    move: Move, mine: np.ndarray, theirs: np.ndarray, layout: Layout, rank: int, shard_group: tuple[int, ...]
+    move: Move, layout: Layout, rank: int, shard_group: tuple[int, ...], *, sends: bool
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     """Return the rows of this rank's end of a move, one peer after the other, and how many each peer has."""
-    here = mine == rank
-    peers, pieces = theirs[here], np.stack((move.item[here], move.start[here], move.stop[here]))
-    order = np.argsort(peers, kind="stable")  # leaves the boxes of a pair of ranks as both ends have them
-    pieces, lengths = pieces[:, order], move.sizes[here][order]
-    rows = expand_runs(first_rows(span_columns(layout.spans(rank)), pieces), lengths)
-    counts = np.bincount(np.searchsorted(shard_group, peers[order]), weights=lengths, minlength=len(shard_group))
-    return rows, tuple(int(count) for count in counts)
+    peers, starts, lengths = rows_of_move(move, layout, rank, sends=sends)
+    counts = np.bincount(np.searchsorted(shard_group, peers), weights=lengths, minlength=len(shard_group))
+    return expand_runs(starts, lengths), tuple(int(count) for count in counts)
 
 
 def _move_to_attention(linear: Layout, attention: Layout, shard_group: tuple[int, ...], rank: int) -> Move:

@@ -1,11 +1,11 @@
-"""Hierarchical balance packing of a fixed data set, decided before training: which documents make a step.
+"""Hierarchical balance packing (HBP): pack a fixed data set and group the packs into steps, before training.
 
-Packs have one of a few lengths, the packing levels (see `levels`). Packs of a level take its own documents, the longest
-that still fits again and again; shorter documents fill the gaps. A step has packs of one level only, all run alike:
-packs sorted by attention work are cut into steps, so packs that run side by side take nearly the same time. Levels
-alternate over the run.
+Packs have one of a few lengths, the packing levels (see `levels`). A pack takes the longest document of its level that
+still fits, again and again; shorter documents fill the gaps. All packs of a step are of one level: packs sorted by
+attention work are cut into steps, so packs that run side by side take nearly the same time. Levels alternate over the
+run.
 
-`Balance` says how evenly steps use the ranks, for packings and for any other plans.
+`Balance` measures how evenly steps use the ranks, for packings and for any other plans.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from seqloom.planners.packing import first_fit
 from seqloom.planners.problem import build_plan, whole_documents
 from seqloom.simulate import predicted_ns
 
-TRIED = 50_000
-"""Documents of a data set on which levels are tried."""
+TRIAL_DOCUMENTS = 50_000
+"""Documents of a data set that levels are compared on."""
 Step = tuple[int, np.ndarray]
 """A step: index of its level, and int64 numbers of its packs."""
 
@@ -50,8 +50,8 @@ def hbp(
         lengths: int64[n] tokens of every document.
         cost: prices packs, and so chooses the levels.
         tokens_per_step: no step has more tokens.
-        levels: instead of those that the cost model chooses, shortest packs first; `cheapest_level` makes one.
-        short_first: first steps that take packs of the lowest level only, as far as there are any.
+        levels: shortest packs first, from `cheapest_level`; None lets the cost model choose.
+        short_first: number of first steps that take only packs of the lowest level, while there are any.
         seed: of the order of a level's steps.
     """
     if short_first < 0:
@@ -65,21 +65,18 @@ def hbp(
 
 
 def choose_levels(lengths: np.ndarray, cost: CostModel, tokens_per_step: int) -> tuple[PackingLevel, ...]:
-    """Choose the levels under which the data set, or every k-th document of a large one, takes least time.
+    """Choose the levels with the least total time of the data set, or of every k-th document of a large one.
 
-    The arguments are those of `hbp`; of equal sets, the one with fewer levels.
+    Arguments as for `hbp`. Of equal sets, the one with fewer levels wins.
     """
-    every = -(-len(lengths) // TRIED)
+    every = -(-len(lengths) // TRIAL_DOCUMENTS)
     tried = np.sort(lengths)[::-1][::every]  # the longest document is among them
     sets = level_sets(lengths, cost, tokens_per_step)
     return min(sets, key=lambda levels: int(_pack(tried, cost, levels, 0, 0).step_ns.sum()))
 
 
 def plain_packing(lengths: Sequence[int] | np.ndarray, cost: CostModel, tokens_per_step: int) -> Packing:
-    """Pack like a trainer without levels: packs as long as the longest document, first fit in data order.
-
-    To compare with `hbp`: the same arguments, and the same way to choose how packs are run.
-    """
+    """Pack without levels, to compare with `hbp`: packs as long as the longest document, first fit in data order."""
     array = _checked_lengths(lengths, tokens_per_step)
     (top,) = next(level_sets(array, cost, tokens_per_step))
     pack = first_fit(cost.padded_lengths(array) // cost.pad_multiple, top.tokens // cost.pad_multiple)
@@ -134,10 +131,7 @@ def _pack(
 def _fill_packs(sizes: np.ndarray, multiple: int, levels: Sequence[PackingLevel]) -> tuple[np.ndarray, np.ndarray]:
     """(int64[n] the pack of every document, int64[P] the level of every pack), from the longest packs down.
 
-    Args:
-        sizes: int64[n] length of every document, in units of `multiple` tokens.
-        multiple: to which documents are padded.
-        levels: of the data set.
+    `sizes` are int64[n] lengths of documents in units of `multiple` tokens, to which documents are padded.
     """
     order = np.argsort(sizes, kind="stable")
     ascending = sizes[order]
@@ -158,9 +152,9 @@ def _fill_packs(sizes: np.ndarray, multiple: int, levels: Sequence[PackingLevel]
 def _even_last_step(
     pack: np.ndarray, pack_levels: np.ndarray, sizes: np.ndarray, multiple: int, levels: Sequence[PackingLevel]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Spread the documents of the data set's last step, if it is not whole, evenly over as many packs as a step has.
+    """Spread the documents of the last step, if it lacks packs, evenly over as many packs as a step has.
 
-    Only the lowest level in use can have such a step: others are made whole with shorter documents.
+    Only the lowest level in use can have such a step: shorter documents fill the steps of the others.
     """
     index = int(pack_levels[-1])
     level = levels[index]
@@ -177,8 +171,8 @@ def _even_last_step(
 def cut_into_steps(work: np.ndarray, pack_levels: np.ndarray, levels: Sequence[PackingLevel]) -> list[Step]:
     """Sort the packs of every level by their work, most first, and cut consecutive ones into steps.
 
-    The last packs of a level, if they make no whole step, are a step of their own: they are not full, and would leave
-    ranks waiting in any other.
+    The last packs of a level, if too few for a step, make a smaller step: they are not full, and would leave ranks
+    waiting in any other.
 
     Args:
         work: int64[P] sum of squared lengths of every pack.
@@ -195,14 +189,14 @@ def cut_into_steps(work: np.ndarray, pack_levels: np.ndarray, levels: Sequence[P
 
 
 def running_order(levels: np.ndarray, *, short_first: int, seed: int) -> np.ndarray:
-    """int64[S]: levels alternate in proportion to their steps; those of one level come in an order of chance.
+    """int64[S] numbers of steps: levels alternate in proportion to their steps; steps of one level are shuffled.
 
     Args:
         levels: int64[S] index of each step's level.
-        short_first: so many first steps are of the lowest level, as far as there are any.
-        seed: of that chance.
+        short_first: number of first steps that are of the lowest level, while there are any.
+        seed: of the shuffle.
     """
-    keys = np.random.Philox(np.random.SeedSequence([seed])).random_raw(len(levels))  # a stream that numpy keeps
+    keys = np.random.Philox(np.random.SeedSequence([seed])).random_raw(len(levels))  # numpy guarantees this stream
     shuffled = np.argsort(keys, kind="stable")
     lowest = shuffled[levels[shuffled] == levels.min()][:short_first]
     rest = shuffled[~np.isin(shuffled, lowest)]
@@ -221,7 +215,7 @@ def _in_running_order(
     pack: np.ndarray,
     steps: Sequence[Step],
 ) -> Packing:
-    """Put documents in the order in which their packs run."""
+    """Build the packing whose packs run in the order of these steps."""
     packs = np.concatenate([own for _, own in steps])
     place = np.empty_like(packs)
     place[packs] = np.arange(len(packs))
@@ -237,9 +231,9 @@ class Packing:
     """A packed data set: documents in packs, packs in steps, in running order. One level per step.
 
     Attributes:
-        name: of the planner.
+        name: planner's name in the plans.
         lengths: int64[n] tokens of every document of the data set.
-        cost: of the cluster that it is packed for.
+        cost: prices the packs on the cluster.
         levels: shortest packs first.
         documents: int64[n] numbers of documents, pack after pack.
         pack_starts: int64[P + 1] where in `documents` each pack begins; the last one is n.
@@ -269,11 +263,11 @@ class Packing:
         return [self.documents[low:high] for low, high in pairwise(edges.tolist())]
 
     def batch(self, step: int) -> np.ndarray:
-        """int64[k]: numbers of the step's documents, ascending. Document i of its plan is the i-th of them."""
+        """int64[k]: numbers of the step's documents, ascending, in the order of its plan's documents."""
         return np.sort(np.concatenate(self.packs(step)))
 
     def plan(self, step: int) -> Plan:
-        """The plan of one step: its packs side by side, as many rounds as it takes, in its level's shape."""
+        """Plan one step: its packs side by side, in groups of its level's shape, over as many rounds as it takes."""
         batch = self.batch(step)
         cost, level = self.cost, self.levels[self.step_levels[step]]
         lengths = self.lengths[batch].tolist()
@@ -318,9 +312,9 @@ class Packing:
 
     @cached_property
     def step_ns(self) -> np.ndarray:
-        """int64[S]: predicted time of every step, that of its plan.
+        """int64[S]: predicted ns of every step's plan, without building the plans.
 
-        In a round, ranks that share parameter shards wait for the slowest of their packs; others go on.
+        In a round, ranks of a shard group wait for the slowest of their packs; others go on.
         """
         times = np.zeros(self.steps, dtype=np.int64)
         for index, level in enumerate(self.levels):
@@ -337,11 +331,9 @@ class Packing:
         return times
 
     def _resharding_ns(self, grid: np.ndarray, level: PackingLevel) -> np.ndarray:
-        """int64[steps of the level]: exposed time of moving parameters and gradients under free sharding.
+        """int64[steps of the level]: exposed ns of moving parameters and gradients under free sharding.
 
-        Args:
-            grid: int64[steps, rounds, blocks] time of every pack; 0 where there is none.
-            level: of the steps.
+        `grid` holds int64[steps, rounds, blocks] ns of packs, 0 where there is none.
         """
         if self.cost.sharding != Sharding.FREE:
             return np.zeros(len(grid), dtype=np.int64)
@@ -353,7 +345,7 @@ class Packing:
 
     @cached_property
     def balance(self) -> Balance:
-        """How even its steps are: the same figures as `plans_balance` of all its plans."""
+        """The same figures as `plans_balance` of all its plans, without building the plans."""
         tokens = np.add.reduceat(self.lengths[self.documents], self.pack_starts[:-1])
         spread = np.array([level.shape.degree > 1 for level in self.levels])[self._pack_levels]
         return Balance(
@@ -388,11 +380,11 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How evenly steps use the ranks, and how much of them communicates: shares between 0 and 1.
+    """How evenly steps use the ranks, and how much they communicate: shares between 0 and 1, means over the steps.
 
-    An imbalance is 1 - mean / max over all ranks. Of rounds that follow each other the maxima add up, since ranks wait
-    in every round for the one that has most; of pipelines side by side the largest sum counts, and in it that of the
-    slowest stage, whose work is in proportion to its layers. Of several steps, the mean.
+    An imbalance is 1 - mean / max over all ranks. The maxima of consecutive rounds add up, since all ranks wait in
+    every round for the one with most work. Among pipelines side by side, the largest such sum counts; in a pipeline,
+    that of the slowest stage, with work in proportion to its layers.
 
     Attributes:
         tokens: imbalance of tokens (DBR).
@@ -411,7 +403,7 @@ class Balance:
     step_ns: float
 
     def as_dict(self) -> dict[str, float]:
-        """By the names that the field uses, the time in milliseconds."""
+        """The field's names: DBR, PR, ABR, CR; the time in milliseconds."""
         return {
             "dbr": self.tokens,
             "pr": self.padding,
@@ -428,7 +420,7 @@ def plans_balance(plans: Sequence[Plan], cost: CostModel, step_ns: Sequence[int]
     Args:
         plans: of the steps, at least one.
         cost: prices them, and knows the multiple to which documents are padded.
-        step_ns: their predicted times, if they are known.
+        step_ns: their predicted times; None computes them.
     """
     times = [predicted_ns(plan, cost) for plan in plans] if step_ns is None else step_ns
     tokens = sum(plan.tokens for plan in plans)

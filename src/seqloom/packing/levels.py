@@ -1,7 +1,7 @@
-"""Packing levels of HBP: how long packs are, and how a pack of each length is run.
+"""Packing levels of HBP: lengths of packs, with the group shape and the memory policy that run packs of each length.
 
-A length of packs is run in the group shape and with the memory policy that take the least time per token of a whole
-step: a cluster full of such packs, round after round, and what a step costs once. Four lengths matter:
+The shape and the policy of a level are those with the least time per token of a full step: a cluster full of such
+packs, round after round, plus the constant of a step. Four lengths matter:
 
     best   the one with the least time per token
     1      best / its degree: what one rank of it holds, so that short documents need no communication
@@ -9,10 +9,8 @@ step: a cluster full of such packs, round after round, and what a step costs onc
     2      top / its degree, if that is more than best
 
 A level takes the documents that are too long for the level below it. More levels are not always better: a level with
-few documents has few steps, and packs that are long anyway have room for short documents. So every choice among the
-lower lengths is tried on the data set.
-
-`budget` stands for the tokens of a step, and `documents` for int64[n] tokens of documents, everywhere.
+few documents has few steps, and long packs have space for short documents anyway. So `hbp` tries every choice among the
+lower lengths on the data set.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.errors import SeqloomError
 
 SAMPLE = 1024
-"""Documents that stand for a level's where it is priced."""
+"""Documents that represent a level's when it is priced."""
 NEAR_PERCENT = 101
-"""Times per token up to this much of the least are as good: then steps that are nearest to their tokens are taken."""
+"""Among levels within this much of the least time per token, the one with the fullest steps wins."""
 FILL_PARTS = 32
-"""Parts of a step's tokens in which its distance from them is counted."""
+"""Resolution of a step's fill: unused tokens are counted in this fraction of the step."""
 
 
 class PackingLevel(NamedTuple):
@@ -41,8 +39,8 @@ class PackingLevel(NamedTuple):
     Attributes:
         tokens: of a full pack.
         shape: of the group that runs a pack.
-        policy: what a round of them stores, and when gradients are reduced.
-        packs: of a step; as many rounds of full clusters as the step's tokens allow.
+        policy: activations that a round stores, and when gradients are reduced.
+        packs: packs of a step, in as many full rounds as the step's tokens allow.
         token_ps: predicted picoseconds per token of a full step.
     """
 
@@ -53,50 +51,49 @@ class PackingLevel(NamedTuple):
     token_ps: int
 
 
-def level_sets(lengths: np.ndarray, cost: CostModel, budget: int) -> Iterator[tuple[PackingLevel, ...]]:
+def level_sets(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> Iterator[tuple[PackingLevel, ...]]:
     """Yield the levels that a data set may have, shortest packs first; each level has documents of its own.
 
     Every set has packs that hold the longest document; the first set has no others. SeqloomError for a document that
     no group holds, or that is longer than a step.
     """
-    *lower, top = level_lengths(lengths, cost, budget)
+    *lower, top = level_lengths(lengths, cost, step_tokens)
     sizes = np.sort(cost.padded_lengths(lengths))
     seen = set()
     for count in range(len(lower) + 1):
         for chosen in combinations(lower, count):
-            levels = _levels([*chosen, top], sizes, cost, budget)
+            levels = _levels([*chosen, top], sizes, cost, step_tokens)
             if levels not in seen:
                 seen.add(levels)
                 yield levels
 
 
-def level_lengths(lengths: np.ndarray, cost: CostModel, budget: int) -> list[int]:
+def level_lengths(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> list[int]:
     """Tokens of packs that may make a level, ascending: 1, best, 2 and top, as far as they differ."""
-    _check_longest(lengths, cost, budget)
+    _check_longest(lengths, cost, step_tokens)
     sizes = np.sort(cost.padded_lengths(lengths))
     longest = int(sizes[-1])
     half = int(sizes[np.searchsorted(np.cumsum(sizes), (int(sizes.sum()) + 1) // 2)])
-    candidates = candidate_lengths(cost, budget)
+    candidates = candidate_lengths(cost, step_tokens)
     usual = [tokens for tokens in candidates if tokens >= half] or [longest]  # a level is for a good part of all tokens
     common = sizes[sizes <= usual[0]]  # what all of them can hold, so that they are compared on the same documents
-    best = top = _cheapest(usual, common, cost, budget)
+    best = top = cheapest_level(usual, common, cost, step_tokens)
     if longest > best.tokens:
         holding = {longest, *(tokens for tokens in candidates if tokens >= longest)}
-        top = _cheapest(holding, sizes[sizes > best.tokens], cost, budget)
+        top = cheapest_level(holding, sizes[sizes > best.tokens], cost, step_tokens)
     wanted = {best.tokens // best.shape.degree, best.tokens, top.tokens}
     wanted |= {tokens for tokens in (top.tokens // top.shape.degree,) if tokens > best.tokens}
     return sorted({tokens // cost.pad_multiple * cost.pad_multiple for tokens in wanted} - {0})
 
 
-def candidate_lengths(cost: CostModel, budget: int) -> list[int]:
-    """Lengths that packs may well have, ascending: powers of two, and what fills ranks and step without a rest.
-
-    For every degree and policy: the fewest rounds of full clusters that the step's tokens need.
+def candidate_lengths(cost: CostModel, step_tokens: int) -> list[int]:
+    """Pack lengths to try, ascending: powers of two, and for every degree and policy the length that fills a step in
+    the fewest full rounds.
     """
-    most = min(max_pack_tokens(cost), budget)
+    most = min(max_pack_tokens(cost), step_tokens)
     found = {1 << power for power in range(most.bit_length())}
     for degree in {shape.degree for shape in cost.shapes}:
-        share = budget // len(cost.family.blocks(degree))
+        share = step_tokens // len(cost.family.blocks(degree))
         for policy in cost.policies:
             found.add(share // max(1, -(-share // (degree * cost.capacity(policy)))))
     multiple = cost.pad_multiple
@@ -109,36 +106,37 @@ def max_pack_tokens(cost: CostModel) -> int:
     return degree * max(map(cost.capacity, cost.policies)) // cost.pad_multiple * cost.pad_multiple
 
 
-def _levels(lengths: Sequence[int], sizes: np.ndarray, cost: CostModel, budget: int) -> tuple[PackingLevel, ...]:
+def _levels(lengths: Sequence[int], sizes: np.ndarray, cost: CostModel, step_tokens: int) -> tuple[PackingLevel, ...]:
     """Levels of these lengths, each priced with its own documents; lengths that have none are left out."""
     levels, below = [], 0
     for tokens in lengths:
         own = sizes[(sizes > below) & (sizes <= tokens)]
         if len(own):
-            levels.append(cheapest_level(tokens, own, cost, budget))
+            levels.append(cheapest_level([tokens], own, cost, step_tokens))
             below = levels[-1].tokens
     return tuple(levels)
 
 
-def cheapest_level(tokens: int, documents: np.ndarray, cost: CostModel, budget: int) -> PackingLevel:
-    """Find the cheapest way to run packs of `tokens` or, to fill a step, somewhat more, full of such documents."""
-    return _cheapest([tokens], documents, cost, budget)
+def cheapest_level(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, step_tokens: int) -> PackingLevel:
+    """Find the level with the least time per token; of nearly equal ones, the one that fills a step best.
 
-
-def _cheapest(lengths: Iterable[int], documents: np.ndarray, cost: CostModel, budget: int) -> PackingLevel:
-    """The level with the least time per token over these lengths; of nearly equal ones, the fullest step's."""
-    spread = np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)
-    wanted = sorted(lengths)
-    priced = [each for policy in cost.policies for each in _priced(wanted, policy, documents[spread], cost, budget)]
-    found = [level for _, level in sorted(priced, key=itemgetter(0))]
-    least = min(level.token_ps for level in found)
-    near = [level for level in found if 100 * level.token_ps <= NEAR_PERCENT * least]
-    empty = {level: FILL_PARTS * (budget - level.packs * level.tokens) // budget for level in near}
+    Args:
+        lengths: tokens of a pack to choose from; packs may be somewhat longer, to fill a step.
+        documents: int64[n] tokens of the documents in the packs, sorted.
+        cost: prices packs.
+        step_tokens: no step has more tokens.
+    """
+    sample = documents[np.linspace(0, len(documents) - 1, min(SAMPLE, len(documents))).astype(np.int64)]
+    priced = [each for policy in cost.policies for each in _priced(sorted(lengths), policy, sample, cost, step_tokens)]
+    levels = [level for _, level in sorted(priced, key=itemgetter(0))]
+    least = min(level.token_ps for level in levels)
+    near = [level for level in levels if 100 * level.token_ps <= NEAR_PERCENT * least]
+    empty = {level: FILL_PARTS * (step_tokens - level.packs * level.tokens) // step_tokens for level in near}
     return min(near, key=lambda level: (empty[level], level.token_ps, level.tokens, level.shape.degree))
 
 
 def _priced(
-    lengths: Iterable[int], policy: MemoryPolicy, documents: np.ndarray, cost: CostModel, budget: int
+    lengths: Iterable[int], policy: MemoryPolicy, documents: np.ndarray, cost: CostModel, step_tokens: int
 ) -> Iterator[tuple[int, PackingLevel]]:
     """Yield (length, its level) for every shape whose group holds a pack of that length, full of such documents.
 
@@ -150,23 +148,23 @@ def _priced(
         for index, shape in enumerate(tables.shapes):
             most = shape.degree * tables.capacity
             if tokens <= most:
-                packs, rounds = packs_per_step(tokens, shape.degree, cost, budget)
-                full = max(tokens, min(most, budget // packs) // multiple * multiple)
+                packs, rounds = packs_per_step(tokens, shape.degree, cost, step_tokens)
+                full = max(tokens, min(most, step_tokens // packs) // multiple * multiple)
                 pack_ns = int(np.rint(tables.fixed[:, index] + token_ns[:, index] * full).max())
                 token_ps = 1000 * (rounds * pack_ns + step_ns) // (packs * full)
                 yield tokens, PackingLevel(full, shape, policy, packs, token_ps)
 
 
-def packs_per_step(tokens: int, degree: int, cost: CostModel, budget: int) -> tuple[int, int]:
-    """(packs, rounds) of a step: what its tokens allow, in whole rounds once one round is full; at least one pack."""
+def packs_per_step(tokens: int, degree: int, cost: CostModel, step_tokens: int) -> tuple[int, int]:
+    """(packs, rounds) of a step: as many packs as its tokens allow, at least one; beyond one round, only full ones."""
     side_by_side = len(cost.family.blocks(degree))
-    packs = max(1, budget // tokens)
+    packs = max(1, step_tokens // tokens)
     if packs > side_by_side:
         packs -= packs % side_by_side
     return packs, -(-packs // side_by_side)
 
 
-def _check_longest(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
+def _check_longest(lengths: np.ndarray, cost: CostModel, step_tokens: int) -> None:
     document = int(np.argmax(lengths))
     size, most = int(cost.padded_lengths(lengths).max()), max_pack_tokens(cost)
     if size > most:
@@ -174,10 +172,10 @@ def _check_longest(lengths: np.ndarray, cost: CostModel, budget: int) -> None:
             f"sequence {document} has {lengths[document]} tokens, but the largest group holds {most}; drop longer "
             f"sequences (--max-length {most}), raise the memory budget or use more GPUs"
         )
-    if size > budget:
-        fits = budget // cost.pad_multiple * cost.pad_multiple
+    if size > step_tokens:
+        fits = step_tokens // cost.pad_multiple * cost.pad_multiple
         drop = f" or drop longer sequences (--max-length {fits})" if fits else ""
         raise SeqloomError(
-            f"sequence {document} has {lengths[document]} tokens, more than the {budget} of a step; raise the tokens "
-            f"per step to {size}{drop}"
+            f"sequence {document} has {lengths[document]} tokens, more than the {step_tokens} of a step; raise the "
+            f"tokens per step to {size}{drop}"
         )

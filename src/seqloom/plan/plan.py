@@ -33,6 +33,7 @@ class Plan:
     pipelines: tuple[Pipeline, ...]
     planner: str = field(default="", compare=False)
     _hash: str | None = field(default=None, init=False, compare=False)
+    _valid: bool = field(default=False, init=False, compare=False)
 
     @property
     def hash(self) -> str:
@@ -64,10 +65,15 @@ class Plan:
         return sum(self.documents)
 
     def validate(self) -> None:
-        """Raise `PlanError` with the value, the rule and the nearest legal choice if a rule is broken."""
+        """Raise `PlanError` with the value, the rule and the nearest legal choice if a rule is broken.
+
+        Rules are checked once: a plan never changes.
+        """
         from seqloom.plan.validate import validate
 
-        validate(self)
+        if not self._valid:
+            validate(self)
+            object.__setattr__(self, "_valid", True)
 
     def to_json(self) -> str:
         """Return the plan as one line of JSON."""

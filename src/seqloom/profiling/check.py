@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from seqloom.api import Evaluation, evaluate
 from seqloom.cost import CostModel
 from seqloom.data import Batch, LengthLimitedSource, Sampler, Source
 from seqloom.errors import SeqloomError
@@ -21,8 +22,6 @@ from seqloom.plan import Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.registry import PlannerChoice, parse_planner
 from seqloom.planners.uniform import fastest_static_degree
-from seqloom.simulate import predicted_ns
-from seqloom.simulate.memory import peak_memory
 from seqloom.train.config import Config
 from seqloom.train.setup import RunPlanners, RunSetup, make_sampler, open_documents
 
@@ -35,39 +34,22 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class DocumentCounts:
-    """What a source holds under the config's limit of length.
-
-    Attributes:
-        documents, tokens: of an epoch.
-        valid: labels of an epoch that the loss counts.
-        longest: tokens.
-        truncated, dropped: number of documents that were.
-        lost: tokens that this took away.
-        batches: of the first epoch.
-        unlabelled: batches of the first epoch in which no label counts.
-    """
+    """What a source holds under the config's limit of length, in an epoch."""
 
     documents: int
     tokens: int
-    valid: int
-    longest: int
-    truncated: int
-    dropped: int
-    lost: int
-    batches: int
-    unlabelled: int
+    valid: int  # labels that the loss counts
+    longest: int  # document, tokens
+    truncated: int  # documents
+    dropped: int  # documents
+    lost: int  # tokens that this took away
+    batches: int  # of the first epoch
+    unlabelled: int  # batches of the first epoch in which no label counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunCheck:
-    """A run before anything is planned.
-
-    Attributes:
-        setup: of the run.
-        training: counts of its documents.
-        validation: counts of the documents of evaluation; None: there are none.
-        sample: the first batches.
-    """
+    """A run before anything is planned: its documents, and a sample of its first batches."""
 
     setup: RunSetup
     training: DocumentCounts
@@ -83,42 +65,39 @@ class RunCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictedSteps:
-    """The sampled steps under one planner; every tuple has one entry per batch.
+    """The sampled steps under one planner; tuples and arrays have one entry per batch.
 
     Attributes:
         planner: its name and options.
-        step_ns: predicted.
-        bound_ns: lower bound on the same stages; the step's own time where nothing is proven.
-        rounds: of the plan.
-        plan_ns: time of planning and of the bound, as in a run.
-        memory: int64[batches, ranks], predicted peak bytes.
+        evaluations: of the plans; their planning time includes that of the bound, as in a run.
         fallback_reasons: why the fallback planner was used; "" where it was not.
         balance: how evenly the steps use the ranks.
     """
 
     planner: str
-    step_ns: tuple[int, ...]
-    bound_ns: tuple[int, ...]
-    rounds: tuple[int, ...]
-    plan_ns: tuple[int, ...]
-    memory: np.ndarray
+    evaluations: tuple[Evaluation, ...]
     fallback_reasons: tuple[str, ...]
     balance: Balance
+
+    @property
+    def step_ns(self) -> list[int]:
+        """Predicted step times."""
+        return [each.simulation.step_ns for each in self.evaluations]
+
+    @property
+    def gaps(self) -> list[float]:
+        """How far each step is above its lower bound, as a share of the bound; 0 where nothing is proven."""
+        return [each.gap or 0.0 for each in self.evaluations]
+
+    @property
+    def planning_ns(self) -> list[int]:
+        """Wall times of planner and bound."""
+        return [each.planning_ns or 0 for each in self.evaluations]
 
     @property
     def worst(self) -> int:
         """Index of the longest step."""
         return int(np.argmax(self.step_ns))
-
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """How far each step is above its bound, as a share of the bound."""
-        return tuple(step / bound - 1 for step, bound in zip(self.step_ns, self.bound_ns, strict=True))
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that any rank holds in any of the steps."""
-        return int(self.memory.max())
 
 
 def inspect_run(config: Config, ranks: int, batches: int = 8) -> RunCheck:
@@ -203,28 +182,19 @@ def _predict(
 ) -> PredictedSteps:
     """Plan every batch as a run does: by the fallback planner, with the reason, where the planner cannot."""
     _plan(planner, fallback, lengths[0][:2], cost)  # load, and compile where that is installed, before the clock runs
-    plans: list[Plan] = []
-    reasons, step_ns, bound_ns, plan_ns = [], [], [], []
+    evaluations, reasons = [], []
     for index, batch in enumerate(lengths):
         if progress is not None:
             progress(planner.name, index)
-        (plan, reason), planning = _timed(lambda batch=batch: _plan(planner, fallback, batch, cost))
-        bound, bounding = _timed(lambda plan=plan: plan_bound(plan, cost))
-        plans.append(plan)
+        begin = time.perf_counter_ns()
+        plan, reason = _plan(planner, fallback, batch, cost)
+        bound_ns = plan_bound(plan, cost)
+        planning_ns = time.perf_counter_ns() - begin
+        evaluations.append(evaluate(plan, cost, bound_ns=bound_ns, planning_ns=planning_ns))
         reasons.append(reason)
-        step_ns.append(int(predicted_ns(plan, cost)))
-        bound_ns.append(step_ns[-1] if bound is None else int(bound))
-        plan_ns.append(planning + bounding)
-    return PredictedSteps(
-        planner=str(planner),
-        step_ns=tuple(step_ns),
-        bound_ns=tuple(bound_ns),
-        rounds=tuple(plan.rounds for plan in plans),
-        plan_ns=tuple(plan_ns),
-        memory=np.stack([peak_memory(plan, cost) for plan in plans]),
-        fallback_reasons=tuple(reasons),
-        balance=plans_balance(plans, cost, step_ns),
-    )
+    plans, times = [each.plan for each in evaluations], [each.simulation.step_ns for each in evaluations]
+    balance = plans_balance(plans, cost, times)
+    return PredictedSteps(str(planner), tuple(evaluations), tuple(reasons), balance)
 
 
 def _plan(planner: PlannerChoice, fallback: PlannerChoice, lengths: np.ndarray, cost: CostModel) -> tuple[Plan, str]:
@@ -232,12 +202,6 @@ def _plan(planner: PlannerChoice, fallback: PlannerChoice, lengths: np.ndarray, 
         return planner.plan(lengths, cost), ""
     except SeqloomError as error:
         return fallback.plan(lengths, cost), str(error)
-
-
-def _timed(work: Callable[[], T]) -> tuple[T, int]:
-    """Do some work; return its result and the ns it took."""
-    begin = time.perf_counter_ns()
-    return work(), time.perf_counter_ns() - begin
 
 
 def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
@@ -249,7 +213,7 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
             f"the {run.setup.planners.fallback.name} planner is the fallback in {len(reasons)} of {len(run.sample)} "
             f"steps, since planner {predicted.planner!r} could not plan them: {reasons[0]}"
         )
-    plan_ns, step_ns = median(predicted.plan_ns), median(predicted.step_ns)
+    plan_ns, step_ns = median(predicted.planning_ns), median(predicted.step_ns)
     if not config.plan.ahead:
         warnings.append(
             f"plan.ahead = 0, so every step waits for its plan, about {plan_ns / 1e6:.3g} ms beside a step of "
@@ -285,17 +249,11 @@ def find_warnings(run: RunCheck, predicted: PredictedSteps) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PackingComparison:
-    """The documents of some steps, packed again into other steps before a run starts.
+    """The documents of some steps, packed again into other steps before a run starts."""
 
-    Attributes:
-        tokens_per_step: that no step exceeds.
-        balance: by the name of the packing.
-        refused: why there is none; "" where there is.
-    """
-
-    tokens_per_step: int
-    balance: dict[str, Balance]
-    refused: str = ""
+    tokens_per_step: int  # that no step exceeds
+    balance: dict[str, Balance]  # by the name of the packing
+    refused: str = ""  # why there is none
 
 
 def compare_packings(batches: Sequence[np.ndarray], cost: CostModel) -> PackingComparison:

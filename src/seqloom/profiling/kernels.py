@@ -26,17 +26,11 @@ Report = Callable[[str, int], None]
 
 
 class TimingSettings(NamedTuple):
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        lengths: of documents, ascending.
-        tokens: of a pack; documents of one length fill it, at least one.
-        repeats: timed runs, after two that are not counted; at least 2, fewer where they would take long.
-    """
-
-    lengths: tuple[int, ...]
-    tokens: int
-    repeats: int
+    lengths: tuple[int, ...]  # of documents, ascending
+    tokens: int  # of a pack; documents of one length fill it, at least one
+    repeats: int  # timed runs, after two that are not counted; at least 2, fewer where they would take long
 
 
 def time_kernels(

@@ -32,16 +32,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """One plan beside one process.
-
-    Attributes:
-        planner: that made the plan.
-        plan_hash: its hash.
-        rounds, groups: its size.
-        loss, grad_norm: under the plan.
-        max_relative_gradient_difference: over parameter tensors, norm of the difference / norm of the gradient.
-        passed: loss, norm and all gradients are within the tolerance.
-    """
+    """One plan beside one process; loss and norm are those under the plan."""
 
     planner: str
     plan_hash: str
@@ -49,8 +40,8 @@ class PlanComparison:
     groups: int
     loss: float
     grad_norm: float
-    max_relative_gradient_difference: float
-    passed: bool
+    max_relative_gradient_difference: float  # over parameter tensors, norm of the difference / norm of the gradient
+    passed: bool  # loss, norm and all gradients are within the tolerance
 
 
 class StepOutcome(NamedTuple):
@@ -74,15 +65,8 @@ def verify(
 ) -> Iterator[PlanComparison]:
     """Run a batch in one process, then under a plan of every planner, and yield how they compare.
 
-    Args:
-        spec: shapes of the model.
-        source: of the batch's documents.
-        batch: of a step.
-        cost: cost model of the plans; its ranks are the threads that run them.
-        planners: names, see `make_plan`, or planners with their options.
-        dtype: float64 or float32.
-        seed: of parameters and planners.
-        build: builds the model in `dtype`, with the same values every time; None: the reference model.
+    The ranks of `cost` are the threads that run a plan. `build` builds the model in `dtype` (float64 or float32) with
+    the same values every time; None: the reference model of `spec` and `seed`.
     """
     build = build or (lambda: ModelAdapter.of(Transformer(spec, seed=seed, dtype=dtype)))
     one_rank = CostModel(Cluster.parse("1x1xCPU"), spec, max_length=int(batch.lengths.max()))

@@ -211,22 +211,15 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of seqloom.json.
-
-    Attributes:
-        step: steps that are done.
-        model, optimiser: dtype and global shape of every tensor, `float32[4, 8]`.
-        extra: other state of the run.
-        torch: the version that wrote the tensors.
-    """
+    """Content of seqloom.json."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
 
-    step: int
-    model: dict[str, str]
+    step: int  # steps that are done
+    model: dict[str, str]  # dtype and global shape of every tensor, `float32[4, 8]`
     optimiser: dict[str, str]
-    extra: dict[str, Any]
-    torch: str
+    extra: dict[str, Any]  # other state of the run
+    torch: str  # the version that wrote the tensors
     format: str = FORMAT
     version: int = VERSION
 

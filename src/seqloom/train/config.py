@@ -1,4 +1,9 @@
-"""What the numbers of a config may be, and how others are refused."""
+"""A training run as one value: sections read from TOML, overridden by dotted keys, written back.
+
+    config = Config.load("recipes/tiny-cpu.toml", overrides=["optimiser.lr=1e-4", "plan.planner=flex"])
+
+An unknown key, a wrong type and an impossible value are refused with the way out. Only `Config.load` opens files.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,10 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Strict
 
@@ -22,52 +27,53 @@ from seqloom.planners.pipeline.planner import SCHEDULES
 from seqloom.planners.registry import parse_planner
 from seqloom.reader import build, is_file_name, read_mapping
 
-
-def either(section: str, values: object, one: str, other: str) -> None:
-    """Refuse both or neither of two keys."""
-    given = [name for name in (one, other) if getattr(values, name) is not None]
-    if len(given) != 1:
-        what = "both are given" if given else "neither is given"
-        raise SeqloomError(f"{section}.{one} and {section}.{other}: {what}; give exactly one of them")
-
-
-def at_least(section: str, values: object, least: float, *names: str) -> None:
-    """Refuse numbers below `least`, and those that are not finite."""
-    for name in names:
-        value = getattr(values, name)
-        if not least <= value < math.inf:
-            raise SeqloomError(f"{section}.{name} = {value}; it must be {least} or more")
-
-
-def above(section: str, values: object, limit: float, *names: str) -> None:
-    """Refuse numbers that are not above `limit`, and those that are not finite."""
-    for name in names:
-        value = getattr(values, name)
-        if not limit < value < math.inf:
-            raise SeqloomError(f"{section}.{name} = {value}; it must be above {limit}")
-
-
-# ---- merged: train.sections
-# The sections of a training config: what every key means, and what it may be.
-#
-# All of them are plain values. A key that no section has, a wrong type and an impossible value are refused with the
-# way out; nothing here opens a file.
-
-
 Whole = Annotated[int, Strict()]
 """A whole number; no text that looks like one, no 3.0."""
 Real = Annotated[float, Strict()]
-"""A number."""
+
+
+class _Section:
+    """Checks that all sections share."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    _name: ClassVar[str]
+    _one_of: ClassVar[tuple[str, ...]] = ()
+    """Two keys of which exactly one is given."""
+    _least: ClassVar[Mapping[str, float]] = {}
+    """The smallest legal value of a number, unless it is None."""
+    _above: ClassVar[Mapping[str, float]] = {}
+    """What a number must be greater than, unless it is None."""
+
+    def __post_init__(self) -> None:
+        given = [key for key in self._one_of if getattr(self, key) is not None]
+        if self._one_of and len(given) != 1:
+            keys = " and ".join(f"{self._name}.{key}" for key in self._one_of)
+            problem = "both are given" if given else "neither is given"
+            raise SeqloomError(f"{keys}: {problem}; give exactly one of them")
+        for key, least in self._least.items():
+            value = getattr(self, key)
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise SeqloomError(f"{self._name}.{key} = {value}; it must be {least} or more")
+        for key, limit in self._above.items():
+            value = getattr(self, key)
+            if value is not None and not limit < value < math.inf:
+                raise SeqloomError(f"{self._name}.{key} = {value}; it must be above {limit}")
+        self._check()
+
+    def _check(self) -> None:
+        """Check what is particular to a section."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(_Section):
     """How long, with which seed, where to."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
+    _name, _one_of = "run", ("steps", "epochs")
+    _least: ClassVar = {"steps": 1, "epochs": 1, "ranks": 1, "timeout_s": 1, "seed": 0}
 
     output: Path
-    """Folder of checkpoints and metrics; made when it does not exist."""
+    """Folder of checkpoints and metrics; created when it does not exist."""
     steps: Whole | None = None
     """Optimiser steps. Either this or `epochs`."""
     epochs: Whole | None = None
@@ -79,51 +85,41 @@ class Run:
     timeout_s: Whole = 600
     """Seconds after which a rank that waits for another gives up: more than the longest step takes."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        either("run", self, "steps", "epochs")
-        for name in ("steps", "epochs"):
-            if getattr(self, name) is not None:
-                at_least("run", self, 1, name)
-        at_least("run", self, 1, "ranks", "timeout_s")
-        at_least("run", self, 0, "seed")
-
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What is trained: a reference model, or a Hugging Face folder."""
+class Model(_Section):
+    """The model to train: a reference model, or a Hugging Face folder."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name, _one_of = "model", ("spec", "huggingface")
+    _least: ClassVar = {"seed": 0}
 
     spec: str | None = None
     """Shapes of a reference model: a preset's name, or a .json or .toml file. Either this or `huggingface`."""
     parameters: Path | None = None
-    """Of a reference model, .safetensors with Llama's names, such as a run leaves behind; None: they are drawn."""
+    """Of a reference model, .safetensors with Llama's names, such as a run saves; None: random ones."""
     huggingface: Path | None = None
-    """Folder with config.json and, unless parameters are to be drawn, safetensors; or the name of a published model."""
+    """Folder with config.json and, unless parameters are random, safetensors; or the name of a published model."""
     seed: Whole = 0
-    """Of parameters that are drawn."""
+    """Of random parameters."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """What layers compute in. With bfloat16 the optimiser's parameters and all sums are float32."""
     compile: Annotated[bool, Strict()] = False
     """Compile the bodies of layers with torch.compile: slow first steps, then faster ones and less memory."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        either("model", self, "spec", "huggingface")
+    def _check(self) -> None:
         if self.parameters is not None and self.spec is None:
             raise SeqloomError(
                 f"model.parameters = {str(self.parameters)!r} beside model.huggingface, whose folder has parameters of "
                 "its own; leave it out, or name the model's shapes in model.spec"
             )
-        at_least("model", self, 0, "seed")
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class Data(_Section):
     """Which documents, and how many of them make a step."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name, _one_of = "data", ("sequences", "tokens")
+    _least: ClassVar = {"sequences": 1, "tokens": 2, "max_length": 2}
 
     source: Path
     """A token store (folder), the prefix of a Megatron .bin / .idx pair, or a synthetic corpus such as toy:600."""
@@ -141,12 +137,7 @@ class Data:
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     """What happens to longer ones; they are counted and reported."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        either("data", self, "sequences", "tokens")
-        for name, least in (("sequences", 1), ("tokens", 2), ("max_length", 2)):
-            if getattr(self, name) is not None:
-                at_least("data", self, least, name)
+    def _check(self) -> None:
         if self.batches == "hbp" and self.tokens is None:
             raise SeqloomError(
                 "data.batches = 'hbp' without data.tokens: packs fill a step of so many tokens; give tokens instead of "
@@ -165,19 +156,21 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Planning:
-    """Who plans, for which machine, and within what memory."""
+class Planning(_Section):
+    """Which planner, for which machine, and within what memory."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "plan"
+    _least: ClassVar = {"ahead": 0, "capacity": 1}
+    _above: ClassVar = {"budget_gib": 0}
 
     planner: str = "auto"
-    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact, strategies or auto."""
+    """static (static:4 fixes the degree), adaptive, flexsp, flex, zones, exact, hydraulis or auto."""
     cluster: str = "auto"
-    """A preset, a spelling such as 2x8xH200, or a file; auto: what the processes run on."""
+    """A preset, a spelling such as 2x8xH200, or a file; auto: the machine that the processes run on."""
     profile: str | None = None
     """Constants by name or file; None: those of the cluster's device."""
     sharding: Literal["full", "hybrid", "none", "free"] = "full"
-    """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step brings them
+    """Parameters are sharded over all ranks, those of a node, or not; free: over all ranks, and every step moves them
     to where its plan computes, so that plans may have any stages."""
     strategies: str = "auto"
     """What hydraulis, and auto under free sharding, choose from: a .json of `seqloom propose`; auto: proposed."""
@@ -188,23 +181,18 @@ class Planning:
     ahead: Whole = 2
     """Steps that are planned ahead in the background; 0: each when it is due."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
+    def _check(self) -> None:
         parse_planner(self.planner)
         if self.strategies != "auto" and not is_file_name(self.strategies):
             raise SeqloomError(f"plan.strategies = {self.strategies!r}; give a .json of seqloom propose, or 'auto'")
-        at_least("plan", self, 0, "ahead")
-        if self.capacity is not None:
-            at_least("plan", self, 1, "capacity")
-        if self.budget_gib is not None:
-            above("plan", self, 0, "budget_gib")
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelining:
+class Pipelining(_Section):
     """Whether the model's layers are cut into stages, each on ranks of its own, through which documents flow."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "pipeline"
+    _least: ClassVar = {"stages": 1, "chunks": 1}
 
     stages: Whole | str = 1
     """Groups of ranks that follow each other, for the whole run; 1: no pipeline; auto: the fastest for the data."""
@@ -213,29 +201,26 @@ class Pipelining:
     schedule: str = "auto"
     """Order of forwards and backwards: a name of `seqloom schedule`; auto: the fastest for every step."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if isinstance(self.stages, int):
-            at_least("pipeline", self, 1, "stages")
-        elif self.stages != "auto":
+    def _check(self) -> None:
+        if not isinstance(self.stages, int) and self.stages != "auto":
             raise SeqloomError(f"pipeline.stages = {self.stages!r}; give a number, or 'auto'")
-        at_least("pipeline", self, 1, "chunks")
         if self.schedule not in ("auto", *SCHEDULES):
             raise unknown_name("pipeline.schedule", self.schedule, ("auto", *SCHEDULES))
-        changed = [name for name, plain in (("chunks", 1), ("schedule", "auto")) if getattr(self, name) != plain]
-        if self.stages == 1 and changed:
-            name = changed[0]
-            raise SeqloomError(
-                f"pipeline.{name} = {getattr(self, name)!r} with pipeline.stages = 1, which is no pipeline; "
-                f"set stages to 2 or more, or leave {name} out"
-            )
+        for key, default in (("chunks", 1), ("schedule", "auto")):
+            if self.stages == 1 and getattr(self, key) != default:
+                raise SeqloomError(
+                    f"pipeline.{key} = {getattr(self, key)!r} with pipeline.stages = 1, which is no pipeline; "
+                    f"set stages to 2 or more, or leave {key} out"
+                )
 
 
 @dataclass(frozen=True, slots=True)
-class Optimiser:
+class Optimiser(_Section):
     """AdamW. Matrices are decayed, norms and biases are not."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "optimiser"
+    _least: ClassVar = {"weight_decay": 0, "clip": 0}
+    _above: ClassVar = {"lr": 0, "eps": 0}
 
     lr: Real = 3e-4
     """The highest learning rate; `schedule` says what share of it a step has."""
@@ -245,19 +230,17 @@ class Optimiser:
     clip: Real = 1.0
     """The gradient is scaled down to this norm where it is above; 0: never."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        above("optimiser", self, 0, "lr", "eps")
-        at_least("optimiser", self, 0, "weight_decay", "clip")
+    def _check(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise SeqloomError(f"optimiser.betas = {list(self.betas)}; both must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(_Section):
     """How the learning rate moves: up during the warm-up, then down to `final` at the last step."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "schedule"
+    _least: ClassVar = {"warmup": 0}
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Whole = 0
@@ -265,35 +248,30 @@ class Schedule:
     final: Real = 0.1
     """Share of the rate at the last step; constant has none."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        at_least("schedule", self, 0, "warmup")
+    def _check(self) -> None:
         if not 0 <= self.final <= 1:
             raise SeqloomError(f"schedule.final = {self.final}; it is a share of optimiser.lr, from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(_Section):
     """Loss on the validation documents."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "evaluation"
+    _least: ClassVar = {"every": 0, "batches": 1}
 
     every: Whole = 0
     """Steps from one to the next; 0: never."""
     batches: Whole = 8
     """Batches of an evaluation, always the same ones."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        at_least("evaluation", self, 0, "every")
-        at_least("evaluation", self, 1, "batches")
-
 
 @dataclass(frozen=True, slots=True)
-class Checkpointing:
+class Checkpointing(_Section):
     """When the state of a run is written, and where it begins from."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "checkpoint"
+    _least: ClassVar = {"every": 0, "keep": 1}
 
     every: Whole = 0
     """Steps from one checkpoint to the next; 0: only after the last step."""
@@ -302,157 +280,24 @@ class Checkpointing:
     resume: str = "auto"
     """auto: from the latest of this run's folder, if there is one; never; or the folder of a checkpoint elsewhere."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        at_least("checkpoint", self, 0, "every")
-        at_least("checkpoint", self, 1, "keep")
-
 
 @dataclass(frozen=True, slots=True)
-class Logging:
-    """What is written down of every step, and who else is told."""
+class Logging(_Section):
+    """Where the metrics of steps go."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+    _name = "log"
+    _least: ClassVar = {"every": 1}
 
     every: Whole = 1
-    """Steps from one line on the terminal, and in `sinks`, to the next. The .jsonl has all of them."""
+    """Steps from one line on the terminal, and in trackers, to the next. The .jsonl has all of them."""
     jsonl: Path | None = None
     """Metrics, one line per step; None: metrics.jsonl in the run's folder."""
     sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get the metrics as well; each must be installed."""
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        at_least("log", self, 1, "every")
+    def _check(self) -> None:
         if len(set(self.sinks)) < len(self.sinks):
             raise SeqloomError(f"log.sinks = {list(self.sinks)} names one twice; name each once")
-
-
-# ---- merged: train.overrides
-# Dotted overrides: `optimiser.lr=1e-4` beside a config file, with values typed as TOML types them.
-
-
-_OPENING = ('"', "'", "[", "{")
-"""A value that begins so is meant as TOML, so it must be valid TOML."""
-
-
-def parse_overrides(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Read `section.key=value` into a mapping of sections to keys; a later one wins.
-
-    A value is a number, true, false, "a text" or [a list], as in the file. What TOML cannot read is a text without
-    quotes: `plan.planner=flex`. Nothing after the `=` means None: the key is as if the file did not have it.
-
-    Args:
-        overrides: as given on a command line.
-    """
-    sections: dict[str, dict[str, Any]] = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        section, dot, key = name.strip().partition(".")
-        if not (equals and dot and section and key) or "." in key:
-            raise SeqloomError(f"override {override!r}: spell it section.key=value, for example optimiser.lr=1e-4")
-        sections.setdefault(section, {})[key] = _value(text.strip(), override)
-    return sections
-
-
-def merged(content: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return `content` with the overrides in it; None takes a key away. Neither argument is changed."""
-    result = dict(content)
-    for section, keys in overrides.items():
-        below = result.get(section, {})
-        if not isinstance(below, dict):
-            continue  # the type check that follows says what is wrong with it
-        result[section] = {key: value for key, value in (below | keys).items() if value is not None}
-    return result
-
-
-def _value(text: str, override: str) -> Any:
-    """Return the value that `text` spells."""
-    if not text:
-        return None
-    try:
-        content = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
-        if text.startswith(_OPENING):
-            raise SeqloomError(f"override {override!r}: {text} is not a TOML value ({error}); correct it") from None
-        return text
-    value = content["value"]
-    if len(content) > 1 or not isinstance(value, bool | int | float | str | list):
-        return text  # a date is a good name for a folder, and no key holds one
-    return value
-
-
-# ---- merged: train.hub
-# Models by the name under which Hugging Face publishes them: found in its cache, or fetched into it.
-
-
-WANTED = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja")
-"""Files of a model that a run reads or copies; no code, and no parameters in other formats."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def is_hub_name(text: str, folder: Path) -> bool:
-    """Say whether a text is a name such as `Qwen/Qwen3-1.7B`, and not a folder below `folder`."""
-    return _NAME.fullmatch(text) is not None and not (folder / text).exists()
-
-
-def fetched(name: str) -> Path:
-    """Return the folder of a published model, with its parameters.
-
-    What the cache of Hugging Face has is used as it is; HF_HOME says where that is, HF_HUB_OFFLINE that nothing may be
-    fetched. Several ranks may ask at the same time.
-    """
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise SeqloomError(
-            f"model.huggingface = {name!r}: models by name need huggingface_hub ({error}); pip install 'seqloom[hf]', "
-            "or give a folder"
-        ) from None
-    try:
-        folder = Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError:
-        folder = None
-    try:
-        if folder is None or not _complete(folder):  # a config alone would train random parameters
-            folder = Path(snapshot_download(name, allow_patterns=list(WANTED)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SeqloomError(
-            f"model.huggingface = {name!r} is no folder here, not whole in the cache of Hugging Face, and cannot be "
-            f"fetched ({reason}); check the spelling, run `hf download {name}` where there is a network, or give a "
-            "folder"
-        ) from None
-    if not _complete(folder):
-        raise SeqloomError(
-            f"model.huggingface = {name!r} has no config.json with .safetensors in {folder}; run `hf download {name}` "
-            "where there is a network, or convert the model with save_pretrained and give the folder"
-        )
-    return folder
-
-
-def _complete(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
-# ---- merged: train.config
-# A training run as one value: read from TOML, overridden by dotted keys, written back.
-#
-# config = Config.load("recipes/tiny-cpu.toml", overrides=["optimiser.lr=1e-4", "plan.planner=flex"])
-
-
-_PATHS = (
-    ("run", "output"),
-    ("model", "parameters"),
-    ("model", "huggingface"),
-    ("data", "source"),
-    ("data", "validation"),
-    ("log", "jsonl"),
-)
-"""Keys that are always paths."""
-_NAMES_OR_FILES = (("model", "spec"), ("plan", "cluster"), ("plan", "profile"), ("plan", "strategies"))
-"""Keys that are a path when they end like a file, else a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,35 +361,34 @@ class Config:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Config:
-        """Read a .toml file.
+        """Read a .toml file, with overrides `section.key=value`, see `parse_overrides`.
 
         Paths in the file are relative to its folder, those in overrides to the working folder. Presets and files that
         `model.spec`, `plan.cluster` and `plan.profile` name are looked up, so that a misspelt one is refused here.
-
-        Args:
-            path: the file.
-            overrides: `section.key=value`, see `parse_overrides`.
         """
         path = Path(path)
         if path.suffix.lower() != ".toml":
             raise SeqloomError(f"{str(path)!r}: a training config is a .toml file; rename it, or give another")
-        content = anchored(read_mapping(path), path.absolute().parent)
-        given = anchored(parse_overrides(overrides), Path.cwd())
-        config = build(cls, _with_model(merged(content, given)), str(path))
+        content = _absolute_paths(read_mapping(path), path.absolute().parent)
+        content = merge_overrides(content, _absolute_paths(parse_overrides(overrides), Path.cwd()))
+        model = content.get("model")
+        if (
+            isinstance(model, dict)
+            and isinstance(name := model.get("huggingface"), str)
+            and not Path(name).is_absolute()
+        ):
+            content["model"] = {**model, "huggingface": str(fetch_model(name))}  # a published model
+        config = build(cls, content, str(path))
         try:
-            config._look_up()
+            if config.model.spec is not None:
+                ModelSpec.load(config.model.spec)
+            if config.plan.cluster != "auto":
+                Cluster.parse(config.plan.cluster)
+            if config.plan.profile is not None:
+                Profile.load(config.plan.profile)
         except SeqloomError as error:
             raise SeqloomError(f"{path}: {error}") from None
         return config
-
-    def _look_up(self) -> None:
-        """Refuse names of models, clusters and profiles that do not exist."""
-        if self.model.spec is not None:
-            ModelSpec.load(self.model.spec)
-        if self.plan.cluster != "auto":
-            Cluster.parse(self.plan.cluster)
-        if self.plan.profile is not None:
-            Profile.load(self.plan.profile)
 
     @property
     def metrics(self) -> Path:
@@ -558,74 +402,164 @@ class Config:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return sections of keys with values that JSON and TOML have; keys that are None are left out."""
+
+        def plain(value: Any) -> Any:
+            return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
         sections = {section.name: getattr(self, section.name) for section in fields(self)}
-        return {name: _plain(section) for name, section in sections.items()}
+        return {
+            name: {
+                key.name: plain(value) for key in fields(section) if (value := getattr(section, key.name)) is not None
+            }
+            for name, section in sections.items()
+        }
 
     def to_toml(self) -> str:
         """Return the whole config, defaults included, as text that `load` reads back as an equal one."""
         blocks = []
         for name, section in self.as_dict().items():
-            lines = [f"{key} = {_spelled(value)}" for key, value in section.items()]
+            lines = [f"{key} = {_format_toml(value)}" for key, value in section.items()]
             blocks.append("\n".join([f"[{name}]", *lines]))
         return "\n\n".join(blocks) + "\n"
 
 
-def anchored(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of a config's mapping in which paths are absolute, those that were relative below `folder`."""
-    result = {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in content.items()}
-
-    def anchor(section: str, key: str) -> None:
-        keys = result.get(section)
-        if isinstance(keys, dict) and isinstance(keys.get(key), str) and not keys[key].startswith(SYNTHETIC):
-            keys[key] = str((folder / Path(keys[key]).expanduser()).resolve())
-
-    for section, key in _PATHS:
-        name = _model_of(result) if key == "huggingface" else None
-        if name is None or not is_hub_name(name, folder):
-            anchor(section, key)
-    for section, key in _NAMES_OR_FILES:
-        keys = result.get(section)
-        if isinstance(keys, dict) and isinstance(keys.get(key), str) and is_file_name(keys[key]):
-            anchor(section, key)
-    checkpoint = result.get("checkpoint")
-    if isinstance(checkpoint, dict) and checkpoint.get("resume") not in ("auto", "never"):
-        anchor("checkpoint", "resume")
-    return result
-
-
-def _model_of(content: dict[str, Any]) -> str | None:
-    """Return what `model.huggingface` says, where it is a text."""
-    model = content.get("model")
-    name = model.get("huggingface") if isinstance(model, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def _with_model(content: dict[str, Any]) -> dict[str, Any]:
-    """Return an anchored mapping with the folder of a model that it gives by its published name: not a path yet."""
-    name = _model_of(content)
-    if name is None or Path(name).is_absolute():
-        return content
-    return {**content, "model": {**content["model"], "huggingface": str(fetched(name))}}
-
-
-def _plain(section: object) -> dict[str, Any]:
-    """Return the keys of a section that are not None: paths as texts, tuples as lists."""
-    plain: dict[str, Any] = {}
-    for each in fields(section):  # type: ignore[arg-type]
-        value = getattr(section, each.name)
-        if value is not None:
-            plain[each.name] = (
-                str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-            )
-    return plain
-
-
-def _spelled(value: Any) -> str:
-    """Spell a value in TOML."""
+def _format_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return f"[{', '.join(_spelled(each) for each in value)}]"
+        return f"[{', '.join(map(_format_toml, value))}]"
     return repr(value)
+
+
+# ---- Overrides
+
+_TOML_STARTS = ('"', "'", "[", "{")
+"""A value that starts so is meant as TOML, so it must be valid TOML."""
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Read `section.key=value` of a command line into a mapping of sections to keys; a later one wins.
+
+    A value is a number, true, false, "a text" or [a list], as in the file. What TOML cannot read is a text without
+    quotes: `plan.planner=flex`. Nothing after the `=` means None: the key is as if the file did not have it.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and section and key) or "." in key:
+            raise SeqloomError(f"override {override!r}: spell it section.key=value, for example optimiser.lr=1e-4")
+        sections.setdefault(section, {})[key] = _parse_value(text.strip(), override)
+    return sections
+
+
+def merge_overrides(content: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return `content` with the overrides in it; None takes a key away. Neither argument is changed."""
+    result = dict(content)
+    for section, keys in overrides.items():
+        before = result.get(section, {})
+        if isinstance(before, dict):  # otherwise the type check that follows says what is wrong with it
+            result[section] = {key: value for key, value in (before | keys).items() if value is not None}
+    return result
+
+
+def _parse_value(text: str, override: str) -> Any:
+    if not text:
+        return None
+    try:
+        content = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text.startswith(_TOML_STARTS):
+            raise SeqloomError(f"override {override!r}: {text} is not a TOML value ({error}); correct it") from None
+        return text
+    value = content["value"]
+    if len(content) > 1 or not isinstance(value, bool | int | float | str | list):
+        return text  # a date is a good name for a folder, and no key holds one
+    return value
+
+
+# ---- Paths and published models
+
+_PATHS = {
+    ("run", "output"),
+    ("model", "parameters"),
+    ("model", "huggingface"),
+    ("data", "source"),
+    ("data", "validation"),
+    ("log", "jsonl"),
+    ("checkpoint", "resume"),
+}
+"""Keys that are paths, unless they are the name of a published model, a synthetic corpus, auto or never."""
+_NAMES_OR_FILES = {("model", "spec"), ("plan", "cluster"), ("plan", "profile"), ("plan", "strategies")}
+"""Keys that are a path when they end like a file, else a name."""
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.jinja")
+"""Files of a published model that a run reads or copies; no code, and no parameters in other formats."""
+
+
+def _absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a copy of a config's mapping in which paths are absolute, those that were relative below `folder`."""
+
+    def is_path(section: str, key: str, value: str) -> bool:
+        if (section, key) in _NAMES_OR_FILES:
+            return is_file_name(value)
+        name = value in ("auto", "never") if section == "checkpoint" else value.startswith(SYNTHETIC)
+        return (section, key) in _PATHS and not name and not (key == "huggingface" and is_model_name(value, folder))
+
+    result = dict(content)
+    for section, keys in content.items():
+        if isinstance(keys, dict):
+            result[section] = {
+                key: str((folder / Path(value).expanduser()).resolve())
+                if isinstance(value, str) and is_path(section, key, value)
+                else value
+                for key, value in keys.items()
+            }
+    return result
+
+
+def is_model_name(text: str, folder: Path) -> bool:
+    """Whether a text is a name such as `Qwen/Qwen3-1.7B`, and not a folder below `folder`."""
+    return _MODEL_NAME.fullmatch(text) is not None and not (folder / text).exists()
+
+
+def fetch_model(name: str) -> Path:
+    """Return the folder of a model that Hugging Face publishes, with its parameters, downloaded if need be.
+
+    What the cache of Hugging Face has is used as it is; HF_HOME says where that is, HF_HUB_OFFLINE that nothing may be
+    downloaded. Several ranks may call it at the same time.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise SeqloomError(
+            f"model.huggingface = {name!r}: models by name need huggingface_hub ({error}); pip install 'seqloom[hf]', "
+            "or give a folder"
+        ) from None
+
+    def is_complete(folder: Path) -> bool:  # a config by itself would train random parameters
+        return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        folder = None
+    try:
+        if folder is None or not is_complete(folder):
+            folder = Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SeqloomError(
+            f"model.huggingface = {name!r} is no folder here, not whole in the cache of Hugging Face, and cannot be "
+            f"fetched ({reason}); check the spelling, run `hf download {name}` where there is a network, or give a "
+            "folder"
+        ) from None
+    if not is_complete(folder):
+        raise SeqloomError(
+            f"model.huggingface = {name!r} has no config.json with .safetensors in {folder}; run `hf download {name}` "
+            "where there is a network, or convert the model with save_pretrained and give the folder"
+        )
+    return folder

@@ -264,12 +264,9 @@ class Watchdog:
         self._deadline = time.monotonic() + max(timeout_s, START_S)
 
     def enter_phase(self, phase: str, *, limited: bool = True, details: Callable[[], str] = str) -> None:
-        """Note what comes now, and start the clock again.
+        """Note what comes now, and start the clock again, unless the phase is not `limited`: it waits for a disk only.
 
-        Args:
-            phase: the step and its plan.
-            limited: whether it must be done within the limit; not so while only a disk is waited for.
-            details: returns how far the phase has come; called from another thread (`Progress.report`).
+        `details` returns how far the phase has come; it is called from another thread.
         """
         self._phase, self._details = phase, details
         self._deadline = time.monotonic() + self._timeout_s if limited else float("inf")

@@ -78,8 +78,8 @@ class Metrics:
         *,
         done: int = 0,
         every: int = 1,
-        trackers: Sequence[Tracker] = (),
-        display: Display | None = None,
+        trackers: Sequence[_Tracker] = (),
+        display: _Display | None = None,
     ) -> None:
         """Open the file after step `done`; trackers and display get every `every`-th step, and the first."""
         self._file = MetricsFile(path, done=done)
@@ -253,19 +253,14 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 # ---- Trackers
 
 
-class Tracker(Protocol):
-    """Receives the metrics of steps."""
+class _Tracker(Protocol):
+    """Receives the metrics of a step, from 1."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receive the metrics of a step, from 1."""
-        ...
-
-    def close(self) -> None:
-        """Flush what is left."""
-        ...
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
 
 
-def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any], done: int = 0) -> list[Tracker]:
+def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any], done: int = 0) -> list[_Tracker]:
     """Open trackers by name. One that is not installed is an error here, before the first step.
 
     `folder` is the run's, and gives it its name; `settings` is the config, shown beside the run; `done` is the step of
@@ -338,23 +333,15 @@ class _Wandb(_Trackio):
 # ---- Displays
 
 
-class Display(Protocol):
-    """Shows steps and events as they come."""
+class _Display(Protocol):
+    """Shows steps, and events, which stay readable; after `close` the terminal is as it was."""
 
-    def step(self, record: StepRecord) -> None:
-        """Show a step."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show an event; it stays readable."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        ...
+    def step(self, record: StepRecord) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
 
 
-def open_display(stream: IO[str], steps: int, done: int = 0) -> Display:
+def open_display(stream: IO[str], steps: int, done: int = 0) -> _Display:
     """Open the live view where `stream` is a terminal, else plain lines, for the steps from `done` to `steps`."""
     if not stream.isatty():
         return _LineDisplay(stream, steps)

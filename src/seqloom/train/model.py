@@ -104,12 +104,8 @@ def shard_parameters(
 ) -> Parameters:
     """Shard the parameters over all ranks, or every stage's over its ranks; under free sharding plans move them.
 
-    Args:
-        adapter: after `prepare_layers`, with the same values on all ranks; they are read while they are cut.
-        transport: over torch.distributed.
-        stages: of all plans of the run; none: every plan has stages of its own.
-        cost: says how far parameters are sharded.
-        compute: dtype of layers where it is not that of parameters.
+    Values, the same on all ranks, are read while they are cut. `stages` are those of all plans of the run, `compute` is
+    the dtype of layers where it is not that of parameters.
     """
     parameters: Parameters
     if cost.sharding == Sharding.FREE:

@@ -43,25 +43,15 @@ WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSetup:
-    """Everything a run needs before ranks connect, the same on all ranks.
+    """Everything a run needs before ranks connect, the same on all ranks."""
 
-    Attributes:
-        config: of the run, with a number of stages in the place of "auto".
-        spec: shapes of the model.
-        source: documents of training.
-        sampler: at its beginning.
-        cost: cost model of the plans.
-        planners: of the steps.
-        steps: of the whole run.
-    """
-
-    config: Config
-    spec: ModelSpec
-    source: Source
-    sampler: Sampler
-    cost: CostModel
-    planners: RunPlanners
-    steps: int
+    config: Config  # with a number of stages in the place of "auto"
+    spec: ModelSpec  # shapes of the model
+    source: Source  # documents of training
+    sampler: Sampler  # at its beginning
+    cost: CostModel  # of the plans
+    planners: RunPlanners  # of the steps
+    steps: int  # of the whole run
 
     @classmethod
     def load(cls, config: Config, ranks: int) -> RunSetup:
@@ -150,19 +140,12 @@ def make_cost_model(config: Config, spec: ModelSpec, ranks: int, longest: int) -
 
 @dataclass(frozen=True, slots=True)
 class RunPlanners:
-    """Who plans the steps of a run, and on which stages: one pipeline for all of them, none, or others in every step.
+    """Who plans the steps of a run, and on which stages: one pipeline for all steps, none, or others in every step."""
 
-    Attributes:
-        stages: of all plans; a single one: no pipeline; none: every plan has stages of its own.
-        planner: of every step.
-        fallback: planner of a step whose plan is late or could not be made.
-        strategies: that the planner chooses from; none: it chooses from no list.
-    """
-
-    stages: tuple[Stage, ...]
-    planner: PlannerChoice
-    fallback: PlannerChoice
-    strategies: tuple[Strategy, ...] = ()
+    stages: tuple[Stage, ...]  # of all plans; a single one: no pipeline; none: every plan has stages of its own
+    planner: PlannerChoice  # of every step
+    fallback: PlannerChoice  # of a step whose plan is late or could not be made
+    strategies: tuple[Strategy, ...] = ()  # that the planner chooses from; none: it chooses from no list
 
     @property
     def multi_stage(self) -> bool:

@@ -1,6 +1,6 @@
-"""Gantt charts in the terminal: who works when in a simulated step (`gantt`), and in a schedule (`schedule_chart`).
+"""Gantt charts in the terminal: ranks of a simulated step (`Gantt`), actions of a schedule (`ScheduleChart`).
 
-Time runs to the right; ranks, nodes or pp_ranks stand below each other.
+Time runs to the right; every line is a rank, a node or a pp_rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
         columns: slices of time.
     """
     size, labels = _rows(simulation, rows)
-    events = simulation.events.where(~simulation.events.beside)
+    events = simulation.events.where(~simulation.events.is_message)
     degrees = np.unique(events.degree)
     edges = np.arange(columns + 1) * max(simulation.step_ns, 1) / columns
     share = np.zeros((len(labels), len(degrees), columns))
@@ -113,15 +113,17 @@ def _labels(noun: str, count: int, size: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """A chart that draws itself in the width, colours and characters that the console has.
+    """Chart of a simulated step, in the width, colours and characters that the console has.
 
     With colours a cell's height is the share of its rank-time at work and its colour the degree of the group that has
     most of it. Without, a cell shows the mark of that degree if half of it or more is work.
     """
 
     simulation: Simulation
-    width: int | None
-    rows: int
+    width: int | None = None
+    """Characters; None takes the console's."""
+    rows: int = 16
+    """Lines at most: ranks are drawn one by one if they fit, else by node."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a line per row, the time axis and the legend."""
@@ -140,17 +142,6 @@ class Gantt:
         end = duration(self.simulation.step_ns).rjust(columns - 1)
         yield Text(" " * (margin + 1) + "0" + end, "dim", no_wrap=True)
         yield Constrain(pen.legend(grid), width)
-
-
-def gantt(simulation: Simulation, width: int | None = None, rows: int = 16) -> Gantt:
-    """Draw who works when in a simulated step.
-
-    Args:
-        simulation: to draw.
-        width: characters; None takes the console's.
-        rows: at most this many lines; ranks are drawn one by one if they fit, else by node.
-    """
-    return Gantt(simulation, width, rows)
 
 
 def colour(degree: int) -> str:
@@ -220,20 +211,20 @@ class _Pen:
 ACTION_STYLES = {"F": "bright_blue", "B": "green", "I": "cyan", "W": "yellow"}
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "its input half", "W": "its weight half"}
 MOST_BLOCKS = 3
-"""A grid that needs more blocks of lines than this is drawn with one mark per moment instead."""
+"""A grid that needs more blocks of lines than this is drawn with one letter per time slice instead."""
 _ACTION = re.compile(r"\d+([FBIW])\d+(?: +-)*")
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChart:
-    """When every pp_rank runs which action: each action by its name, or one mark per moment where these do not fit."""
+    """Chart of the actions of every pp_rank, by name, or with one letter per time slice where names do not fit."""
 
     schedule: Schedule
-    played: ScheduleTiming
+    timing: ScheduleTiming
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines of the chart and its legend."""
-        text = grid(self.schedule.rows, self.played.start, self.played.stop, width=options.max_width)
+        text = grid(self.schedule.rows, self.timing.start, self.timing.stop, width=options.max_width)
         if text.count("\n\n") >= MOST_BLOCKS:
             text = self._marks(options.max_width)
         drawn = Text(text, no_wrap=True, overflow="crop")
@@ -252,23 +243,18 @@ class ScheduleChart:
         yield legend.append(f"{IDLE} idle", "dim")
 
     def _marks(self, width: int) -> str:
-        """Draw one character per moment: the action that takes most of it."""
-        rows, played = self.schedule.rows, self.played
+        """Draw one letter per time slice: the kind of action that takes most of it."""
+        rows, timing = self.schedule.rows, self.timing
         margin = len(f"host {len(rows) - 1}")
         columns = max(10, width - margin - 4)
-        size = played.makespan / columns
+        size = timing.makespan / columns
         lines = []
         for h, row in enumerate(rows):
             spent: list[dict[str, float]] = [{} for _ in range(columns)]
-            for action, start, stop in zip(row, played.start[h], played.stop[h], strict=True):
+            for action, start, stop in zip(row, timing.start[h], timing.stop[h], strict=True):
                 for c in range(int(start / size), min(columns - 1, int(stop / size)) + 1):
                     time = min(stop, (c + 1) * size) - max(start, c * size)
                     spent[c][action.kind.value] = spent[c].get(action.kind.value, 0.0) + time
             marks = [max(time, key=time.__getitem__) if sum(time.values()) >= size / 2 else IDLE for time in spent]
             lines.append(f"{f'host {h}':<{margin}} | {''.join(marks)}")
         return "\n".join(lines)
-
-
-def schedule_chart(schedule: Schedule, played: ScheduleTiming) -> ScheduleChart:
-    """Draw when every pp_rank runs which action of a schedule."""
-    return ScheduleChart(schedule, played)

@@ -191,16 +191,17 @@ def buckets(lengths: Sequence[int] | np.ndarray) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class LengthHistogram:
-    """A table with one row per power of two, and bars as wide as the console allows."""
+    """Lengths of a batch: share of sequences and share of tokens per power of two, as bars."""
 
-    buckets: list[Bucket]
+    lengths: Sequence[int] | np.ndarray
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw both columns of bars to one scale, so that they can be compared."""
         table = table_of(("length", "sequences %", "", "tokens %", ""), left=("",))
-        most = max((max(bucket[1:]) for bucket in self.buckets), default=1.0)
+        found = buckets(self.lengths)
+        most = max((max(bucket[1:]) for bucket in found), default=1.0)
         cells = max(4, min(BAR_CELLS, (options.max_width - BESIDE_BARS) // 2))
-        for low, *shares in self.buckets:
+        for low, *shares in found:
             bars = [bar(share / most, cells, options.ascii_only) for share in shares]
             counts = [percent(share) for share in shares]
             table.add_row(
@@ -209,16 +210,14 @@ class LengthHistogram:
         yield table
 
 
-def length_histogram(lengths: Sequence[int] | np.ndarray) -> LengthHistogram:
-    """Draw the lengths of a batch: share of sequences and share of tokens per power of two."""
-    return LengthHistogram(buckets(lengths))
-
-
 @dataclass(frozen=True, slots=True)
 class RankChart:
-    """A line of letters per strategy, one letter per rank, a gap between nodes, and a legend of the letters below."""
+    """Ranks of strategies: a line per strategy, a letter per rank, a gap between nodes, and a legend of the letters.
 
-    strategies: tuple[Strategy, ...]
+    Pipelines of one parallel config have the same letter, neighbours in capital and small.
+    """
+
+    strategies: Sequence[Strategy]
     node_size: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -250,8 +249,3 @@ def _words(config: ParallelConfig) -> str:
     words = [f"tensor {config.tensor}", f"{config.stages} stage" + "s" * (config.stages > 1)]
     words += [f"Ulysses {config.ulysses}"] * (config.ulysses > 1) + [f"ring {config.ring}"] * (config.ring > 1)
     return ", ".join(words + ["parameters resharded after every pass"] * config.reshard_after_forward)
-
-
-def rank_chart(strategies: Sequence[Strategy], node_size: int) -> RankChart:
-    """Draw the ranks of every strategy: a letter per parallel config, capital and small from pipeline to pipeline."""
-    return RankChart(tuple(strategies), node_size)

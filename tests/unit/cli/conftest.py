@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from seqloom.cli.main import main
+from seqloom.cli import main
 
 LENGTHS = (512, 700, 1_300, 900, 4_096, 260, 33_000, 2_048, 800, 610, 12_000, 5_500)
 
@@ -24,6 +24,12 @@ class Result(NamedTuple):
     def json(self) -> dict[str, Any]:
         assert self.code == 0, self.err
         return json.loads(self.out)
+
+
+@pytest.fixture(scope="session")
+def lengths() -> tuple[int, ...]:
+    """Lengths of the documents in lengths.txt."""
+    return LENGTHS
 
 
 @pytest.fixture

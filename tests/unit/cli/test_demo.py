@@ -1,14 +1,14 @@
 import pytest
 
 from seqloom.cli import demo
-from seqloom.cli.doctor import Finding
+from seqloom.cli.doctor import Package
 from seqloom.plan import Plan
 
 
 @pytest.fixture
 def without_solver(monkeypatch):
     """No highspy: the published solver is left out, which also keeps this test short."""
-    monkeypatch.setattr("seqloom.cli.doctor.probe", lambda package: Finding(None, "not installed"))
+    monkeypatch.setattr("seqloom.cli.doctor.probe", lambda package: Package(None, "not installed"))
 
 
 def test_it_writes_the_plan_and_says_what_next(run, folder, without_solver):
@@ -41,8 +41,8 @@ def test_a_bad_file_is_refused_at_once(refused):
 
 
 def test_every_planner_is_there_with_the_solver(monkeypatch):
-    monkeypatch.setattr("seqloom.cli.doctor.probe", lambda package: Finding("1.0", None))
-    assert demo.planners_here() == (list(demo.PLANNERS), {})
+    monkeypatch.setattr("seqloom.cli.doctor.probe", lambda package: Package("1.0", None))
+    assert demo.installed_planners() == (list(demo.PLANNERS), {})
 
 
 @pytest.mark.slow

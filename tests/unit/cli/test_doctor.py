@@ -4,8 +4,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from seqloom.cli import doctor
-from seqloom.cli.main import app
+from seqloom.cli import app, doctor
 from seqloom.errors import SeqloomError
 
 

@@ -3,32 +3,29 @@ import sys
 
 import pytest
 
-from seqloom.cli import main as command
+from seqloom import cli as command
 from seqloom.errors import SeqloomError
 from seqloom.version import __version__
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "seqloom", *arguments], capture_output=True, text=True)
+def test_version_of_the_module():
+    shown = subprocess.run([sys.executable, "-m", "seqloom", "--version"], capture_output=True, text=True)
+    assert shown.stdout.strip() == f"seqloom {__version__}"
 
 
-def test_version():
-    assert _run("--version").stdout.strip() == f"seqloom {__version__}"
-
-
-def test_every_verb_has_help_with_an_example():
-    verbs = [verb.name for verb in command.app.registered_commands]
+def test_every_verb_has_help_with_an_example(run):
+    verbs = [str(verb.name) for verb in command.app.registered_commands]
     assert "doctor" in verbs
-    for verb in verbs:
-        shown = _run(str(verb), "--help")
-        assert shown.returncode == 0
-        assert f"seqloom {verb}" in shown.stdout.partition("Example")[2], f"{verb} --help shows no example"
-        assert "--json" in shown.stdout
+    for verb in (*verbs, "data prepare"):
+        shown = run(f"{verb} --help")
+        assert shown.code == 0
+        assert f"seqloom {verb}" in shown.out.partition("Example")[2], f"{verb} --help shows no example"
+        assert "--json" in shown.out
 
 
-def test_unknown_option_and_verb_exit_with_2():
-    assert _run("doctor", "--clutser", "x").returncode == 2
-    assert _run("docter").returncode == 2
+def test_unknown_option_and_verb_exit_with_2(run):
+    assert run("doctor --clutser x").code == 2
+    assert run("docter").code == 2
 
 
 @pytest.mark.parametrize(

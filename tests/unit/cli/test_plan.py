@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from seqloom.cli import shared
 from seqloom.plan import Plan
 
 BOX = "--cluster 1x8xH200 --model llama3-8b --planner adaptive"
@@ -27,16 +28,19 @@ def test_the_plan_is_written_and_reported(run, folder, suffix):
     assert report["sequences"] == len(plan.documents) == 12
     assert report["planner"] == report["made_by"] == "adaptive"
     assert report["gap"] == pytest.approx(report["step_ms"] / report["bound_ms"] - 1)
+    assert "explanation" not in report
     assert set(report) >= FIGURES | {"cluster", "model", "profile", "sharding", "seed", "version", "dropped"}
 
 
-def test_text_names_the_setting_the_gap_and_the_file(run):
-    result = run(f"{PLAN} --view --out plan.json")
-    assert result.code == 0
+def test_text_and_picture_name_the_cost_model_the_gap_and_the_file(run, refused, folder):
+    result = run(f"{PLAN} --view --out plan.json --picture plan.svg")
+    assert result.code == 0 and "validated" not in result.out
     assert "8xH200, llama3-8b, profile h200, full sharding" in result.out
     assert "above the bound" in result.out
     assert result.out.endswith("wrote plan.json\n")
     assert result.err == ""
+    assert (folder / "plan.svg").read_text().startswith("<svg")
+    assert "ends in .svg" in refused(f"{PLAN} --picture plan.png")
 
 
 def test_auto_says_whom_it_chose(run):
@@ -48,7 +52,6 @@ def test_auto_says_whom_it_chose(run):
 def test_a_published_planner_says_whether_it_is_validated(run):
     result = run("plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner megatron")
     assert result.code == 0 and "megatron: not validated: published 1.21x to 1.50x" in result.out
-    assert "validated" not in run(PLAN).out
 
 
 def test_longer_sequences_are_dropped_and_counted(run):
@@ -60,8 +63,8 @@ def test_longer_sequences_are_dropped_and_counted(run):
 def test_batches_by_count_and_by_tokens(run):
     assert run(f"{PLAN} --batch-size 5 --skip 1 --json").json["tokens"] == 260 + 33_000 + 2_048 + 800 + 610
     assert run(f"{PLAN} --tokens-per-batch 4000 --json").json["tokens"] == 512 + 700 + 1_300 + 900
-    drawn = run(f"plan --lengths wikipedia {BOX} --tokens-per-batch 3000000 --seed 3 --json").json
-    assert 2_500_000 < drawn["tokens"] <= 3_000_000
+    drawn = shared.Workload.by_tokens(shared.Source("wikipedia", seed=3), 3_000_000)  # draws more than once
+    assert 2_500_000 < drawn.batches[0].tokens <= 3_000_000
 
 
 def test_a_stand_in_sampler_says_so(run):
@@ -150,13 +153,6 @@ def test_an_unwritable_file_is_refused_without_a_traceback(refused, folder, monk
     assert "cannot use 'plan.json': Permission denied" in refused(f"{PLAN} --out plan.json")
 
 
-def test_a_picture_is_written_beside_the_text(run, refused, folder):
-    result = run(f"{PLAN} --picture plan.svg")
-    assert result.code == 0 and "above the bound" in result.out
-    assert (folder / "plan.svg").read_text().startswith("<svg")
-    assert "ends in .svg" in refused(f"{PLAN} --picture plan.png")
-
-
 def test_reasons_in_text_and_json(run):
     asked = "plan --lengths lengths.txt --cluster 1x8xH200 --model llama3-8b --planner zones --explain"
     result = run(asked)
@@ -165,4 +161,23 @@ def test_reasons_in_text_and_json(run):
     assert sum(row["documents"] for row in reasons["classes"]) == 12
     assert {row["zone"] for row in reasons["classes"]} <= {"local", "intra-node"}  # there is one node
     assert reasons["bounds"]["inter_pays"] is None and reasons["bounds"]["intra_pays"] >= 128
-    assert "explanation" not in run(f"{PLAN} --json").json
+
+
+FREE = "--cluster 1x8xH100 --model qwen3-0.6b --sharding free"
+
+
+def test_strategies_are_planned_simulated_and_compared(run, folder):
+    planned = run(f"plan --lengths lengths.txt {FREE} --planner hydraulis --out plan.json --json").json
+    assert planned["made_by"] == "hydraulis" and planned["sharding"] == "free" and planned["gap"] >= 0
+    simulated = run("simulate plan.json --cluster 1x8xH100 --model qwen3-0.6b --json").json
+    assert simulated["step_ms"] == pytest.approx(planned["step_ms"])
+    found = run(f"compare --lengths lengths.txt --batch-size 12 {FREE} --planners flex,hydraulis,auto --json").json
+    steps = {name: figures["step_ms"][0] for name, figures in found["planners"].items()}
+    assert steps["auto"] <= min(steps["flex"], steps["hydraulis"])
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
+def test_strategies_under_other_shardings_are_refused_with_the_way_out(run, sharding):
+    box = FREE.replace("free", sharding)
+    result = run(f"plan --lengths lengths.txt {box} --planner hydraulis")
+    assert result.code == 2 and f"sharding {sharding}" in result.err and "--sharding free" in result.err

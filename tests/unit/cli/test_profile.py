@@ -100,4 +100,4 @@ def test_the_fastest_counts_forward_and_backward():
     measurement = Measurement("here", "2.13", 1, 1, 8, "float32", (one, two))
     assert fastest(measurement, "causal") == [(1, "two"), (2, "one")]
     assert fastest(measurement, "full") == [(1, "two")]
-    assert profile._runs(fastest(measurement, "causal")) == ["two up to 1", "one up to 2"]
+    assert profile._winner_ranges(fastest(measurement, "causal")) == ["two up to 1", "one up to 2"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.api import cost_model
-from seqloom.cli.propose import tried
+from seqloom.cli.propose import try_strategies
 from seqloom.planners.hydraulis import check_strategies, strategies_from_json
 
 BOX = "--lengths data.txt --cluster 1x8xL40S --model qwen3-0.6b"
@@ -63,7 +63,7 @@ def test_the_best_strategy_of_every_step_is_counted(data):
     wide = {"pipelines": [{**pipe, "ulysses": 8, "ranks": list(range(8))}]}
     many = {"pipelines": [{**pipe, "ulysses": 1, "ranks": [rank], "longest": 20_000} for rank in range(8)]}
     strategies = strategies_from_json(json.dumps({"strategies": [wide, many]}))
-    trial = tried(np.array([40_000] + [500] * 80), strategies, cost, 40_000, 9)
+    trial = try_strategies(np.array([40_000] + [500] * 80), strategies, cost, 40_000, 9)
     assert trial.chosen == (0, 1) and trial.fixed == 0  # only the wide one holds the long document
     assert trial.share(0) == trial.share(1) == 0.5
     assert trial.step_ns[1] == trial.mean_ns(1) < trial.fixed_ns[1]

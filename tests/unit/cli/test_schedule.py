@@ -34,12 +34,12 @@ def test_chunks_and_pieces_of_every_sequence(run):
 def test_text_shows_the_grid_and_the_figures(run):
     text = run("schedule 1f1b --stages 2 --micro-batches 3").out
     assert text.splitlines() == [
-        "1f1b: 2 hosts, 1 stage each, 3 micro-batches, 1 piece each",
+        "1f1b: 2 pipeline ranks, 1 stage each, 3 micro-batches, 1 piece each",
         "host 0 | 0F0 0F1  .   .  0B0  -  0F2 0B1  -   .  0B2  -",
         "host 1 |  .  1F0 1B0  -  1F1 1B1  -  1F2 1B2  -   .   .",
         "F forward  B backward  . idle",
         "bubble 25.0 %, makespan 12",
-        "peak memory per host, in micro-batches: 2 1",
+        "peak memory per pipeline rank, in micro-batches: 2 1",
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from seqloom.cli.main import app
+from seqloom.cli import app
 from seqloom.data import StoreWriter
 from seqloom.errors import SeqloomError
 from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy, strategies_to_json

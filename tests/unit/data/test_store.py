@@ -23,7 +23,6 @@ def test_tokens_labels_and_counts(store):
     assert found.tokens(0, 0, 4).tolist() == [1, 2, 3, 4]
     assert found.labels(0, 0, 4).tolist() == [2, 3, 4, IGNORE_INDEX]
     assert found.labels(1, 0, 5).tolist() == [IGNORE_INDEX, 7, IGNORE_INDEX, 9, IGNORE_INDEX]
-    assert found.loss_mask(1).tolist() == [False, False, True, False, True]
     assert found.labels(2, 0, 1).tolist() == [IGNORE_INDEX]
     assert found.tokens(1, 2, 2).tolist() == found.labels(1, 5, 5).tolist() == []
     assert {found.tokens(0, 0, 4).dtype, found.labels(0, 0, 4).dtype, found.lengths.dtype} == {np.dtype(np.int64)}
@@ -51,7 +50,8 @@ def test_documents_lie_across_parts_of_the_file(store, monkeypatch):
     found = store(*zip(documents, masks, strict=True))
     for number, (ids, mask) in enumerate(zip(documents, masks, strict=True)):
         assert found.tokens(number, 0, len(ids)).tolist() == ids
-        assert found.loss_mask(number).tolist() == mask
+        labels = np.where(mask, ids, IGNORE_INDEX)[1:].tolist()
+        assert found.labels(number, 0, len(ids)).tolist() == [*labels, IGNORE_INDEX]
         for start in range(len(ids)):
             assert found.tokens(number, start, len(ids)).tolist() == ids[start:]
 

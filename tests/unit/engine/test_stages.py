@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqloom.dist import Ranks, SingleRankTransport
-from seqloom.engine import microbatch as offload
+from seqloom.engine import microbatch
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
@@ -67,7 +67,7 @@ def worst(threads, plan, step=STEP, *, strict=True):
     ],
 )
 def test_every_choice_of_what_is_kept_with_pieces_and_two_ranks_in_a_stage(threads, kind, offloads, monkeypatch):
-    monkeypatch.setattr(offload, "LEAST", 1)
+    monkeypatch.setattr(microbatch, "MIN_ELEMENTS", 1)
     assert worst(threads, plan_of("seq1f1b", 2, pieces=2, width=2, kinds=(kind,), offload=offloads)) < 1e-9
 
 

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
-from seqloom.integrations.transformers.parts import Whole, parts_of
+from seqloom.integrations.transformers.parts import StageSplitError, split_decoder
 from seqloom.models.adapter import ModelWithLoss
 from seqloom.params.placement import held_by
 from seqloom.plan import LayerRange
@@ -50,7 +50,7 @@ def test_parts_in_turn_are_the_whole(name, tokens):
     assert all(torch.equal(each, expected[key]) for key, each in gradients(models[1]).items())
 
 
-def test_parameters_are_told_apart():
+def test_parameters_belong_to_parts():
     found = model_adapter(attach(tiny_model("qwen3", num_hidden_layers=LAYERS)))  # tied
     names = dict(found.module.named_parameters())
     first, _, last = (held_by(found, [part]) for part in CUTS)
@@ -112,7 +112,7 @@ class Layer(nn.Linear):
 
 def test_a_decoder_of_any_make():
     decoder = Decoder()
-    parts = parts_of(decoder, decoder.embed, tuple(decoder.layers))
+    parts = split_decoder(decoder, decoder.embed, tuple(decoder.layers))
     context, ids = bind_single_rank((3, 2)), torch.arange(5)
     wanted = decoder(ids[None], context.positions[None], False, context).last_hidden_state[0]
     found = parts.body(parts.body(parts.embed(ids, context), context, 0, 2), context, 2, 3)
@@ -128,14 +128,14 @@ def test_a_decoder_of_any_make():
         ("in place", "what layer 0 returned is changed in place"),
         ("between", "one after the other"),
         ("changed", "layer 1 is not given what layer 0 returned"),
-        ("error", "cannot be followed .ValueError: too short"),
+        ("error", "cannot be traced .ValueError: too short"),
         ("two norms", "2 calls follow its last layer"),
         ("result", "its result is not that of its final norm"),
     ],
 )
 def test_what_is_more_than_its_parts_is_refused(odd, reason):
     decoder = Decoder(odd)
-    with pytest.raises(Whole, match=reason):
-        parts_of(decoder, decoder.embed, tuple(decoder.layers))
-    with pytest.raises(Whole, match="2 layers are not one list"):
-        parts_of(decoder, decoder.embed, tuple(decoder.layers)[:2])
+    with pytest.raises(StageSplitError, match=reason):
+        split_decoder(decoder, decoder.embed, tuple(decoder.layers))
+    with pytest.raises(StageSplitError, match="2 layers are not one list"):
+        split_decoder(decoder, decoder.embed, tuple(decoder.layers)[:2])

@@ -56,11 +56,12 @@ def test_gradients_are_those_of_plain_transformers(name, checkpointing):
         assert float((total - wanted).norm()) <= 1e-9 * max(float(wanted.norm()), 1e-3), parameter
 
 
-def refused(model, words):
+def check_refused(call, words):
     """All ranks refuse to run a round that remaps around the MLP, and leave no hooks."""
 
     def body(transport):
-        context = bind(WORK, transport)
+        model, context = Layer(*call), bind(WORK, transport)
+        remap_layers([model])
         with pytest.raises(SeqloomError, match=words):
             model(torch.zeros(1, context.tokens, 16, dtype=torch.float64), context)
         assert not hooks(model)
@@ -94,9 +95,7 @@ class Mlp(nn.Module):
     ],
 )
 def test_mlps_that_cannot_be_moved(call, words):
-    layer = Layer(*call)
-    remap_layers([layer])
-    refused(layer, words)
+    check_refused(call, words)
 
 
 def test_a_layer_whose_mlp_has_no_name_of_ours():
@@ -108,10 +107,10 @@ def test_a_layer_whose_mlp_has_no_name_of_ours():
         "do_layer_norm_before": True,
     }
     model = hf.OPTForCausalLM(hf.OPTConfig(**{**SIZES, **keys})).double()
-    own = model_adapter(attach(model))
+    models = [attach(copy.deepcopy(model)) for _ in range(2)]
 
     def body(transport):
-        context = bind(WORK, transport)
+        own, context = model_adapter(models[transport.rank]), bind(WORK, transport)
         with pytest.raises(SeqloomError, match=r"OPTDecoderLayer .* none of its parts is called mlp, .* 'attention'"):
             own.hidden(torch.zeros(context.tokens, dtype=torch.int64), context)
         plain = bind(StageMicroBatch(GROUPS, Checkpoint.NONE, linear=LINEAR), transport)

@@ -139,7 +139,7 @@ def test_a_decoder_whose_hidden_states_depend_on_positions():
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=29, n_positions=64, bos_token_id=0, eos_token_id=0, **keys))
     own = attach(model)
     own._tp_plan = {"transformer.h.*.mlp": "replicated_with_grad_allreduce"}
-    assert "its forward cannot be followed" in model_adapter(own).no_tp_reason
+    assert "its forward cannot be traced" in model_adapter(own).no_tp_reason
 
 
 def test_adapters_are_not_cut():

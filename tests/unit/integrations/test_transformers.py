@@ -186,7 +186,7 @@ def test_a_window_that_a_layer_keeps_to_itself_is_refused(ids, context):
     ],
 )
 def test_what_a_layer_asks_for_and_the_engine_has_not_is_refused(keyword, words, model, context):
-    from seqloom.integrations.transformers.attention import attention_function
+    from seqloom.integrations.transformers.attach import attention_function
 
     layer = model.model.layers[0].self_attn
     q, k = torch.zeros(1, 4, 8, 4), torch.zeros(1, 2, 8, 4)
@@ -198,7 +198,7 @@ def test_what_a_layer_asks_for_and_the_engine_has_not_is_refused(keyword, words,
 
 
 def test_a_mask_that_a_model_adds_is_refused():
-    from seqloom.integrations.transformers.attention import mask_function
+    from seqloom.integrations.transformers.attach import mask_function
 
     assert mask_function(batch_size=1) is None
     with pytest.raises(SeqloomError, match="a mask of its own"):

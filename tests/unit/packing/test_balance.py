@@ -16,7 +16,7 @@ COST = roomy_cost_model("1x4xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
 
 def test_one_document_per_rank():
     """Granule 128: lengths 128, 256, 200 and 64 occupy 128, 256, 256 and 128 tokens on four ranks."""
-    level = cheapest_level(256, np.array([256]), COST, 1024)._replace(shape=GroupShape(1, 1), packs=4)
+    level = cheapest_level([256], np.array([256]), COST, 1024)._replace(shape=GroupShape(1, 1), packs=4)
     packing = hbp([128, 256, 200, 64], COST, 1024, levels=[level])
     for found in (packing.balance, plans_balance([packing.plan(0)], COST)):
         assert found.tokens == pytest.approx(1 - 192 / 256)
@@ -38,7 +38,7 @@ def test_groups_of_several_ranks_share_evenly_and_communicate():
 
 
 def test_rounds_that_follow_each_other_add_up_what_ranks_wait_for():
-    level = cheapest_level(256, np.array([256]), COST, 2048)._replace(shape=GroupShape(1, 1), packs=8)
+    level = cheapest_level([256], np.array([256]), COST, 2048)._replace(shape=GroupShape(1, 1), packs=8)
     packing = hbp([256, 256, 256, 128, 128, 128, 128, 128], COST, 2048, levels=[level])
     first, second = (
         sorted(group.tokens for group in current.groups) for current in packing.plan(0).pipelines[0].rounds

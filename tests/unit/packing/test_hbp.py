@@ -81,7 +81,7 @@ def test_greedy_fill_on_every_tiny_case():
 @pytest.mark.parametrize(("tokens", "budget"), [(2048, 2048 * 24), (24_000, 48_000)])
 def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens, budget):
     cost = roomy_cost_model("2x4xH100", "qwen3-0.6b", None, sharding, 0)
-    level = cheapest_level(tokens, np.array([tokens]), cost, budget)
+    level = cheapest_level([tokens], np.array([tokens]), cost, budget)
     times = {}
     for policy in cost.policies:
         for shape in cost.shapes:
@@ -96,7 +96,7 @@ def test_a_level_is_run_in_the_cheapest_of_all_ways(sharding, tokens, budget):
 def test_packs_are_as_long_as_the_step_and_the_memory_allow():
     capacity = max(COST.capacity(policy) for policy in COST.policies)
     for tokens, budget in ((1024, 8 * 1500), (1024, 10**6), (3072, 7 * 3072)):
-        level = cheapest_level(tokens, np.array([512]), COST, budget)
+        level = cheapest_level([tokens], np.array([512]), COST, budget)
         packs, _ = packs_per_step(tokens, level.shape.degree, COST, budget)
         longest = min(level.shape.degree * capacity, budget // packs)
         assert level.packs == packs and tokens <= level.tokens <= longest < level.tokens + COST.pad_multiple
@@ -148,7 +148,7 @@ def test_what_no_level_holds_is_refused():
         hbp([5], COST, 1000, short_first=-1)
     with pytest.raises(SeqloomError, match="empty"):
         hbp([], COST, 1000)
-    short = cheapest_level(1024, np.array([512]), COST, BUDGET)
+    short = cheapest_level([1024], np.array([512]), COST, BUDGET)
     for levels in ([], [short], [short, short]):
         with pytest.raises(SeqloomError, match="the last of at least 3072"):
             hbp([3000], COST, BUDGET, levels=levels)
@@ -165,7 +165,7 @@ def test_what_no_level_holds_is_refused():
 
 
 def test_consecutive_packs_by_work_make_a_step_and_the_rest_its_own():
-    level = cheapest_level(1024, np.array([512]), COST, BUDGET)
+    level = cheapest_level([1024], np.array([512]), COST, BUDGET)
     levels = [level._replace(packs=2), level._replace(packs=3)]
     steps = cut_into_steps(np.array([5, 9, 1, 7, 3, 100]), np.array([0, 0, 0, 0, 0, 1]), levels)
     assert [(index, packs.tolist()) for index, packs in steps] == [(0, [1, 3]), (0, [0, 2]), (0, [4]), (1, [5])]

@@ -8,9 +8,15 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.bounds.lower import lock_step_bound, rounds_needed, throughput_bound, timeline_bound
-from seqloom.planners.bounds.options import Options, first_feasible
-from seqloom.planners.bounds.prices import price_all
+from seqloom.planners.bounds.one_stage import (
+    BatchOptions,
+    first_feasible,
+    lock_step_bound,
+    rounds_needed,
+    throughput_bound,
+    timeline_bound,
+)
+from seqloom.planners.bounds.prices import price_documents
 from support.brute_force import shortest_step
 from support.strategies import roomy_cost_model
 
@@ -64,8 +70,9 @@ def test_memory_filled_to_the_brim_is_packed():
 def test_every_part_of_the_bound_is_one(seed):
     lengths, cost = case(seed)
     optimum = shortest_step(lengths, cost, cost.policies[0])
-    options = Options.of(price_all(lengths, cost, cost.policies), cost.ranks, 0)
-    longest = options.longest
+    prices = [price_documents(cost.padded_lengths(lengths).astype(float), cost, policy) for policy in cost.policies]
+    options = BatchOptions.of(prices, cost.ranks, 0)
+    longest = options.longest_ns
     parts = [throughput_bound(options, longest), timeline_bound(options, longest), lock_step_bound([options])]
     assert longest > 0 and all(longest <= part * (1 + 1e-9) and part <= optimum * (1 + 1e-9) for part in parts)
     plan = make_plan("flex", lengths, cost)

@@ -8,7 +8,7 @@ import pytest
 
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
-from seqloom.train.config import WANTED, Config, fetched, is_hub_name, merged, parse_overrides
+from seqloom.train.config import MODEL_FILES, Config, fetch_model, is_model_name, merge_overrides, parse_overrides
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LEAST = """
@@ -48,7 +48,9 @@ def test_the_least_config_and_its_defaults(write, tmp_path):
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.name)
 def test_every_recipe_loads_and_round_trips(file, write, tmp_path, monkeypatch):
-    monkeypatch.setattr("seqloom.train.config.fetched", lambda name: tmp_path / name)  # a published model: no network
+    monkeypatch.setattr(
+        "seqloom.train.config.fetch_model", lambda name: tmp_path / name
+    )  # a published model: no network
     config = Config.load(file)
     assert Config.load(write(config.to_toml())) == config
 
@@ -96,7 +98,7 @@ def test_values_of_overrides():
     )
     expected = {"i": 4, "f": 3.0, "t": "x=y z", "q": "3", "d": "2026-11-15", "n": None, "s": "1 2"}
     assert values == {"a": expected, "b": {"i": -1}}
-    assert merged({"a": {"n": 1, "k": 2}}, {"a": {"n": None}, "c": {"x": 1}}) == {"a": {"k": 2}, "c": {"x": 1}}
+    assert merge_overrides({"a": {"n": 1, "k": 2}}, {"a": {"n": None}, "c": {"x": 1}}) == {"a": {"k": 2}, "c": {"x": 1}}
 
 
 @pytest.mark.parametrize("override", ["lr=1", "optimiser.lr", "a.b.c=1", ".lr=1", "optimiser.=1"])
@@ -231,14 +233,14 @@ def store(cache: Path, *files: str) -> Path:
 
 def test_what_is_a_name(tmp_path):
     (tmp_path / "models" / "mine").mkdir(parents=True)
-    assert is_hub_name("Qwen/Qwen3-1.7B", tmp_path)
+    assert is_model_name("Qwen/Qwen3-1.7B", tmp_path)
     for folder in ("models/mine", "model", "./a/b", "../a/b", "/a/b", "a/b/c", "~/a", "a/"):
-        assert not is_hub_name(folder, tmp_path), folder
+        assert not is_model_name(folder, tmp_path), folder
 
 
 def test_a_whole_model_in_the_cache_is_used(cache):
     snapshot = store(cache, "config.json", "model.safetensors")
-    assert fetched(NAME) == snapshot
+    assert fetch_model(NAME) == snapshot
 
 
 @pytest.mark.parametrize(("files", "why"), [([], "is no folder here"), (["config.json"], "has no .*safetensors in")])
@@ -246,7 +248,7 @@ def test_a_model_that_is_not_there_or_has_no_parameters_is_refused(cache, files,
     if files:
         store(cache, *files)
     with pytest.raises(SeqloomError, match=f"'someone/a-model' {why}.*hf download someone/a-model"):
-        fetched(NAME)
+        fetch_model(NAME)
 
 
 CONFIG = """
@@ -265,10 +267,10 @@ def test_a_config_has_the_folder_and_asks_for_it_only_where_it_is_wanted(cache, 
     snapshot = store(cache, "config.json", "model.safetensors")
     (tmp_path / "run.toml").write_text(CONFIG)
     assert Config.load(tmp_path / "run.toml").model.huggingface == snapshot
-    monkeypatch.setattr("seqloom.train.config.fetched", lambda name: pytest.fail("an override names a folder"))
+    monkeypatch.setattr("seqloom.train.config.fetch_model", lambda name: pytest.fail("an override names a folder"))
     found = Config.load(tmp_path / "run.toml", [f"model.huggingface={tmp_path}"]).model.huggingface
     assert found == tmp_path.resolve()
 
 
 def test_only_files_that_a_run_needs_are_wanted():
-    assert not any(pattern.endswith((".py", ".bin")) for pattern in WANTED)
+    assert not any(pattern.endswith((".py", ".bin")) for pattern in MODEL_FILES)

@@ -56,7 +56,7 @@ def test_parameters_of_a_folder_are_read_one_by_one(tmp_path, config, monkeypatc
     theirs.generation_config.do_sample = True
     theirs.save_pretrained(tmp_path, max_shard_size=shard)
     assert (len([*tmp_path.glob("*.safetensors")]) > 1) == (shard == "1KB")
-    monkeypatch.setattr(loading, "_loaded", lambda *_: pytest.fail(NEVER))
+    monkeypatch.setattr(loading, "_load_all", lambda *_: pytest.fail(NEVER))
     adapter = build_huggingface(config(), CPU, torch.float64)
     assert all(each.is_meta for each in adapter.module.parameters())
     assert not any(each.is_meta for each in adapter.module.buffers())

@@ -6,23 +6,23 @@ from itertools import product
 import numpy as np
 import pytest
 
-from seqloom.schedules import Times, play, schedule_of
+from seqloom.schedules import Times, build_schedule, simulate_schedule
 from seqloom.simulate import EventKind, EventTable, NicTable, Simulation
-from seqloom.view import gantt, schedule_chart
+from seqloom.view import Gantt, ScheduleChart
 from seqloom.view.gantt import colour, occupancy
 from support.console import text_of
 
 
-def simulation_of(rows, ranks, step, node_size=8, cards=()):
-    """``rows``: (rank, start, stop, degree, kind); ``cards``: (node, start, stop, busy)."""
+def simulation_of(rows, ranks, step, node_size=8, nics=()):
+    """``rows``: (rank, start, stop, degree, kind); ``nics``: (node, start, stop, busy)."""
     rank, start, stop, degree, kind = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5).T
     none = np.zeros_like(rank)
     events = EventTable(rank, start, stop, kind, none, none, none, degree, none, none)
     zeros = np.zeros(ranks, dtype=np.int64)
     nodes = -(-ranks // node_size)
-    cards = NicTable(*np.array(cards, dtype=np.int64).reshape(-1, 4).T)
+    nics = NicTable(*np.array(nics, dtype=np.int64).reshape(-1, 4).T)
     return Simulation(
-        step, 0, node_size, events, (), zeros, zeros, zeros, zeros, np.zeros((nodes, 2), np.int64), zeros, cards
+        step, 0, node_size, events, (), zeros, zeros, zeros, zeros, np.zeros((nodes, 2), np.int64), zeros, nics
     )
 
 
@@ -36,21 +36,21 @@ def four_ranks():
 
 def test_network_cards_of_several_nodes():
     rows = [(rank, 0, 1000, 4, EventKind.F) for rank in range(4)]
-    cards = [(0, 0, 500, 500), (0, 500, 1000, 100), (1, 0, 500, 10)]
-    lines = text_of(gantt(simulation_of(rows, 4, 1000, 2, cards), width=29)).splitlines()
+    nics = [(0, 0, 500, 500), (0, 500, 1000, 100), (1, 0, 500, 10)]
+    lines = text_of(Gantt(simulation_of(rows, 4, 1000, 2, nics), width=29)).splitlines()
     assert lines[3:6] == [
         "rank 3 │44444444444444444444│",
         "NICs 0 │##########----------│",
         "NICs 1 │····················│",
     ]
-    joined = text_of(gantt(simulation_of(rows, 4, 1000, 2, cards), width=29, rows=1)).splitlines()
+    joined = text_of(Gantt(simulation_of(rows, 4, 1000, 2, nics), width=29, rows=1)).splitlines()
     assert joined[1] == " NICs 0-1 │########---------│"
-    alone = text_of(gantt(simulation_of(rows, 4, 1000, 4, cards), width=29))
+    alone = text_of(Gantt(simulation_of(rows, 4, 1000, 4, nics), width=29))
     assert "NICs" not in alone  # one node: nothing leaves it
 
 
 def test_without_colours():
-    lines = text_of(gantt(four_ranks(), width=29, rows=8)).splitlines()
+    lines = text_of(Gantt(four_ranks(), width=29, rows=8)).splitlines()
     assert lines == [
         "rank 0 │44444444441111111111│",
         "rank 1 │444444444411········│",
@@ -63,20 +63,20 @@ def test_without_colours():
 
 
 def test_ascii():
-    text = text_of(gantt(four_ranks(), width=49), ascii_only=True)
+    text = text_of(Gantt(four_ranks(), width=49), ascii_only=True)
     assert text.isascii()
     assert text.splitlines()[1] == "rank 1 |" + "4" * 20 + "1" * 4 + "." * 16 + "|"
 
 
 def test_colours_show_the_share_at_work_as_height():
-    text = text_of(gantt(four_ranks(), width=29, rows=2), colours="truecolor")
+    text = text_of(Gantt(four_ranks(), width=29, rows=2), colours="truecolor")
     assert "█" in text and "\x1b[" in text and "ranks 0-1" in text
     half = next(line for line in text.splitlines() if "ranks 0-1" in line)
     assert "▄" in half  # one of two ranks works in the second half
 
 
 def test_no_colour_by_wish_of_the_user():
-    text = text_of(gantt(four_ranks(), width=29), colours="truecolor", no_color=True)
+    text = text_of(Gantt(four_ranks(), width=29), colours="truecolor", no_color=True)
     assert "4444444444" in text
 
 
@@ -84,7 +84,7 @@ def test_no_colour_by_wish_of_the_user():
 def test_a_thousand_ranks(width, rows):
     events = [(rank, 0, 100 + rank, 8, EventKind.F) for rank in range(1024)]
     simulation = simulation_of(events, 1024, 1200)
-    lines = text_of(gantt(simulation, rows=rows), width=width).splitlines()
+    lines = text_of(Gantt(simulation, rows=rows), width=width).splitlines()
     bars = [line for line in lines if "│" in line]
     assert len(bars) <= max(rows, 1) and len(bars) == {1: 1, 3: 3, 20: 19, 4000: 1024}[rows]
     assert len(set(map(len, bars))) == 1
@@ -105,7 +105,7 @@ def test_cells_count_rank_time():
 
 def test_nothing_happened():
     simulation = simulation_of([], 2, 100, 2)
-    lines = text_of(gantt(simulation, width=30)).splitlines()
+    lines = text_of(Gantt(simulation, width=30)).splitlines()
     assert lines[0] == "rank 0 │" + "·" * 21 + "│"
 
 
@@ -115,8 +115,10 @@ def test_a_degree_has_one_colour_in_every_chart():
 
 
 def drawn(name, micro_batches, width=80, colours=None, times=(1, 1, 1)):
-    schedule = schedule_of(name, 2, micro_batches)
-    return text_of(schedule_chart(schedule, play(schedule, Times.equal(schedule, *times))), width, colours=colours)
+    schedule = build_schedule(name, 2, micro_batches)
+    return text_of(
+        ScheduleChart(schedule, simulate_schedule(schedule, Times.uniform(schedule, *times))), width, colours=colours
+    )
 
 
 def test_a_short_schedule_shows_every_action():

@@ -10,7 +10,7 @@ from seqloom.packing import Balance
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, StageMicroBatch
 from seqloom.planners.hydraulis import ParallelConfig, PipelineConfig, Strategy
 from seqloom.simulate import simulate
-from seqloom.view import balance_table, comparison_table, length_histogram, plan_table, rank_chart
+from seqloom.view import LengthHistogram, RankChart, balance_table, comparison_table, plan_table
 from seqloom.view.format import milliseconds, percent
 from seqloom.view.tables import buckets, degree_text, groups_of_round
 from support.console import text_of
@@ -117,7 +117,7 @@ def test_buckets_are_powers_of_two_without_holes():
 
 
 def test_histogram():
-    text = text_of(length_histogram(np.array([600] * 9 + [60000])))
+    text = text_of(LengthHistogram(np.array([600] * 9 + [60000])))
     header, _, *rows = [line for line in text.splitlines() if line.strip()]
     assert header.split() == ["length", "sequences", "%", "tokens", "%"]
     labels = ["512-1K", "1K-2K", "2K-4K", "4K-8K", "8K-16K", "16K-32K", "32K-64K"]
@@ -130,13 +130,13 @@ def test_histogram():
 
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_histogram_in_any_width_and_ascii(width):
-    text = text_of(length_histogram([100, 5000, 131072]), width=width, ascii_only=True)
+    text = text_of(LengthHistogram([100, 5000, 131072]), width=width, ascii_only=True)
     assert text.isascii() and "#" in text and "128K-256K" in text
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_histogram_of_no_lengths():
-    assert "tokens" in text_of(length_histogram([]))
+    assert "tokens" in text_of(LengthHistogram([]))
 
 
 WIDE, PAIR, ONE = ParallelConfig(2, 2), ParallelConfig(1, 1, 2), ParallelConfig(1, 1, 1, 1)
@@ -153,7 +153,7 @@ def lines_of(renderable, width=80):
 def test_letters_of_ranks_and_their_legend():
     mixed = strategy((WIDE, range(4)), (PAIR, (6, 7)), (ONE, (4,)))
     others = strategy((PAIR, (0, 1)), (PAIR, (2, 3)), (WIDE, range(4, 8)))
-    assert lines_of(rank_chart([mixed, others], node_size=4)) == [
+    assert lines_of(RankChart([mixed, others], node_size=4)) == [
         "0  AAAA c.BB",  # rank 5 is in no pipeline
         "1  BBbb AAAA",
         "",
@@ -165,8 +165,8 @@ def test_letters_of_ranks_and_their_legend():
 
 def test_as_many_whole_nodes_in_a_line_as_fit():
     many = strategy(*((PAIR, (k, k + 1)) for k in range(0, 12, 2)))
-    assert lines_of(rank_chart([many], node_size=4), width=14)[:3] == ["0  AAaa AAaa", "   AAaa", ""]
-    assert lines_of(rank_chart([many], node_size=4), width=12)[:3] == ["0  AAaa", "   AAaa", "   AAaa"]
+    assert lines_of(RankChart([many], node_size=4), width=14)[:3] == ["0  AAaa AAaa", "   AAaa", ""]
+    assert lines_of(RankChart([many], node_size=4), width=12)[:3] == ["0  AAaa", "   AAaa", "   AAaa"]
 
 
 def test_figures_of_balance():

@@ -16,6 +16,6 @@ except ImportError as error:
     ) from None
 
 from seqloom.integrations.transformers.attach import Head, attach, head, hidden_states, inputs, model_adapter
-from seqloom.integrations.transformers.checks import REFUSALS, check, support_table
+from seqloom.integrations.transformers.checks import REFUSALS, check
 
-__all__ = ["REFUSALS", "Head", "attach", "check", "head", "hidden_states", "inputs", "model_adapter", "support_table"]
+__all__ = ["REFUSALS", "Head", "attach", "check", "head", "hidden_states", "inputs", "model_adapter"]

@@ -1,7 +1,13 @@
-"""MLPs of transformers on the tokens of the linear layout, in rounds that remap around them.
+"""Run Hugging Face models on the engine, unmodified.
 
-An MLP is not told the context, its layer is. So a layer puts hooks on its MLP while it runs and takes them away after:
-one moves what comes in, one moves back what comes out. Nothing is left behind for a call with another context.
+    model = attach(AutoModelForCausalLM.from_pretrained(...))
+    hidden = hidden_states(model, ids, context.positions, context)
+    weight, tied = head(model)
+    adapter = model_adapter(model)      # for plans with pipeline stages, tensor parallelism, sharded parameters
+
+Transformers looks attention and its mask up by name in registries; `attach` registers ours there and switches the
+model to that name. The context of the round comes as a keyword of the model call, which transformers hands on to every
+attention layer, also when a layer is recomputed.
 """
 
 from __future__ import annotations
@@ -12,20 +18,336 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from seqloom.attention import AttentionSpec, attention
 from seqloom.dist import Context, attention_context
 from seqloom.dist.token_layout import TokenRedistribute, redistribute_tokens
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.attention import NAME, calls, only_rows, register
-from seqloom.integrations.transformers.checks import check, unwrapped
-from seqloom.integrations.transformers.parts import Whole, check_positions, parts_of
+from seqloom.integrations.transformers.checks import check, unwrap
+from seqloom.integrations.transformers.parts import (
+    StageSplitError,
+    check_positions,
+    drop_padding,
+    pad_empty,
+    split_decoder,
+)
 from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan, tp_layers
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.recompute import LayerWrapper
 from seqloom.plan import Remap
 
+NAME = "seqloom"
+"""Under which our functions are registered in transformers."""
+CALL = "model(**seqloom.integrations.transformers.attach.inputs(ids, context.positions, context))"
+NOT_COMPUTED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a bias on logits",
+    "indices": "a choice of keys (sparse attention)",
+    "block_indices": "a choice of key blocks (sparse attention)",
+}
+"""Keywords with which some models ask for what the engine does not compute."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Head(NamedTuple):
+    """The output projection.
+
+    Attributes:
+        weight: [vocabulary, hidden], the parameter itself.
+        tied: whether it is the embedding's parameter too.
+    """
+
+    weight: nn.Parameter
+    tied: bool
+
+
+def attach(model: Model) -> Model:
+    """Make a causal model compute its attention with the engine, and return it.
+
+    The model is switched by name (`set_attn_implementation`); nothing in it is replaced, and switching to another name
+    undoes it. From now on every call needs a context: see `inputs`.
+
+    Args:
+        model: of transformers, or one that peft wraps.
+
+    Raises:
+        SeqloomError: what `check` refuses.
+    """
+    check(model)
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)
+    causal = unwrap(model)
+    causal.set_attn_implementation(NAME)
+    chosen = causal.config._attn_implementation
+    if chosen != NAME:
+        raise SeqloomError(
+            f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
+            "attention up by name; use a model that does"
+        )
+    return model
+
+
+def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict[str, Any]:
+    """Return the arguments of a model call for this rank's tokens: `model(**inputs(...)).logits[0, : context.tokens]`.
+
+    Models of transformers cannot be called with no tokens. A rank that holds none in a round, but takes part in it,
+    computes one padding row: cut the result to `context.tokens` rows and its gradients are zero.
+
+    Args:
+        ids: int64[tokens], in the order of `context.spans`; may be empty.
+        positions: int64[tokens], the place of each in its document: `context.positions`.
+        context: what `bind` made of the round.
+    """
+    if ids.ndim != 1 or ids.shape != positions.shape or len(ids) != context.tokens:
+        raise SeqloomError(
+            f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
+            f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
+        )
+    if context.tp_group is not None:  # position tables are for attention, which has the tokens of the whole TP group
+        positions = attention_context(context).positions
+    return {
+        "input_ids": pad_empty(ids)[None],
+        "position_ids": pad_empty(positions)[None],
+        "use_cache": False,
+        "seqloom_context": context,
+    }
+
+
+def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+    """Return the input of the model's head, [tokens, hidden]: the logits are this @ head(model).weight.T.
+
+    Args:
+        model: an attached model.
+        ids, positions, context: see `inputs`.
+    """
+    decoder = unwrap(model).get_decoder()
+    return drop_padding(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
+
+
+def head(model: nn.Module) -> Head:
+    """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
+    causal = unwrap(model)
+    weight = causal.get_output_embeddings().weight
+    return Head(weight, weight is causal.get_input_embeddings().weight)
+
+
+def model_adapter(model: nn.Module) -> ModelAdapter:
+    """Describe an attached model to the engine, which shards it, recomputes its layers and runs plans on it.
+
+    From now on its layers follow plans that remap around the MLP. Where the decoder can be traced (`parts`), the
+    adapter cuts it into stages; where it publishes a tensor-parallel plan (`tensor_parallel`), its layers run in TP
+    groups.
+    """
+    causal = unwrap(model)
+    decoder, embedding = causal.get_decoder(), causal.get_input_embeddings()
+    classes = causal._no_split_modules or ()  # names of the classes of layers
+    layers = tuple(module for module in decoder.modules() if type(module).__name__ in classes)
+    if not layers:
+        raise SeqloomError(
+            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(classes)}); "
+            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
+        )
+    remap_layers(layers)
+
+    def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
+        return hidden_states(model, ids, context.positions, context)
+
+    options: dict[str, Any]
+    try:
+        parts = split_decoder(decoder, embedding, layers)
+        options = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
+    except StageSplitError as reason:
+        options = {"single_stage_reason": str(reason)}
+    specs = attention_specs(layers)
+    try:
+        plan = tensor_plan(model, causal, layers, specs)
+        check_positions(decoder, embedding, layers)
+        tp_layers(layers, plan.regions)
+        options |= {"tp_axes": plan.tp_axes, "tp_divisors": plan.tp_divisors, "no_tp_reason": ""}
+    except (NoTensorParallel, StageSplitError) as reason:
+        options |= {"no_tp_reason": str(reason)}
+    return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), specs, **options)
+
+
+def attention_specs(layers: Iterable[nn.Module]) -> tuple[AttentionSpec, ...]:
+    """Return the distinct attention calls that layers will make, from their configs and their attention modules.
+
+    Leaves out a model that uses other names: its index work is done in the first layer of a round.
+    """
+    specs = []
+    for module in (module for layer in layers for module in layer.modules()):
+        config: Any = getattr(module, "config", None)
+        heads, scale = getattr(config, "num_attention_heads", None), getattr(module, "scaling", None)
+        dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        if isinstance(heads, int) and isinstance(dim, int) and isinstance(scale, float):
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            window = _config_window(module, getattr(module, "layer_idx", None))
+            specs.append(AttentionSpec(heads, kv_heads, dim, window, scale))
+    return tuple(dict.fromkeys(specs))
+
+
+# What transformers calls instead of its own attention.
+
+
+def mask_function(*, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
+    """Make no mask: the context says which token sees which. Padding and masks of a model's own are refused."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise SeqloomError(
+            f"an attention_mask of shape {list(attention_mask.shape)} with padding: documents are packed without "
+            f"padding, and the context knows where they end; leave attention_mask out: {CALL}"
+        )
+    if use_vmap:  # transformers sets it for masks that are more than causal, windowed and packed
+        raise SeqloomError(
+            "this model adds a mask of its own to the causal one: the engine computes causal attention, full or with "
+            "a sliding window; use a model without it"
+        )
+
+
+def attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    seqloom_context: Context | torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of one layer for this rank's tokens.
+
+    Args:
+        module: the layer's attention.
+        query: [1, heads, tokens, dim].
+        key, value: [1, kv_heads, tokens, dim], one per kv head.
+        attention_mask: None, which is what `mask_function` gives.
+        scaling: logits are multiplied by it.
+        dropout, softcap: refused by the engine unless 0 and None.
+        is_causal: only True, when a model says it.
+        seqloom_context: what `bind` made of the round; in a compiled layer its opaque handle.
+        keywords: whatever else the model and its caller pass; `sliding_window` is how many tokens a token of this
+            layer sees, itself included.
+
+    Returns:
+        Output [1, tokens, heads, dim], and None for the attention weights, which never exist.
+    """
+    if seqloom_context is None:
+        raise SeqloomError(
+            f"{type(module).__name__} was called without a context: attention {NAME!r} needs the round that its tokens "
+            f"belong to; call {CALL}, or go back with model.set_attn_implementation('sdpa'). If the call had one, this "
+            "model does not hand keywords on to attention and cannot be used"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    _check_call(module, query, key, value, attention_mask, causal, keywords)
+    _check_window(module, keywords, compiled=isinstance(seqloom_context, torch.Tensor))
+    options = {"window": keywords.get("sliding_window"), "scale": scaling, "dropout": dropout, "softcap": softcap}
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if isinstance(seqloom_context, torch.Tensor):  # the operator counts the rows
+        return attention(q, k, v, seqloom_context, **options)[None], None
+    rows = seqloom_context.tokens
+    if len(q) != max(rows, 1):
+        raise SeqloomError(
+            f"{len(q)} tokens in the model call: rank {seqloom_context.rank} holds {rows} tokens in this "
+            f"round; pass the ids of context.spans: {CALL}"
+        )
+    _check_position_ids(keywords.get("position_ids"), seqloom_context)
+    q, k, v = (drop_padding(x, rows) for x in (q, k, v))
+    out = attention(q, k, v, seqloom_context, **options, layer=getattr(module, "layer_idx", None))
+    return pad_empty(out)[None], None
+
+
+def _check_call(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    causal: bool,
+    keywords: dict[str, Any],
+) -> None:
+    """Refuse a call that means something else than the engine computes."""
+    name = type(module).__name__
+    if query.shape[0] != 1:
+        raise SeqloomError(
+            f"a batch of {query.shape[0]}: documents are packed into one row without padding, and the context tells "
+            f"them apart; call {CALL}"
+        )
+    if keywords.get("use_cache") or key.shape[2] != query.shape[2]:
+        raise SeqloomError(
+            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries, use_cache={keywords.get('use_cache')}: keys "
+            "come from the round's ranks, not from a cache; pass use_cache=False"
+        )
+    if attention_mask is not None:
+        raise SeqloomError(
+            f"{name} was given a mask of shape {list(attention_mask.shape)}: who sees whom is in the context; "
+            "leave attention_mask out, or use a model without a mask of its own"
+        )
+    if not causal:
+        raise SeqloomError(f"{name} asks for attention that is not causal; use a causal language model")
+    if value.shape[-1] != query.shape[-1]:
+        raise SeqloomError(
+            f"{name}: values of width {value.shape[-1]}, keys of width {key.shape[-1]}: the engine takes equal widths "
+            "only; use a model without latent attention (MLA)"
+        )
+    for keyword, what in NOT_COMPUTED.items():
+        if keywords.get(keyword) is not None:
+            raise SeqloomError(f"{name} passes {keyword}: {what} is not computed here; use a model without it")
+
+
+def _check_window(module: nn.Module, keywords: dict[str, Any], *, compiled: bool) -> None:
+    """Refuse a layer with a window that it does not pass on.
+
+    A compiled graph serves many layers and must not look at a layer's number. There the window of any layer counts,
+    and a layer that passes none by name is believed.
+    """
+    if keywords.get("sliding_window") is not None or (compiled and "sliding_window" in keywords):
+        return
+    window = _config_window(module, None if compiled else getattr(module, "layer_idx", None))
+    if window is not None:
+        where = "" if compiled else f", layer {getattr(module, 'layer_idx', '?')}"
+        raise SeqloomError(
+            f"{type(module).__name__}{where}: the config says a sliding window of {window}, but the layer does not "
+            "pass it to attention; set config.sliding_window = None if full attention is meant"
+        )
+
+
+def _config_window(module: nn.Module, layer: int | None) -> int | None:
+    """Return the window that the config gives to a layer; None asks for any layer."""
+    config: Any = getattr(module, "config", None)
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not types:
+        return window
+    return window if "sliding_attention" in (types if layer is None else types[layer : layer + 1]) else None
+
+
+def _check_position_ids(positions: torch.Tensor | None, context: Context) -> None:
+    """Refuse positions that are not the context's: a model that is given none counts its rows instead.
+
+    Those of `inputs` are the context's own memory, which is seen without reading it.
+    """
+    if positions is None or not context.tokens or torch.compiler.is_compiling():
+        return
+    own = context.positions
+    if positions.data_ptr() == own.data_ptr() and positions.numel() == own.numel():
+        return
+    if positions.numel() != own.numel() or not torch.equal(positions.reshape(-1), own):
+        raise SeqloomError(
+            f"position_ids of shape {list(positions.shape)} are not the positions of this rank's tokens in their "
+            f"documents; pass position_ids=context.positions[None]: {CALL}"
+        )
+
+
+# Rounds that remap tokens around the MLP: an MLP is not given the context, its layer is. So a layer puts hooks on its
+# MLP while it runs and removes them after: one moves tokens to the linear layout, one moves the result back. Nothing is
+# left behind for a call with another context.
+
 NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "moe", "ffn")
-"""What the layers of transformers call their MLPs."""
+"""Names that layers of transformers give their MLPs."""
 WAY_OUT = "plan with remap 'attention', which moves tokens around attention instead"
 
 
@@ -84,143 +406,13 @@ class _Around:
 
 
 def _moved(crossing: TokenRedistribute, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Move the rows of x [1, rows, hidden] or [rows, hidden]; where there are none, one that is nobody's stands in.
-
-    Models of transformers cannot be called with no tokens; see `inputs`.
-    """
+    """Move the rows of x [1, rows, hidden] or [rows, hidden]; `pad_empty` says what stands for no rows."""
     flat = x.flatten(0, -2)
     if len(flat) != max(rows, 1):
         raise SeqloomError(
             f"{list(x.shape)} in or out of an MLP, where {rows} tokens are: it does not treat every token by itself; "
             f"{WAY_OUT}"
         )
-    (moved,) = redistribute_tokens(crossing, only_rows(flat, rows))
-    if not len(moved):
-        moved = torch.cat([moved, moved.new_zeros((1, *moved.shape[1:]))])
+    (moved,) = redistribute_tokens(crossing, drop_padding(flat, rows))
+    moved = pad_empty(moved)
     return moved[None] if x.ndim == 3 else moved
-
-
-# ---- merged: integrations.transformers
-# Hugging Face models on the engine, unmodified: attach, call, and what the loss needs instead of logits.
-#
-# model = attach(AutoModelForCausalLM.from_pretrained(...))
-# hidden = hidden_states(model, ids, context.positions, context)
-# weight, tied = head(model)
-
-
-Model = TypeVar("Model", bound=nn.Module)
-
-
-class Head(NamedTuple):
-    """The output projection.
-
-    Attributes:
-        weight: [vocabulary, hidden], the parameter itself.
-        tied: whether it is the embedding's parameter too.
-    """
-
-    weight: nn.Parameter
-    tied: bool
-
-
-def attach(model: Model) -> Model:
-    """Make a causal model compute its attention with the engine, and return it.
-
-    The model is switched by name (`set_attn_implementation`); nothing in it is replaced, and switching to another name
-    undoes it. From now on every call needs a context: see `inputs`.
-
-    Args:
-        model: of transformers, or one that peft wraps.
-
-    Raises:
-        SeqloomError: what `check` refuses.
-    """
-    check(model)
-    register()
-    causal = unwrapped(model)
-    causal.set_attn_implementation(NAME)
-    chosen = causal.config._attn_implementation
-    if chosen != NAME:
-        raise SeqloomError(
-            f"{type(causal).__name__} stays with attention {chosen!r} when {NAME!r} is chosen: its code does not look "
-            "attention up by name; use a model that does"
-        )
-    return model
-
-
-def inputs(ids: torch.Tensor, positions: torch.Tensor, context: Context) -> dict[str, Any]:
-    """Return the arguments of a model call for this rank's tokens: `model(**inputs(...)).logits[0, : context.tokens]`.
-
-    Models of transformers cannot be called with no tokens. A rank that holds none in a round, but takes part in it,
-    computes one row that nobody sees: cut the result to `context.tokens` rows and its gradients are zero.
-
-    Args:
-        ids: int64[tokens], in the order of `context.spans`; may be empty.
-        positions: int64[tokens], the place of each in its document: `context.positions`.
-        context: what `bind` made of the round.
-    """
-    if ids.ndim != 1 or ids.shape != positions.shape or len(ids) != context.tokens:
-        raise SeqloomError(
-            f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], and rank {context.rank} "
-            f"holds {context.tokens} tokens in this round; pass the tokens of context.spans and context.positions"
-        )
-    if context.tp_group is not None:  # tables of positions are for attention, which has the tokens of the whole team
-        positions = attention_context(context).positions
-    ids, positions = (each if len(each) else each.new_zeros(1) for each in (ids, positions))
-    return {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "seqloom_context": context}
-
-
-def hidden_states(model: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-    """Return what the head of the model is given, [tokens, hidden]: the logits are this @ head(model).weight.T.
-
-    Args:
-        model: an attached model.
-        ids, positions, context: see `inputs`.
-    """
-    decoder = unwrapped(model).get_decoder()
-    return only_rows(decoder(**inputs(ids, positions, context)).last_hidden_state.squeeze(0), context.tokens)
-
-
-def head(model: nn.Module) -> Head:
-    """Return the output projection of an attached model. Call it in every step: sharding may exchange parameters."""
-    causal = unwrapped(model)
-    weight = causal.get_output_embeddings().weight
-    return Head(weight, weight is causal.get_input_embeddings().weight)
-
-
-def model_adapter(model: nn.Module) -> ModelAdapter:
-    """Describe an attached model to the runtime, which shards it, recomputes its layers and runs plans on it.
-
-    From now on its layers follow plans that remap around the MLP, see `integrations.remap`. Where its parts can be
-    told apart, see `integrations.parts`, it can be cut into stages, and where it publishes a tensor-parallel plan, see
-    `integrations.plans`, its layers run in teams.
-    """
-    causal = unwrapped(model)
-    kinds = causal._no_split_modules or ()  # the names of the classes of layers
-    layers = tuple(module for module in causal.get_decoder().modules() if type(module).__name__ in kinds)
-    if not layers:
-        raise SeqloomError(
-            f"{type(causal).__name__} does not say what its layers are (_no_split_modules = {list(kinds)}); "
-            "say it yourself: seqloom.models.adapter.ModelAdapter(module, layers, hidden, head)"
-        )
-
-    remap_layers(layers)
-
-    def hidden(ids: torch.Tensor, context: Context) -> torch.Tensor:
-        return hidden_states(model, ids, context.positions, context)
-
-    known: dict[str, Any]
-    try:
-        parts = parts_of(causal.get_decoder(), causal.get_input_embeddings(), layers)
-        known = {"embed": parts.embed, "body": parts.body, "norm": parts.norm, "embedding": parts.embedding}
-    except Whole as reason:
-        known = {"single_stage_reason": str(reason)}
-    found = calls(layers)
-    try:
-        plan = tensor_plan(model, causal, layers, found)
-        check_positions(causal.get_decoder(), causal.get_input_embeddings(), layers)
-        tp_layers(layers, plan.regions)
-        known |= {"tp_axes": plan.tp_axes, "tp_divisors": plan.tp_divisors, "no_tp_reason": ""}
-    except (NoTensorParallel, Whole) as reason:
-        known |= {"no_tp_reason": str(reason)}
-    return ModelAdapter(model, layers, hidden, causal.get_output_embeddings(), found, **known)

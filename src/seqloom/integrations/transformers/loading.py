@@ -1,7 +1,13 @@
-"""The model of a Hugging Face folder, without the values of its parameters, and what reads them.
+"""Hugging Face folders as a family of models that `seqloom train` and `seqloom verify` take (`model.huggingface`).
 
-Tensors that have the names and shapes of the model's parameters are read from the files one by one, when they are cut
-into shards. Where transformers renames, joins or splits what is in the files, it loads all of it to the host's memory.
+    config.json             required; of a model that `check` does not refuse
+    *.safetensors           its parameters; without them they are drawn with model.seed
+    tokenizer files         copied beside the trained model
+
+The model is built without values. Tensors that have the names and shapes of its parameters are read from the files one
+by one, when they are cut into shards; where transformers renames, joins or splits what is in the files, it loads all of
+it to the host's memory. The trained model is written to `run.output`/model, complete or not at all, as
+`from_pretrained` reads it.
 """
 
 from __future__ import annotations
@@ -17,6 +23,8 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
@@ -26,33 +34,90 @@ from seqloom.params.placement import move_buffers, taken_out
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 Read = Callable[[str], torch.Tensor]
 """Name of a parameter -> its values."""
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is fetched, and no code of a folder is run."""
+"""Fetch nothing, and run no code of a folder."""
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_*")
+"""Names of files that belong to a tokenizer."""
 
 
-def model_in(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, Read | None]:
-    """Return the model without the values of its parameters, and what reads them; on "meta" nothing does.
+def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
+    """Build the model of a folder and attach it to the engine: see `train.model.ModelFamily`.
 
-    Fresh ones are drawn in float32 on the CPU, so that they do not depend on dtype and device.
+    On the meta device it has no values and nothing reads them.
+
+    Raises:
+        SeqloomError: what `check` refuses, and a folder that cannot be read or lacks parameters.
+    """
+    folder = _folder(config)
+    try:
+        with no_progress_bars():
+            model, read = _build(folder, config.model.seed, device, dtype)
+    except SeqloomError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise SeqloomError(
+            f"model.huggingface = {str(folder)!r} cannot be loaded ({reason}); give a folder that "
+            "AutoModelForCausalLM.from_pretrained reads without network and without code of its own"
+        ) from error
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    try:
+        adapter = model_adapter(attach(model.train()))
+    except SeqloomError as error:
+        raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
+    if read is None:
+        return adapter
+    move_buffers(adapter.module, device)
+    return replace(adapter, deferred=DeferredParameters(read, device))
+
+
+def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
+    """Write a trained model, its config and its folder's tokenizer: see `train.model.ModelFamily`.
+
+    Parameters keep the dtype of the run's masters, so nothing is lost. An existing model is replaced.
+    """
+    final, model = config.run.output / "model", cast("Any", module)
+    folder = _folder(config)
+    tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    with atomic_folder(final, SafetensorError) as partial:
+        with no_progress_bars():
+            model.save_pretrained(partial, state_dict=dict(state))
+        for path in sorted(tokenizer):
+            shutil.copy(path, partial / path.name)
+    return final
+
+
+HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface)
+"""The family of `model.huggingface`."""
+
+
+def _folder(config: Config) -> Path:
+    assert config.model.huggingface is not None
+    return config.model.huggingface
+
+
+def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, Read | None]:
+    """Return the model without values, and what reads its parameters; on "meta" nothing does.
+
+    Fresh parameters are drawn in float32 on the CPU, so that they do not depend on dtype and device.
     """
     if device.type == "meta":
         with device:
-            return _drawn(folder, dtype), None
+            return _from_config(folder, dtype), None
     if any(folder.glob("*.safetensors")):
         with meta_parameters():
-            model = _drawn(folder, dtype).to(dtype)
+            model = _from_config(folder, dtype).to(dtype)
         read = _reader(folder, model)
-        if read is not None:
-            if (folder / GENERATION_CONFIG_NAME).exists():
-                model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
-            return model, read
-        model = _loaded(folder, dtype)
-        return model, taken_out(model).pop
+        if read is None:
+            model = _load_all(folder, dtype)
+            return model, taken_out(model).pop
+        if (folder / GENERATION_CONFIG_NAME).exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
+        return model, read
     if any(folder.glob("*.bin")):
         raise SeqloomError(
             f"model.huggingface = {str(folder)!r} has parameters in .bin files and none in .safetensors; convert them "
@@ -60,14 +125,14 @@ def model_in(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) 
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _drawn(folder, torch.float32).to(dtype)
+        model = _from_config(folder, torch.float32).to(dtype)
         return model, taken_out(model).pop
 
 
-def _drawn(folder: Path, dtype: torch.dtype) -> Any:
-    """Make the model of a config.json with fresh parameters."""
-    settings = AutoConfig.from_pretrained(folder, **LOCAL)
-    return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+def _from_config(folder: Path, dtype: torch.dtype) -> Any:
+    """Build the model of a config.json with fresh parameters."""
+    config = AutoConfig.from_pretrained(folder, **LOCAL)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _reader(folder: Path, model: Any) -> Read | None:
@@ -75,30 +140,17 @@ def _reader(folder: Path, model: Any) -> Read | None:
     saved = model.state_dict()
     if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
         return None
-    shapes, read = open_safetensors(*_files(folder))
+    shapes, read = open_safetensors(*_weight_files(folder))
     return read if all(shapes.get(name) == list(each.shape) for name, each in model.named_parameters()) else None
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of parameters that transformers would read."""
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would read parameters from."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():
-        return [path for path in (folder / SAFE_WEIGHTS_NAME,) if path.exists()]
-    named = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
-    return [folder / name for name in named if (folder / name).exists()]
-
-
-def _loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """Load all parameters to the host's memory: transformers would draw those that are missing."""
-    options = {**LOCAL, "use_safetensors": True, "dtype": dtype, "output_loading_info": True}
-    model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
-    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if missing:
-        raise SeqloomError(
-            f"model.huggingface = {str(folder)!r}: {len(missing)} parameters are missing in its safetensors or have "
-            f"another shape there, {missing[0]} among them; give the folder of the whole model"
-        )
-    return model.to(dtype)
+    names = [SAFE_WEIGHTS_NAME]
+    if index.exists() and not (folder / SAFE_WEIGHTS_NAME).exists():
+        names = sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+    return [folder / name for name in names if (folder / name).exists()]
 
 
 def _converts(model_type: str) -> bool:
@@ -110,84 +162,26 @@ def _converts(model_type: str) -> bool:
     return get_checkpoint_conversion_mapping(model_type) is not None
 
 
+def _load_all(folder: Path, dtype: torch.dtype) -> Any:
+    """Load all parameters to the host's memory; refuse missing ones, which transformers would draw."""
+    options = {**LOCAL, "use_safetensors": True, "dtype": dtype, "output_loading_info": True}
+    model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if missing:
+        raise SeqloomError(
+            f"model.huggingface = {str(folder)!r}: {len(missing)} parameters are missing in its safetensors or have "
+            f"another shape there, {missing[0]} among them; give the folder of the whole model"
+        )
+    return model.to(dtype)
+
+
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing over the display of the run: every rank would."""
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
-
-
-# ---- merged: integrations.training
-# Hugging Face folders as a kind of model that `seqloom train` and `seqloom verify` take.
-#
-#     config.json             required; of a model that `check` does not refuse
-#     *.safetensors           its parameters; without them they are drawn with model.seed
-#     tokenizer files         copied beside the trained model
-#
-# The trained model is written to `run.output`/model, complete or not at all, as `from_pretrained` reads it.
-
-
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_*")
-"""Names of files that belong to a tokenizer."""
-
-
-def build_huggingface(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
-    """Make the model of a folder, attached to the engine: see `train.model.BuildModel`.
-
-    Raises:
-        SeqloomError: what `check` refuses, and a folder that cannot be read or lacks parameters.
-    """
-    folder = _folder(config)
-    try:
-        with no_progress_bars():
-            model, read = model_in(folder, config.model.seed, device, dtype)
-    except SeqloomError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SeqloomError(
-            f"model.huggingface = {str(folder)!r} cannot be loaded ({str(error).strip()}); give a folder that "
-            "AutoModelForCausalLM.from_pretrained reads without network and without code of its own"
-        ) from error
-    if dtype == torch.float64 and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # grouped products have no float64
-    try:
-        found = model_adapter(attach(model.train()))
-    except SeqloomError as error:
-        raise SeqloomError(f"model.huggingface = {str(folder)!r}: {error}") from None
-    if read is None:
-        return found
-    move_buffers(found.module, device)
-    return replace(found, deferred=DeferredParameters(read, device))
-
-
-def save_huggingface(config: Config, module: nn.Module, state: Mapping[str, torch.Tensor]) -> Path:
-    """Write a trained model with its config and the tokenizer of the folder it came from: see `train.model.SaveModel`.
-
-    Parameters keep the dtype of the run's masters, so nothing is lost. A model that is there is replaced.
-    """
-    final, model = config.run.output / "model", cast("Any", module)
-    with atomic_folder(final, SafetensorError) as partial:
-        with no_progress_bars():
-            model.save_pretrained(partial, state_dict=dict(state))
-        for path in _tokenizer_files(_folder(config)):
-            shutil.copy(path, partial / path.name)
-    return final
-
-
-HUGGINGFACE = ModelFamily(build_huggingface, save_huggingface)
-"""What `model.huggingface` names."""
-
-
-def _folder(config: Config) -> Path:
-    """Return the folder of the model; the config has one where this kind is chosen."""
-    assert config.model.huggingface is not None
-    return config.model.huggingface
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return sorted({path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()})

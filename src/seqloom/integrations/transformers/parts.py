@@ -1,13 +1,13 @@
-"""A decoder of transformers in parts: its embedding, some of its layers, its final norm, each to be called alone.
+"""Cut a Hugging Face decoder into parts that pipeline stages call one by one: embedding, some layers, final norm.
 
-What the parts are and what they are called with is found by watching the decoder's own forward once, on a shallow copy
-that has stand-ins for its children, so that nothing is computed and the model is left alone:
+The parts and their arguments are found by tracing the decoder's own forward once, on a shallow copy whose children are
+stubs, so that nothing is computed and the model stays as it is:
 
     embedding -> layer -> layer -> .. -> norm         one tensor, handed on untouched
      tables -------^--------^                         made from positions by a child, such as cos and sin of RoPE
 
 A decoder that does anything else in between (a factor on embeddings, a second stream, inputs of each layer's own)
-cannot be cut: `Whole` says why, and nothing is guessed.
+cannot be cut: `StageSplitError` says why, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ import torch
 from torch import nn
 
 from seqloom.dist import Context, attention_context, bind_single_rank
-from seqloom.integrations.transformers.attention import only_rows
 
-PLAIN = (bool, int, float, str, type(None))
+CONSTANTS = (bool, int, float, str, type(None))
 """Arguments of these types are the same in every call."""
 
 
-class Whole(Exception):  # noqa: N818 - a reason
-    """Why a decoder cannot be cut."""
+class StageSplitError(Exception):
+    """Why a decoder cannot be cut into stages."""
 
 
-class Frame(NamedTuple):
-    """What calls of a decoder's children are made of: hidden states [1, tokens, hidden], positions int64[1, tokens]."""
+class CallValues(NamedTuple):
+    """What arguments of a decoder's children are taken from.
+
+    Attributes:
+        hidden: [1, tokens, hidden].
+        positions: int64[1, tokens].
+        context: of the round.
+        tables: results of the children that ran before the first layer.
+    """
 
     hidden: torch.Tensor
     positions: torch.Tensor
@@ -40,24 +46,25 @@ class Frame(NamedTuple):
     tables: tuple[Any, ...]
 
 
-Pick = Callable[[Frame], Any]
-"""Returns one argument of a call."""
+ArgumentSource = Callable[[CallValues], Any]
+"""Picks one argument of a call."""
 
 
-class Recipe(NamedTuple):
-    """How a child is called."""
+class ChildCall(NamedTuple):
+    """A child of the decoder and the sources of its arguments."""
 
     module: nn.Module
-    args: tuple[Pick, ...]
-    options: dict[str, Pick]
+    args: tuple[ArgumentSource, ...]
+    options: dict[str, ArgumentSource]
 
-    def __call__(self, frame: Frame) -> Any:
-        """Call it."""
-        return self.module(*[pick(frame) for pick in self.args], **{k: pick(frame) for k, pick in self.options.items()})
+    def __call__(self, values: CallValues) -> Any:
+        """Call the child."""
+        options = {name: source(values) for name, source in self.options.items()}
+        return self.module(*[source(values) for source in self.args], **options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class DecoderParts:
     """A decoder in parts.
 
     Attributes:
@@ -68,30 +75,39 @@ class Parts:
     """
 
     embedding: nn.Module
-    tables: tuple[Recipe, ...]
-    layers: tuple[Recipe, ...]
+    tables: tuple[ChildCall, ...]
+    layers: tuple[ChildCall, ...]
     norm: nn.Module
 
     def embed(self, ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return what the first layer is given, [tokens, hidden], for token ids int64[tokens]."""
-        rows = ids if context.tokens else ids.new_zeros(1)  # as in `inputs`: a call needs a row
-        return only_rows(self.embedding(rows[None]).squeeze(0), context.tokens)
+        """Return the input of the first layer, [tokens, hidden], for token ids int64[tokens]."""
+        return drop_padding(self.embedding(pad_empty(ids)[None]).squeeze(0), context.tokens)
 
     def body(self, hidden: torch.Tensor, context: Context, first: int, stop: int) -> torch.Tensor:
         """Run layers first .. stop - 1 on hidden states [tokens, hidden]; the result has their shape."""
-        positions = attention_context(context).positions  # of the whole team's tokens, as in `inputs`
-        if not context.tokens:
-            hidden = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-        positions = positions if len(positions) else positions.new_zeros(1)
-        frame = Frame(hidden[None], positions[None], context, ())
-        frame = frame._replace(tables=tuple(make(frame) for make in self.tables))
+        positions = attention_context(context).positions  # of all tokens of the TP group, as in `inputs`
+        values = CallValues(pad_empty(hidden)[None], pad_empty(positions)[None], context, ())
+        values = values._replace(tables=tuple(call(values) for call in self.tables))
         for layer in self.layers[first:stop]:
-            frame = frame._replace(hidden=layer(frame))
-        return only_rows(frame.hidden.squeeze(0), context.tokens)
+            values = values._replace(hidden=layer(values))
+        return drop_padding(values.hidden.squeeze(0), context.tokens)
 
 
-def parts_of(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> Parts:
-    """Find the parts of a decoder.
+def pad_empty(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows, or one row of zeros where there are none: models of transformers cannot be called with no tokens."""
+    return rows if len(rows) else torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+
+
+def drop_padding(rows: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the rows of tokens, without that of `pad_empty`.
+
+    All of them are the tensor itself: behind an index, gradients would be copied into zeros.
+    """
+    return rows if len(rows) == tokens else rows[:tokens]
+
+
+def split_decoder(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> DecoderParts:
+    """Trace a decoder and return its parts.
 
     Args:
         decoder: an attached model without its head.
@@ -99,174 +115,169 @@ def parts_of(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Modul
         layers: all of them, in order.
 
     Raises:
-        Whole: it does more than its parts do.
+        StageSplitError: it does more than its parts do.
     """
-    frame = _frame(embedding, 1)
-    calls, result = _watched(decoder, layers, embedding, frame)
-    numbers = [number for number, call in enumerate(calls) if call.module in layers]
-    first = numbers[0] if numbers else len(calls)
-    if [call.module for call in calls[first : first + len(layers)]] != list(layers) or len(numbers) != len(layers):
-        raise Whole("its forward does not call every layer once, one after the other")
-    after = calls[first + len(layers) :]
+    values = _trace_values(embedding, 1)
+    calls, result = _trace(decoder, layers, embedding, values)
+    indices = [index for index, call in enumerate(calls) if call.module in layers]
+    first = indices[0] if indices else len(calls)
+    before, middle, after = calls[:first], calls[first : first + len(layers)], calls[first + len(layers) :]
+    if [call.module for call in middle] != list(layers) or len(indices) != len(layers):
+        raise StageSplitError("its forward does not call every layer once, one after the other")
     if len(after) != 1:
-        raise Whole(f"{len(after)} calls follow its last layer, and not one norm")
-    return _understood(calls[:first], calls[first : first + len(layers)], after, embedding, frame, result)
+        raise StageSplitError(f"{len(after)} calls follow its last layer, and not one norm")
+    embedded = [call for call in before if call.module is embedding]
+    if len(embedded) != 1:
+        raise StageSplitError(f"its embedding is called {len(embedded)} times before the first layer")
+    _check_stream([*embedded, *middle, *after], result)
+    values = values._replace(hidden=embedded[0].result)
+    tables = [call for call in before if call.module is not embedding and _is_argument(call.result, middle)]
+    table_calls = tuple(_child_call(call, values) for call in tables)
+    values = values._replace(tables=tuple(call.result for call in tables))
+    layer_calls = []
+    for call in middle:
+        layer_calls.append(_child_call(call, values))
+        values = values._replace(hidden=call.result)
+    return DecoderParts(embedding, table_calls, tuple(layer_calls), after[0].module)
 
 
 def check_positions(decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Refuse a decoder in which positions reach anything but tables, so that these may be of other tokens.
+    """Refuse a decoder in which positions reach anything but tables: a TP group's tables are of other tokens.
 
-    It is followed with three positions for two tokens. Arguments as in `parts_of`.
+    Traces it with three positions for two tokens. Arguments as in `split_decoder`.
 
     Raises:
-        Whole: hidden states depend on positions, or cannot be followed.
+        StageSplitError: hidden states depend on positions, or the decoder cannot be traced.
     """
-    calls, result = _watched(decoder, layers, embedding, _frame(embedding, 3), tokens=2)
-    given = [_new((*call.args, *call.options.values())) for call in calls if call.module in layers]
-    if any(each.shape[-2] != 2 for each in (*given, result)):
-        raise Whole("its hidden states depend on positions before its layers")
+    calls, result = _trace(decoder, layers, embedding, _trace_values(embedding, 3), tokens=2)
+    inputs = [_like_first_tensor(call.arguments) for call in calls if call.module in layers]
+    if any(tensor.shape[-2] != 2 for tensor in (*inputs, result)):
+        raise StageSplitError("its hidden states depend on positions before its layers")
 
 
-class _Call(NamedTuple):
-    """A call that was seen."""
+class _TracedCall(NamedTuple):
+    """A call of a child that the trace saw."""
 
     module: nn.Module
     args: tuple[Any, ...]
     options: dict[str, Any]
     result: Any
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self.args, *self.options.values())
 
-class _StandIn(nn.Module):
-    """In the place of a child: answers its calls and notes them."""
 
-    def __init__(self, child: nn.Module, answer: Callable[..., Any], calls: list[_Call]) -> None:
+class _Stub(nn.Module):
+    """Takes the place of a child: answers its calls and records them."""
+
+    def __init__(self, child: nn.Module, answer: Callable[..., Any], calls: list[_TracedCall]) -> None:
         super().__init__()
-        self._known = (child, answer, calls)  # in a tuple: it is no child of this one
+        self._stub = (child, answer, calls)  # in a tuple: the child is no submodule of its stub
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        child, answer, calls = self._known
+        child, answer, calls = self._stub
         result = answer(*args, **options)
-        calls.append(_Call(child, args, options, result))
+        calls.append(_TracedCall(child, args, options, result))
         return result
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._known[0], name)
+            return getattr(self._stub[0], name)
 
 
-def _frame(embedding: nn.Module, positions: int) -> Frame:
-    """Return what a decoder is watched with."""
+def _trace_values(embedding: nn.Module, positions: int) -> CallValues:
+    """Return the values that a trace runs with."""
     weight: Any = embedding.weight
     context = bind_single_rank((positions,), device="cpu" if weight.is_meta else weight.device)
-    return Frame(weight, context.positions[None], context, ())
+    return CallValues(weight, context.positions[None], context, ())
 
 
-def _watched(
-    decoder: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, frame: Frame, tokens: int = 1
-) -> tuple[list[_Call], Any]:
-    """Run the decoder's forward on stand-ins; return the calls of its children in order, and what it returned."""
+def _trace(
+    decoder: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module, values: CallValues, tokens: int = 1
+) -> tuple[list[_TracedCall], Any]:
+    """Run the decoder's forward on stubs; return the calls of its children in order, and its result."""
     lists = [name for name, child in decoder.named_children() if list(child.children()) == list(layers)]
     if len(lists) != 1:
-        raise Whole(f"its {len(layers)} layers are not one list of {type(decoder).__name__}")
-    calls: list[_Call] = []
+        raise StageSplitError(f"its {len(layers)} layers are not one list of {type(decoder).__name__}")
+    calls: list[_TracedCall] = []
     weight: Any = embedding.weight
 
-    def embedded(ids: torch.Tensor) -> torch.Tensor:
+    def embed(ids: torch.Tensor) -> torch.Tensor:
         return weight.new_empty((*ids.shape, weight.shape[1]), device=ids.device)
 
     def answer(child: nn.Module) -> Callable[..., Any]:
         if child is embedding:
-            return embedded
-        able = _able(child)
-        return lambda *args, **options: able(*args, **options) if not _begun(calls, layers) else _new(args)
+            return embed
+        runnable = _runnable(child)  # makes tables before the first layer, stands for the norm after it
+        return lambda *args, **options: (
+            _like_first_tensor(args) if any(call.module in layers for call in calls) else runnable(*args, **options)
+        )
 
-    ghost = copy.copy(decoder)
-    ghost._modules = {
-        name: None if child is None else _StandIn(child, answer(child), calls)
-        for name, child in decoder._modules.items()
+    stubbed = copy.copy(decoder)
+    stubbed._modules = {
+        name: None if child is None else _Stub(child, answer(child), calls) for name, child in decoder._modules.items()
     }
-    stands = [_StandIn(layer, lambda *args, **options: _new((*args, *options.values())), calls) for layer in layers]
-    ghost._modules[lists[0]] = nn.ModuleList(stands)
-    ids = frame.positions.new_zeros(1, tokens)
-    given = {"input_ids": ids, "position_ids": frame.positions, "use_cache": False, "seqloom_context": frame.context}
+    stubs = [_Stub(layer, lambda *args, **kw: _like_first_tensor((*args, *kw.values())), calls) for layer in layers]
+    stubbed._modules[lists[0]] = nn.ModuleList(stubs)
+    ids = values.positions.new_zeros(1, tokens)
+    given = {"input_ids": ids, "position_ids": values.positions, "use_cache": False, "seqloom_context": values.context}
     try:
         with torch.no_grad():
-            return calls, ghost(**given).last_hidden_state
+            return calls, stubbed(**given).last_hidden_state
     except Exception as error:  # whatever the model's own code may raise
-        raise Whole(f"its forward cannot be followed ({type(error).__name__}: {error})") from error
+        raise StageSplitError(f"its forward cannot be traced ({type(error).__name__}: {error})") from error
 
 
-def _able(child: nn.Module) -> nn.Module:
-    """Return a child that can be called: a copy with any values if its own are on "meta"."""
-    if any(each.is_meta for each in (*child.parameters(), *child.buffers())):
+def _runnable(child: nn.Module) -> nn.Module:
+    """Return the child, or a copy with arbitrary values on the CPU where its own are on "meta"."""
+    if any(tensor.is_meta for tensor in (*child.parameters(), *child.buffers())):
         return copy.deepcopy(child).to_empty(device="cpu")
     return child
 
 
-def _begun(calls: list[_Call], layers: Sequence[nn.Module]) -> bool:
-    return any(call.module in layers for call in calls)
+def _like_first_tensor(arguments: tuple[Any, ...]) -> Any:
+    return next((torch.empty_like(value) for value in arguments if isinstance(value, torch.Tensor)), None)
 
 
-def _new(args: tuple[Any, ...]) -> Any:
-    """Return a tensor like the first among the arguments."""
-    return next((torch.empty_like(each) for each in args if isinstance(each, torch.Tensor)), None)
-
-
-def _understood(
-    before: list[_Call], layers: list[_Call], after: list[_Call], embedding: nn.Module, frame: Frame, result: Any
-) -> Parts:
-    """Make recipes of calls: every argument must be known to come from somewhere."""
-    embedded = [call for call in before if call.module is embedding]
-    if len(embedded) != 1:
-        raise Whole(f"its embedding is called {len(embedded)} times before the first layer")
-    _check_stream([*embedded, *layers, *after], result)
-    frame = frame._replace(hidden=embedded[0].result)
-    made = [call for call in before if call.module is not embedding]
-    tables = tuple(_recipe(call, frame) for call in made if _used(call, layers))
-    frame = frame._replace(tables=tuple(call.result for call in made if _used(call, layers)))
-    recipes = []
-    for call in layers:
-        recipes.append(_recipe(call, frame))
-        frame = frame._replace(hidden=call.result)
-    return Parts(embedding, tables, tuple(recipes), after[0].module)
-
-
-def _check_stream(calls: list[_Call], result: Any) -> None:
-    """Refuse a decoder that does not hand on what embedding, layers and norm return, as it is, to the next of them."""
-    names = ["its embedding", *(f"layer {number}" for number in range(len(calls) - 2)), "its final norm"]
+def _check_stream(calls: list[_TracedCall], result: Any) -> None:
+    """Refuse a decoder that does not hand on the results of embedding, layers and norm as they are."""
+    names = ["its embedding", *(f"layer {index}" for index in range(len(calls) - 2)), "its final norm"]
     if len(calls[-1].args) != 1 or calls[-1].options:
-        raise Whole("what follows its last layer is not one norm of what that layer returned")
-    for number, call in enumerate(calls[1:], 1):
-        if not any(each is calls[number - 1].result for each in (*call.args, *call.options.values())):
-            raise Whole(f"{names[number]} is not given what {names[number - 1]} returned, but something made of it")
+        raise StageSplitError("what follows its last layer is not one norm of what that layer returned")
+    for index, call in enumerate(calls[1:], 1):
+        if not any(value is calls[index - 1].result for value in call.arguments):
+            raise StageSplitError(
+                f"{names[index]} is not given what {names[index - 1]} returned, but something made of it"
+            )
     if result is not calls[-1].result:
-        raise Whole("its result is not that of its final norm, but something made of it")
+        raise StageSplitError("its result is not that of its final norm, but something made of it")
     changed = next((name for name, call in zip(names, calls, strict=True) if call.result._version), None)
     if changed is not None:
-        raise Whole(f"what {changed} returned is changed in place before it is used")
+        raise StageSplitError(f"what {changed} returned is changed in place before it is used")
 
 
-def _used(call: _Call, layers: list[_Call]) -> bool:
-    return any(each is call.result for layer in layers for each in (*layer.args, *layer.options.values()))
+def _is_argument(value: Any, calls: list[_TracedCall]) -> bool:
+    return any(argument is value for call in calls for argument in call.arguments)
 
 
-def _recipe(call: _Call, frame: Frame) -> Recipe:
+def _child_call(call: _TracedCall, values: CallValues) -> ChildCall:
+    """Find the source of every argument of a traced call."""
     name = type(call.module).__name__
-    args = tuple(_pick(each, frame, f"argument {number} of {name}") for number, each in enumerate(call.args))
-    options = {key: _pick(each, frame, f"{key} of {name}") for key, each in call.options.items()}
-    return Recipe(call.module, args, options)
+    args = tuple(_source(value, values, f"argument {index} of {name}") for index, value in enumerate(call.args))
+    options = {key: _source(value, values, f"{key} of {name}") for key, value in call.options.items()}
+    return ChildCall(call.module, args, options)
 
 
-def _pick(value: Any, frame: Frame, what: str) -> Pick:
-    """Say where an argument comes from."""
+def _source(value: Any, values: CallValues, what: str) -> ArgumentSource:
     for field in ("hidden", "positions", "context"):
-        if value is getattr(frame, field):
-            return lambda given: getattr(given, field)
-    for number, table in enumerate(frame.tables):
+        if value is getattr(values, field):
+            return lambda now: getattr(now, field)
+    for index, table in enumerate(values.tables):
         if value is table:
-            return lambda given: given.tables[number]
-    if isinstance(value, PLAIN):
-        return lambda given: value
-    raise Whole(f"{what} is neither hidden states, positions nor a table made of them")
+            return lambda now: now.tables[index]
+    if isinstance(value, CONSTANTS):
+        return lambda now: value
+    raise StageSplitError(f"{what} is neither hidden states, positions nor a table made of them")

@@ -23,7 +23,7 @@ from torch import nn
 from seqloom.attention import AttentionSpec
 from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.errors import SeqloomError
-from seqloom.integrations.transformers.attention import only_rows
+from seqloom.integrations.transformers.parts import drop_padding, pad_empty
 from seqloom.models.recompute import LayerWrapper
 from seqloom.models.transformer import check_weight_shard
 from seqloom.plan.parameter_layout import COLUMNS, ROWS
@@ -225,7 +225,7 @@ class _Hooks:
                 f"{type(part).__name__} is called with {len(given)} tensors of hidden states in a team: it is not "
                 "known which of them its weights are for; plan with tensor = 1"
             )
-        moved = _padded(all_gather_rows(_rows(given[0], self._context), self._context))
+        moved = pad_empty(all_gather_rows(_rows(given[0], self._context), self._context))
 
         def replaced(each: Any) -> Any:
             if each is given[0]:
@@ -236,7 +236,7 @@ class _Hooks:
 
     def after(self, _: nn.Module, __: Any, output: torch.Tensor, *, bias: nn.Parameter | None) -> torch.Tensor:
         """Add up what the members' last projections returned, and the bias of these, once."""
-        own = _padded(reduce_scatter_rows(_rows(output, self._inside), self._context))
+        own = pad_empty(reduce_scatter_rows(_rows(output, self._inside), self._context))
         own = own if bias is None else own + bias
         return own[None] if output.ndim == 3 else own
 
@@ -265,9 +265,4 @@ def _rows(x: torch.Tensor, context: Context) -> torch.Tensor:
             f"{list(x.shape)} in or out of a part of a layer, where {context.tokens} tokens are: it does not treat "
             "every token by itself; plan with tensor = 1"
         )
-    return only_rows(flat, context.tokens)
-
-
-def _padded(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows; where there are none, one that is nobody's: models of transformers cannot be called with none."""
-    return rows if len(rows) else torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
+    return drop_padding(flat, context.tokens)

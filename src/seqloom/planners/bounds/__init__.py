@@ -1,10 +1,10 @@
 """A proven lower bound on the time of a step: one number for all planners, and one for each cut into stages.
 
-Whatever the plan of one stage, three things hold, and the bound is the best of what follows from them.
+Three facts hold for every plan of one stage (`one_stage`), and the bound is the best that follows from them.
 
-*Work.* A document at degree ``d`` keeps ``d`` ranks busy for its cost, and only degrees that hold it and finish in time
-are open to it. All ranks together have ``ranks x step`` rank-nanoseconds. Other ranks may take over the linear part of
-it, but somebody has to do it.
+*Work.* A document at degree ``d`` keeps ``d`` ranks busy for its cost, at a degree that holds it and finishes in time.
+All ranks together have ``ranks x step`` rank-nanoseconds. Other ranks may take over the linear part of it, but some
+rank has to do it.
 
 *Rounds.* A round costs a rank something before its first document and holds only so many tokens, so every document also
 pays for the part of a rank's memory that it fills. Dual feasible functions round these parts up without ever counting a
@@ -14,16 +14,16 @@ round twice: two documents that each fill more than half of a rank cannot share 
 longest document, and holds only one round's worth of tokens; what it cannot hold takes further rounds. A long round is
 cheap for long documents and idle for the rest, and the bound is the best compromise.
 
-Plans with several stages have a bound of their own, see `stages`: work of every host, and a document's chain. So have
-plans of several pipelines, see `side_by_side`.
+Plans with several stages or pipelines have a bound of their own (`stages`): the work of every pipeline rank, and a
+document's chain.
 """
 
-from seqloom.planners.bounds.lower import lower_bound, variants_bound
+from seqloom.planners.bounds.one_stage import lower_bound, policies_bound
 from seqloom.planners.bounds.stages import plan_bound, stages_bound
 
 __all__ = [
     "lower_bound",
     "plan_bound",
+    "policies_bound",
     "stages_bound",
-    "variants_bound",
 ]

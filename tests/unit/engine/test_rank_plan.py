@@ -47,7 +47,7 @@ def test_reductions_of_skipped_rounds_are_skipped():
 
 def test_rounds_have_contexts_where_the_rank_takes_part():
     found = bound(Sharding.NONE, checkpoint=[Checkpoint.NONE, Checkpoint.FULL, Checkpoint.SELECTIVE])
-    assert [each.takes_part for each in found[1].rounds] == [True, False, True]
+    assert [each.context is not None for each in found[1].rounds] == [True, False, True]
     assert found[1].rounds[2].context.tokens == 0 and found[1].rounds[1].context is None
     assert [each.checkpoint for each in found[0].rounds] == [Checkpoint.NONE, Checkpoint.FULL, Checkpoint.SELECTIVE]
     assert sum(each.tokens for each in found) == 19
@@ -89,12 +89,12 @@ def test_a_rank_runs_its_own_pipeline_or_nothing():
     assert [each.tokens for each in found] == [3, 2, 2, 2, 10, 10, 0, 0]
     assert [list(each.stages) for each in found[4:]] == [[0], [1], [], []]
     assert found[5].actions == plan.pipelines[1].actions[1] and found[6].actions == ()
-    assert found[5].rounds[1].part == LayerRange(1, 2, 2)
-    assert [each.progress.place() for each in found[3:7:3]] == [
+    assert found[5].rounds[1].layers == LayerRange(1, 2, 2)
+    assert [each.progress.describe() for each in found[3:7:3]] == [
         "rank 3 is at the end of its row of pipeline 0",
         "rank 6 is at the end of its row",
     ]
-    assert found[6].progress.report() == found[6].progress.place()
+    assert found[6].progress.report() == found[6].progress.describe()
 
 
 def test_teams_come_from_the_tensor_degree_of_the_stage():

@@ -1,0 +1,1 @@
+"""Models of other libraries on the engine, one folder per library."""

@@ -1,0 +1,490 @@
+"""The bound of plans with one stage: the best of four arguments, each of which holds for every plan.
+
+    throughput    all tokens and all work pass through the ranks in whole rounds
+    timeline      documents fit side by side, and one after another, on the ranks' timelines
+    lock step     all ranks run all rounds together: long rounds against slow links (full sharding)
+    mixture       every round has one checkpoint policy: fast ones hold less (full sharding)
+
+Each argument says whether a step of a given length is impossible; `first_feasible` bisects for the shortest that is
+not.
+
+Dual feasible functions sharpen them: such a function rounds parts that sum to at most one so that they still do. Two
+documents that each fill more than half of a group cannot share it, so each may count as a whole group.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.planners.bounds.prices import DegreePrices, price_documents
+from seqloom.planners.loops import NEVER
+from seqloom.planners.problem import fitting_problems
+
+PRECISION = 1e-7
+"""Relative slack against floating-point rounding; it keeps the bound below the truth."""
+BISECTION_TOLERANCE = 1e-4
+"""Bisections for the shortest step stop at this part of it."""
+NEGLIGIBLE = 0.15
+"""Parts below this count as nothing in every dual feasible function but the identity."""
+MAX_MIXED_ROUNDS = 12
+"""Rounds up to which `mixture_bound` enumerates the policies of a plan's rounds."""
+
+
+def lower_bound(lengths: np.ndarray, cost: CostModel) -> int:
+    """A time in ns, with the step's overhead, that no plan of one stage for these documents beats.
+
+    SeqloomError if no plan can hold them.
+    """
+    possible = {problem.policy.reduce for problem in fitting_problems(lengths, cost)}
+    return min(policies_bound(lengths, cost, [v for v in cost.policies if v.reduce == reduce]) for reduce in possible)
+
+
+def policies_bound(lengths: np.ndarray, cost: CostModel, policies: Sequence[MemoryPolicy]) -> int:
+    """The bound for plans whose rounds use any of these policies, which differ in checkpointing only."""
+    tokens = cost.padded_lengths(np.asarray(lengths, np.int64)).astype(float)
+    prices = [price_documents(tokens, cost, policy) for policy in policies]
+    streams = [0]
+    streams += [1] * any(p.overlaps for p in prices)
+    streams += [2] * any(p.cost[2].any() or p.round_fixed[2] > 0 for p in prices)
+    options = [BatchOptions.of(prices, cost.ranks, stream) for stream in streams]
+    best = options[0].longest_ns
+    for stream in options:
+        best = max(best, throughput_bound(stream, best))
+        best = max(best, timeline_bound(stream, best))
+    if cost.shard_group_size == cost.ranks:
+        best = max(best, lock_step_bound(options))
+        if len(policies) > 1:
+            best = max(best, mixture_bound(prices, cost.ranks))
+    return int(best * (1 - PRECISION)) + min(cost.step_overhead_ns(v) for v in policies)
+
+
+def first_feasible(impossible: Callable[[float], bool], low: float) -> float:
+    """Bisect for the shortest step that is not impossible; returns its lower end, ``low`` or more."""
+    if not impossible(low * (1 + BISECTION_TOLERANCE)):
+        return low
+    high = 2 * low
+    while impossible(high):
+        low, high = high, 2 * high
+    while high - low > BISECTION_TOLERANCE * low:
+        middle = (low + high) / 2
+        if impossible(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# The options of every document: its degrees, under every policy a plan may mix.
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentOptions:
+    """Documents with the same options: ``O`` options, ``m`` documents, one stream. ns."""
+
+    degree: np.ndarray
+    """float64[O, 1]"""
+    round_fixed: np.ndarray
+    """float64[O, 1]: what a round costs a rank before any group."""
+    group_fixed: np.ndarray
+    """float64[O, 1]: what the group costs each of its ranks before any document."""
+    cost: np.ndarray
+    """float64[O, m]: what the document adds to each of its ranks."""
+    movable: np.ndarray
+    """float64[O, m]: of that, what other ranks may take over."""
+    solo_ns: np.ndarray
+    """float64[O, m]: least time of a round with this document; NEVER where memory does not hold it."""
+    memory_share: np.ndarray
+    """float64[O, m]: part of a rank's memory that the document fills, on each of its ranks."""
+    tokens: np.ndarray
+    """float64[m]"""
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """float64[O, m]: what the document costs all its ranks together, rank-ns."""
+        return self.degree * self.cost
+
+    def finishes_within(self, step: float) -> np.ndarray:
+        """bool[O, m]: options that finish in a step of this length."""
+        return self.solo_ns <= step * (1 + PRECISION)
+
+    def work_within(self, step: float) -> np.ndarray:
+        """float64[O, m]: work of the options that finish in a step of this length; infinite for the others."""
+        return np.where(self.finishes_within(step), self.work, np.inf)
+
+    def select(self, options: np.ndarray, documents: np.ndarray) -> DocumentOptions:
+        """Some options (bool[O]) of some documents (bool[m])."""
+        return DocumentOptions(
+            degree=self.degree[options],
+            round_fixed=self.round_fixed[options],
+            group_fixed=self.group_fixed[options],
+            cost=self.cost[options][:, documents],
+            movable=self.movable[options][:, documents],
+            solo_ns=self.solo_ns[options][:, documents],
+            memory_share=self.memory_share[options][:, documents],
+            tokens=self.tokens[documents],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BatchOptions:
+    """The options of all documents of a batch, in one stream. ns."""
+
+    blocks: tuple[DocumentOptions, ...]
+    round_fixed: float
+    """Least that a round costs a rank."""
+    token_ns: float
+    """Least that a token costs the rank that computes its linear part."""
+    capacity: float
+    """Tokens a rank holds in one round, in the policy that holds most."""
+    ranks: int
+    longest_ns: float
+    """Time of the most demanding document at its fastest: no step is shorter."""
+
+    @classmethod
+    def of(cls, prices: Sequence[DegreePrices], ranks: int, stream: int) -> BatchOptions:
+        """One stream of the priced policies; documents that are best on one rank in any case get no other option."""
+        tokens = prices[0].tokens
+        solo_ns = np.concatenate([p.solo_ns for p in prices])
+        every = DocumentOptions(
+            degree=np.concatenate([p.degree for p in prices])[:, None],
+            round_fixed=np.concatenate([np.full(len(p.degree), p.round_fixed[stream]) for p in prices])[:, None],
+            group_fixed=np.concatenate([p.group_fixed[stream] for p in prices])[:, None],
+            cost=np.concatenate([p.cost[stream] for p in prices]),
+            movable=np.concatenate([p.movable if stream < 2 else np.zeros_like(p.movable) for p in prices]),
+            solo_ns=solo_ns,
+            memory_share=np.concatenate([tokens / (p.degree[:, None] * p.capacity) for p in prices]),
+            tokens=tokens,
+        )
+        longest = float(solo_ns.min(axis=0).max())
+        token_ns = (every.work / tokens)[solo_ns < float(NEVER)].min()
+        if every.movable.any():
+            token_ns = min(token_ns, *(p.linear for p in prices))
+        mean = np.where(solo_ns < float(NEVER), every.work, np.inf).min(axis=0).sum() / ranks
+        least_degree = every.degree[:, 0] == every.degree.min()
+        single = _best_on_one_rank(every, len(prices), longest, max(longest, float(mean)))
+        blocks = every.select(least_degree, single), every.select(np.ones_like(least_degree), ~single)
+        return cls(
+            blocks=tuple(block for block in blocks if len(block.tokens)),
+            round_fixed=float(every.round_fixed.min()),
+            token_ns=float(token_ns),
+            capacity=max(p.capacity for p in prices),
+            ranks=ranks,
+            longest_ns=longest,
+        )
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """float64[n], block after block."""
+        return np.concatenate([block.tokens for block in self.blocks])
+
+    def least(self, value: Callable[[DocumentOptions], np.ndarray]) -> np.ndarray:
+        """float64[n]: every document's least value over its options, block after block."""
+        return np.concatenate([value(block).min(axis=0) for block in self.blocks])
+
+    def least_work(self, step: float) -> np.ndarray:
+        """float64[n]: work of every document in the cheapest option that finishes in a step of this length."""
+        return self.least(lambda block: block.work_within(step))
+
+
+def _best_on_one_rank(every: DocumentOptions, policies: int, longest: float, step: float) -> np.ndarray:
+    """bool[n]: documents for which one rank (or tensor-parallel group) is best in every argument and policy.
+
+    It finishes in any step, does the least work, and every rounding ignores it in a step of this length.
+    """
+    single = np.ones(len(every.tokens), bool)
+    for rows in np.split(np.arange(len(every.degree)), policies):
+        first = rows[0]  # the least degree
+        small = every.cost[first] + every.round_fixed[first] * every.memory_share[first] < NEGLIGIBLE * step
+        single &= small & (every.memory_share[first] < NEGLIGIBLE) & (every.solo_ns[first] <= longest)
+        single &= every.work[first] <= every.work[rows].min(axis=0)
+    return single
+
+
+# Dual feasible functions. All are superadditive: parts that sum to at most z sum to at most rounding(z) after rounding.
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A dual feasible function of parts in [0, 1]."""
+
+    function: Callable[[np.ndarray], np.ndarray]
+    one_above: float
+    """Parts above this count as one; the function is nowhere above ``part / one_above``."""
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Parts after rounding."""
+        return self.function(share)
+
+    def mean_limit(self, mean: float) -> float:
+        """The largest mean of ``rounding(z)`` over any ``z`` whose mean is at most ``mean``."""
+        return min(1.0, max(0.0, mean) / self.one_above)
+
+
+def steps(count: int) -> Rounding:
+    """The dual feasible function ``floor((count + 1) x) / count``, exact at multiples of ``1 / (count + 1)``."""
+
+    def rounding(share: np.ndarray) -> np.ndarray:
+        scaled = share * (count + 1)
+        exact = np.abs(scaled - np.rint(scaled)) < 1e-12  # a part just below must not count as if it reached
+        return np.where(exact, share, np.floor(scaled) / count)
+
+    return Rounding(rounding, count / (count + 1))
+
+
+def without_small(least: float) -> Rounding:
+    """The dual feasible function that ignores parts below ``least`` and rounds parts above ``1 - least`` up to one."""
+
+    def rounding(share: np.ndarray) -> np.ndarray:
+        large = np.where(share < least + PRECISION, 0.0, share)
+        return np.where(share > 1 - least + PRECISION, 1.0, large)
+
+    return Rounding(rounding, 1 - least)
+
+
+IDENTITY = Rounding(lambda share: share, 1.0)
+ROUNDINGS = (IDENTITY, steps(1), steps(2), steps(3), *map(without_small, (0.15, 0.25, 0.35, 0.45)))
+GROUP_ROUNDINGS = (steps(1), steps(2))
+"""Functions that `_group_costs` tries, beside the identity, on what a group costs before its first document."""
+
+
+def rank_rounds(block: DocumentOptions, rounding: Rounding) -> np.ndarray:
+    """float64[O, m]: rounds of ranks that a document fills, all its ranks together."""
+    return block.degree * np.minimum(rounding(block.memory_share), 1.0)
+
+
+def best_rounding(options: BatchOptions, step: float) -> Rounding:
+    """The function that makes the most of a rank's memory, one for all degrees: any of them may share a rank."""
+
+    def total(rounding: Rounding) -> float:
+        def value(block: DocumentOptions) -> np.ndarray:
+            paid = block.work + block.round_fixed * rank_rounds(block, rounding)
+            return np.where(block.finishes_within(step), paid, np.inf)
+
+        return float(options.least(value).sum())
+
+    return max(ROUNDINGS, key=total)
+
+
+# Throughput.
+
+
+def throughput_bound(options: BatchOptions, start: float) -> float:
+    """The shortest step in which the ranks get through all tokens and all work in whole rounds.
+
+    A rank that runs ``r`` rounds computes at most ``r`` times its capacity of tokens and has ``step - r x round_fixed``
+    left to work. Half a round is of no use, which a fractional count of rounds does not see.
+    """
+    if options.round_fixed <= 0 or options.token_ns <= 0:
+        return start
+    tokens = float(options.tokens.sum())
+
+    def impossible(step: float) -> bool:
+        work = float(options.least_work(step).sum())
+        rounds = np.arange(1, min(step / options.round_fixed, len(options.tokens)) + 1)
+        if not len(rounds):
+            return True
+        time = step - rounds * options.round_fixed
+        held = np.minimum(rounds * options.capacity, time / options.token_ns)
+        if tokens > options.ranks * held.max() * (1 + PRECISION):
+            return True
+        prices = options.round_fixed / options.capacity * 2.0 ** np.arange(-3, 5)
+        most = options.ranks * (prices[:, None] * held + time).max(axis=1)
+        return bool((prices * tokens + work > most * (1 + PRECISION)).any())
+
+    return first_feasible(impossible, max(start, options.longest_ns))
+
+
+# Timelines.
+
+
+def timeline_bound(options: BatchOptions, start: float) -> float:
+    """The shortest step in which the documents fit side by side and one after another on the ranks' timelines."""
+    bound = max(start, options.longest_ns)
+    groups = _group_costs(options, bound)
+    for memory in dict.fromkeys((best_rounding(options, bound), IDENTITY)):
+        paid = [
+            block.cost + block.round_fixed * np.minimum(memory(block.memory_share), 1.0) + group
+            for block, group in zip(options.blocks, groups, strict=True)
+        ]
+        for time in ROUNDINGS:
+            bound = first_feasible(lambda step: _overfull(options, paid, time, step), bound)  # noqa: B023
+    return bound
+
+
+def _group_costs(options: BatchOptions, step: float) -> list[np.ndarray]:
+    """float64[O, m] per block: each document's share of what its group costs before the first.
+
+    A group has one degree, so every degree may have its own function: a long document in a wide group often keeps
+    others out, while short ones fill small groups to the last token.
+    """
+    paid = [block.group_fixed * block.memory_share for block in options.blocks]
+
+    def total(block: DocumentOptions, group: np.ndarray) -> float:
+        value = block.work + block.degree * (block.round_fixed * block.memory_share + group)
+        return float(np.where(block.finishes_within(step), value, np.inf).min(axis=0).sum())
+
+    for index, block in enumerate(options.blocks):
+        best = total(block, paid[index])
+        for degree in np.unique(block.degree[block.group_fixed > 0])[::-1]:
+            rows = block.degree[:, 0] == degree
+            for rounding in GROUP_ROUNDINGS:
+                candidate = paid[index].copy()
+                candidate[rows] = block.group_fixed[rows] * np.minimum(rounding(block.memory_share[rows]), 1.0)
+                value = total(block, candidate)
+                if value > best:
+                    best, paid[index] = value, candidate
+    return paid
+
+
+def _overfull(options: BatchOptions, paid: Sequence[np.ndarray], time: Rounding, step: float) -> bool:
+    """Whether the documents need more than all ranks for a step of this length.
+
+    What other ranks may take over cannot be rounded; it leaves so much less of the ranks' time to the rest.
+    """
+    need, movable = 0.0, 0.0
+    for block, total in zip(options.blocks, paid, strict=True):
+        stays = total if time is IDENTITY else np.maximum(total - block.movable, 0.0)
+        parts = np.where(block.finishes_within(step), block.degree * time(stays / step), np.inf)
+        need += float(parts.min(axis=0).sum())
+        if time is not IDENTITY:
+            movable += float((block.degree * block.movable).min(axis=0).sum())
+    most = options.ranks * time.mean_limit(1 - movable / (options.ranks * step))
+    return need > most * (1 + PRECISION)
+
+
+# Lock step: the compromise between long rounds and slow links.
+
+
+def rounds_needed(options: BatchOptions) -> int:
+    """Rounds that the whole cluster needs at least, by memory."""
+    least = float(options.tokens.sum()) / (options.ranks * options.capacity)
+    for rounding in ROUNDINGS:
+
+        def filled(block: DocumentOptions) -> np.ndarray:
+            return np.where(block.solo_ns < float(NEVER), rank_rounds(block, rounding), np.inf)  # noqa: B023
+
+        least = max(least, float(options.least(filled).sum()) / options.ranks)
+    return max(1, int(np.ceil(least * (1 - PRECISION))))
+
+
+def lock_step_bound(streams: Sequence[BatchOptions]) -> float:
+    """The bound where every rank takes part in every round: the best number of rounds and the best longest round.
+
+    All streams share the number of rounds: few rounds crowd the memory, which costs recomputation or wider groups in
+    one stream; many rounds gather parameters more often in another.
+    """
+    roundings = [best_rounding(stream, float(NEVER)) for stream in streams]
+    uncrowded = [_best_longest_round(stream, IDENTITY, None) for stream in streams]
+    fixed = [stream.round_fixed for stream in streams]
+    best = np.inf
+    rounds = max(rounds_needed(stream) for stream in streams)
+    while max(rounds * each + net for each, net in zip(fixed, uncrowded, strict=True)) < best:
+        crowded = [_best_longest_round(stream, r, rounds) for stream, r in zip(streams, roundings, strict=True)]
+        best = min(best, max(rounds * each + net for each, net in zip(fixed, crowded, strict=True)))
+        rounds += 1
+        if rounds * max(fixed) == 0:
+            break  # rounds cost nothing: more of them change nothing
+    return best
+
+
+def _best_longest_round(options: BatchOptions, rounding: Rounding, rounds: int | None) -> float:
+    """Least net time of all rounds over every length of the longest one.
+
+    Branch and bound over the times at which a document gains a degree: between two of them nothing changes.
+    """
+    times = np.unique(np.concatenate([block.solo_ns.ravel() for block in options.blocks]))
+    times = times[(times >= options.longest_ns) & (times < float(NEVER))]
+    ranges = [(0, len(times))]  # the longest round ends at one of times[first:last]
+    queue: list[tuple[float, int, int]] = []
+    while True:
+        for first, last in ranges:
+            bound = _long_round(options, times[last - 1], times[first] - options.round_fixed)
+            if rounds is not None:
+                bound = max(bound, _crowded_rounds(options, times[last - 1], rounding, rounds))
+            heapq.heappush(queue, (bound, first, last))
+        bound, first, last = heapq.heappop(queue)
+        if last - first == 1:
+            return bound
+        middle = (first + last) // 2
+        ranges = [(first, middle), (middle, last)]
+
+
+def _long_round(options: BatchOptions, until: float, longest: float) -> float:
+    """Net time of all rounds if the longest takes ``longest`` or more and every document takes ``until`` or less.
+
+    That round does at most ``ranks x longest`` of the work, and at most the densest work that fits into one round's
+    memory; the other rounds do the rest.
+    """
+    work = options.least_work(until)
+    densest = _densest_work(work, options.tokens, options.ranks * options.capacity)
+    rest = work.sum() - min(options.ranks * longest, densest)
+    return longest + max(0.0, float(rest)) / options.ranks
+
+
+def _densest_work(work: np.ndarray, tokens: np.ndarray, capacity: float) -> float:
+    """The most work that so many tokens can carry (fractional knapsack: the last document in part)."""
+    order = np.argsort(-work / tokens, kind="stable")
+    filled = np.cumsum(tokens[order])
+    part = np.clip(1 - (filled - capacity) / tokens[order], 0.0, 1.0)
+    return float((part * work[order]).sum())
+
+
+def _crowded_rounds(options: BatchOptions, until: float, rounding: Rounding, rounds: int) -> float:
+    """Net time of this many rounds, each of which has only the memory of ``ranks`` ranks.
+
+    Lagrangian relaxation: at any price of a rank's memory, work plus memory filled, less the memory there is, bounds
+    the work from below.
+    """
+    mean = float(options.least_work(until).sum()) / (options.ranks * rounds)
+    prices = np.concatenate([options.round_fixed * 2.0 ** np.arange(4), mean * 2.0 ** np.arange(-4, 3)])
+    work = [block.work_within(until) for block in options.blocks]
+    filled = [rank_rounds(block, rounding) for block in options.blocks]
+    bound = 0.0
+    for price in prices:
+        priced = sum(float((w + price * f).min(axis=0).sum()) for w, f in zip(work, filled, strict=True))
+        bound = max(bound, priced - price * options.ranks * rounds)
+    return bound / options.ranks
+
+
+# Mixture: under full sharding a plan has so many rounds of each policy, and a round of a fast policy saves at most so
+# much per token that it holds. A free choice for every document would miss that.
+
+
+def mixture_bound(prices: Sequence[DegreePrices], ranks: int) -> float:
+    """ns that no plan beats whose rounds, all over the whole cluster, each use one of these policies."""
+    tokens = float(prices[0].tokens.sum())
+    capacity = np.array([p.capacity * ranks for p in prices])  # tokens of one round
+    fixed = np.stack([p.round_fixed for p in prices], axis=1)  # [L, V]
+    work = np.stack([(p.cost * p.degree[:, None]).min(axis=1) for p in prices])  # [V, L, n]
+    slowest = work.max(axis=0)
+    saved = ((slowest - work) / prices[0].tokens).max(axis=2).T  # [L, V] ns per token in a round of that policy
+    best = np.inf
+    for rounds in range(1, MAX_MIXED_ROUNDS + 1):
+        if rounds * fixed.min(axis=1).max() >= best:
+            return best
+        for choice in itertools.combinations_with_replacement(range(len(prices)), rounds):
+            count = np.bincount(choice, minlength=len(prices))
+            if count @ capacity < tokens:
+                continue  # these rounds do not hold the batch
+            most = _most_saved(saved, count * capacity, tokens)
+            best = min(best, float((fixed @ count + (slowest.sum(axis=1) - most) / ranks).max()))
+    return min(best, float((MAX_MIXED_ROUNDS + 1) * fixed.min(axis=1).max()))
+
+
+def _most_saved(saved: np.ndarray, capacity: np.ndarray, tokens: float) -> np.ndarray:
+    """float64[L]: the most that each stream can save if each policy's rounds hold so many tokens at most."""
+    most = np.zeros(len(saved))
+    for stream, rates in enumerate(saved):
+        left = tokens
+        for policy in np.argsort(-rates, kind="stable"):
+            taken = min(left, capacity[policy])
+            most[stream] += rates[policy] * taken
+            left -= taken
+    return most
