@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import count
+from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -36,6 +37,8 @@ from seqloom.dist.rows import take
 from seqloom.dist.token_layout import TokenRedistribute
 from seqloom.errors import SeqloomError
 from seqloom.models.recompute import LayerWrapper
+
+_REGISTERING = Lock()  # ranks may be threads of one process, and torch takes an operator once
 
 
 def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:
@@ -57,7 +60,8 @@ def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") ->
 @cache
 def _compiled_body(layer_class: type[nn.Module], backend: str) -> Callable[..., Any]:
     """Return the compiled forward of a class of layers: one, since a graph is for one class."""
-    register_operator()
+    with _REGISTERING:
+        register_operator()
     return torch.compile(layer_class.forward, dynamic=True, backend=backend)
 
 
