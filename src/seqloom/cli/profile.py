@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from seqloom.attention.kernels.interface import AttentionShape, Kernel
     from seqloom.cost import CostModel
     from seqloom.profiling.kernels import TimingSettings
+    from seqloom.train.launch import RankProcess
 
 SHORTEST = 64
 LONGEST = {"cuda": 131_072, "cpu": 1_024}
@@ -334,7 +335,7 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
         _print_trials(found)
 
 
-def measure_rank(rank: int, ranks: int, device: torch.device, setup: MachineSetup, output: str) -> dict[str, Any]:
+def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict[str, Any]:
     """Measure as one of the ranks; rank 0 writes the profile and returns the report, the others return nothing."""
     import torch
 
@@ -343,6 +344,7 @@ def measure_rank(rank: int, ranks: int, device: torch.device, setup: MachineSetu
     from seqloom.plan import GroupFamily
     from seqloom.profiling.calibration import Calibrator, describe_trial
 
+    rank, ranks, device, _ = process
     cost = setup.cost(ranks)
     communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()
