@@ -1,4 +1,4 @@
-"""Attention as an operator, and the tickets it works with: what torch asks of operators, and who keeps what alive."""
+"""Attention as an operator, and its opaque handles: what torch asks of operators, and who keeps what alive."""
 
 import gc
 import weakref
@@ -6,17 +6,18 @@ import weakref
 import pytest
 import torch
 
-from seqloom.attention import attention, operator
-from seqloom.attention.kernels.dispatch import default
-from seqloom.attention.operator import handle_object, opaque_handle
+from seqloom.attention import attention
+from seqloom.attention.kernels.dispatch import default_dispatcher
 from seqloom.dist import bind, bind_single_rank, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
+from seqloom.models.compile import handle_object, opaque_handle, register_operator
 from seqloom.plan import Checkpoint, Group, Method, StageMicroBatch
 
 LENGTHS = (7, 1, 12)
 TOKENS = sum(LENGTHS)
 OPTIONS = (True, None, None, 0.0, None)
+register_operator()
 
 
 class Thing:
@@ -29,7 +30,7 @@ def tensors(rows=TOKENS, heads=4, kv_heads=2, dim=4):
     return [torch.randn(size, generator=drawn, dtype=torch.float64, requires_grad=True) for size in sizes]
 
 
-def test_a_ticket_and_its_views_keep_the_object_and_nothing_else_does():
+def test_a_handle_and_its_views_keep_the_object_and_nothing_else_does():
     gc.disable()
     try:
         thing = Thing()
@@ -49,7 +50,7 @@ def test_the_operator_is_one_that_torch_can_trust(window):
     """Torch's own check: no input is changed or returned, and shapes are what they are said to be."""
     arguments = (*tensors(), opaque_handle(bind_single_rank(LENGTHS)), True, window, 0.5, 0.0, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator._forward, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.seqloom.attention.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -64,7 +65,7 @@ def test_operator_and_function_give_the_same_bits(window):
 
 
 @pytest.mark.parametrize("method", Method)
-def test_operator_and_function_give_the_same_bits_in_several_groups(method, held_tickets):
+def test_operator_and_function_give_the_same_bits_in_several_groups(method, live_handles):
     """Rank 0 is in three groups at once, rank 1 only passes on what ranks 0 and 2 send, rank 3 holds nothing else."""
     groups = (
         Group((0, 2), 1, 2, (Span(0, 0, 21),), method, Route((1, 3), 2)),
@@ -82,19 +83,19 @@ def test_operator_and_function_give_the_same_bits_in_several_groups(method, held
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         return context.tokens
 
-    assert run_ranks(4, body, strict=True) == [22, 0, 14, 4] and not held_tickets
+    assert run_ranks(4, body, strict=True) == [22, 0, 14, 4] and not live_handles
 
 
-def test_memory_is_that_of_the_graph_and_goes_with_it(held_tickets):
-    """The ticket of what is kept has none of q, k, v and out: the graph may use their memory again."""
+def test_memory_is_that_of_the_graph_and_goes_with_it(live_handles):
+    """The handle of saved tensors has none of q, k, v and out: the graph may use their memory again."""
     inputs = tensors()
     out, kept = torch.ops.seqloom.attention(*inputs, opaque_handle(bind_single_rank(LENGTHS)), *OPTIONS)
     pointers = {each.untyped_storage().data_ptr() for each in (*inputs, out)}
-    of_groups = handle_object(kept).of_groups
-    assert [each.shape for each in of_groups] == [(4, TOKENS)]
-    assert not pointers & {each.untyped_storage().data_ptr() for each in of_groups}
-    del out, kept, of_groups
-    assert not held_tickets
+    tensors_of_groups = handle_object(kept).tensors
+    assert [each.shape for each in tensors_of_groups] == [(4, TOKENS)]
+    assert not pointers & {each.untyped_storage().data_ptr() for each in tensors_of_groups}
+    del out, kept, tensors_of_groups
+    assert not live_handles
 
 
 def test_a_row_of_nobody_on_a_rank_without_tokens():
@@ -112,4 +113,4 @@ def test_what_attention_refuses_the_operator_refuses():
     with pytest.raises(SeqloomError, match=r"dropout 0\.1"):
         attention(*tensors(), handed, dropout=0.1)
     with pytest.raises(SeqloomError, match="leave them out, or do not compile"):
-        attention(*tensors(), handed, kernels=default(torch.device("cpu")))
+        attention(*tensors(), handed, kernels=default_dispatcher(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Local documents fill the waits of other groups: where, in how many calls, and without changing a bit."""
+"""Local documents overlap the exchanges of other groups: where, in how many calls, and without changing a bit."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from seqloom.attention.context_parallel import overlap as fillers
-from seqloom.attention.context_parallel.overlap import ContextParallelAttention, GroupCall, OverlapTask, Pieces
-from seqloom.attention.kernels.reference import REFERENCE, Reference
-from seqloom.attention.plan import Call, calls_of
+from seqloom.attention.context_parallel import overlap
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, LocalRuns, OverlapTask
+from seqloom.attention.kernels.cpu import Reference
+from seqloom.attention.plan import AttentionOptions, _group_attentions
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind
 from seqloom.layout import Span
@@ -44,48 +44,46 @@ class Place:
 
 def calls(case, rank, node_size=2):
     context = bind(case.work, Place(rank, case.world), node_size=node_size)
-    return calls_of(context, case.heads, case.kv_heads, case.dim, torch.float32, Call())
+    return _group_attentions(context, case.heads, case.kv_heads, case.dim, torch.float32, AttentionOptions())
 
 
 def test_documents_go_to_the_ring_that_joins_nodes_in_proportion_to_what_arrives():
     ring, inner, local = calls(overlapping(), 0)
-    assert isinstance(local.inner, Pieces) and inner.fillers == ({}, {})
-    assert ring.fillers.ahead == {0: (OverlapTask(2, 0),), 1: (OverlapTask(2, 1),), 2: (OverlapTask(2, 2),)}
+    assert isinstance(local.inner, LocalRuns) and inner.schedule == ({}, {})
+    assert ring.schedule.forward == {0: (OverlapTask(2, 0),), 1: (OverlapTask(2, 1),), 2: (OverlapTask(2, 2),)}
     # Backward: keys, then keys and gradients twice, then gradients twice: 1 : 2 : 2 : 1 : 1 for four documents.
-    assert ring.fillers.back == {
+    assert ring.schedule.backward == {
         0: (OverlapTask(2, 0),),
         1: (OverlapTask(2, 1),),
         2: (OverlapTask(2, 2),),
         4: (OverlapTask(2, 3),),
     }
-    rows = [tile.queries for tile in local.inner.ahead]
+    rows = [tile.queries for tile in local.inner.forward_runs]
     assert rows[0].start == 0 and rows[-1].stop == 48 and all(a.stop == b.start for a, b in pairwise(rows))
 
 
 def test_without_nodes_all_rings_are_filled_and_without_a_ring_local_work_is_one_call():
     ring, inner, _ = calls(overlapping(), 0, node_size=None)
-    assert ring.fillers.ahead and inner.fillers.ahead
+    assert ring.schedule.forward and inner.schedule.forward
     ring, heads, local = calls(overlapping(), 3)
-    assert not isinstance(heads.inner, ContextParallelAttention) and len(local.inner.ahead) == 2
+    assert not isinstance(heads.inner, ContextParallelAttention) and len(local.inner.forward_runs) == 2
     case = overlapping()
     (alone,) = calls(replace(case, groups=case.groups[3:]), 0)
-    assert not isinstance(alone.inner, Pieces | ContextParallelAttention) and alone.fillers == ({}, {})
+    assert not isinstance(alone.inner, LocalRuns | ContextParallelAttention) and alone.schedule == ({}, {})
 
 
 def test_a_gpu_is_not_given_less_than_fills_it():
-    documents = [fillers._Document(0, k * 1024, (k + 1) * 1024) for k in range(16)]
-    waits = [fillers._Wait(1, k, size) for k, size in enumerate((1, 30, 0, 30, 60))]
-    few = fillers._share_out(documents, waits, 32, 2**17, {"causal": True, "window": None})
-    assert [wait.exchange for wait in few] == [1] * 4 + [3] * 4 + [4] * 8
-    one = fillers._share_out(documents, waits, 4, 2**17, {"causal": True, "window": None})
-    assert {wait.exchange for wait in one} == {4}
-    assert fillers._share_out(documents, waits[2:3], 4, 0, {"causal": True, "window": None}) == [None] * 16
+    documents = [overlap._Document(0, k * 1024, (k + 1) * 1024) for k in range(16)]
+    waits = [overlap._Exchange(1, k, size) for k, size in enumerate((1, 30, 0, 30, 60))]
+    few = overlap._assign_exchanges(documents, waits, 32, 2**17, {"causal": True, "window": None})
+    assert [wait.number for wait in few] == [1] * 4 + [3] * 4 + [4] * 8
+    one = overlap._assign_exchanges(documents, waits, 4, 2**17, {"causal": True, "window": None})
+    assert {wait.number for wait in one} == {4}
+    assert overlap._assign_exchanges(documents, waits[2:3], 4, 0, {"causal": True, "window": None}) == [None] * 16
 
 
 class Noting(Reference):
     """The reference kernel; notes what is computed between which messages."""
-
-    ability = REFERENCE
 
     def __init__(self, notes):
         self.notes = notes
@@ -126,7 +124,7 @@ class Telling:
         return Handle()
 
 
-def test_a_filler_runs_while_a_message_is_under_way():
+def test_local_work_runs_while_a_message_is_under_way():
     case = Case(
         (8,) * 5, 2, 2, 4, 2, (Group((0, 1), 1, 2, spans(0, length=8)), Group((0,), 1, 1, spans(1, 2, 3, 4, length=8)))
     )
@@ -145,18 +143,13 @@ def test_a_filler_runs_while_a_message_is_under_way():
 
 @pytest.mark.parametrize("method", Method)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_fillers_change_no_bit(method, dtype, monkeypatch):
+def test_overlap_changes_no_bit(method, dtype, monkeypatch):
     case = overlapping(method)
     inputs = case.inputs(dtype)
 
     def found():
         return assemble(run_ranks(4, lambda transport: attend(transport, case, inputs), strict=True))
 
-    with_fillers = found()
-    monkeypatch.setattr(fillers, "_share_out", lambda documents, *_: [None] * len(documents))
-    assert all(torch.equal(a, b) for a, b in zip(with_fillers, found(), strict=True))
-
-
-def test_a_call_is_answered_by_computing_unless_told_otherwise():
-    (call,) = calls(Case.one_group((4,), 4, 2, 8), 0, None)
-    assert isinstance(call, GroupCall) and call.answer(lambda: (torch.ones(1),))[0].item() == 1
+    overlapped = found()
+    monkeypatch.setattr(overlap, "_assign_exchanges", lambda documents, *_: [None] * len(documents))
+    assert all(torch.equal(a, b) for a, b in zip(overlapped, found(), strict=True))

@@ -10,10 +10,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.dispatch import Dispatcher, PreparedParts
-from seqloom.attention.kernels.interface import Ability, AttentionShape, rows_of
-from seqloom.attention.kernels.reference import REFERENCE, PreparedReference, Reference
-from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, device_name
+from seqloom.attention.kernels.cpu import PreparedReference, Reference
+from seqloom.attention.kernels.dispatch import (
+    Dispatcher,
+    KernelTable,
+    KernelTimes,
+    Measurement,
+    PreparedSplit,
+    TimePoint,
+    device_name,
+)
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, device_rows
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
@@ -22,19 +29,19 @@ torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 8, torch.float64, CPU, SCALE)
-ANY = replace(REFERENCE, name="any")
-SQUARES = replace(REFERENCE, name="squares", offsets=False, windows=False)
-PREFIXES = replace(REFERENCE, name="prefixes", offsets=False, prefixes=True)
+ANY = replace(Reference.capabilities, name="any")
+SQUARES = replace(Reference.capabilities, name="squares", offsets=False, windows=False)
+PREFIXES = replace(Reference.capabilities, name="prefixes", offsets=False, prefixes=True)
 
 
 @dataclass
 class Plain:
-    """The reference under another ability, which it holds the dispatcher to."""
+    """The reference with other capabilities, which it holds the dispatcher to."""
 
-    ability: Ability
+    capabilities: Capabilities
 
     def prepare(self, segments, shape):
-        assert self.ability.refusal(segments, shape) is None
+        assert self.capabilities.unsupported(segments, shape) is None
         assert segments.window is None or segments.windowed().any()
         return Reference().prepare(segments, shape)
 
@@ -59,26 +66,26 @@ class Written:
 
     def forward_into(self, q, k, v, out, lse):
         for buffer, result in zip((out, lse.T), self.plain.forward(q, k, v), strict=True):
-            rows = rows_of(self.plain.segments.q_start, self.plain.segments.q_stop, CPU)
+            rows = device_rows(self.plain.segments.q_start, self.plain.segments.q_stop, CPU)
             buffer[rows] = (result if result.dim() == 3 else result.T)[rows]
 
     def backward_into(self, dout, saved, gradients):
         results = self.plain.backward(dout, saved)
         segments = self.plain.segments
-        keys = rows_of(segments.k_start, segments.k_stop, CPU)
+        keys = device_rows(segments.k_start, segments.k_stop, CPU)
         for buffer, rows, result in zip(
-            gradients, (rows_of(segments.q_start, segments.q_stop, CPU), keys, keys), results, strict=True
+            gradients, (device_rows(segments.q_start, segments.q_stop, CPU), keys, keys), results, strict=True
         ):
             buffer[rows] = result[rows]
 
 
-def times(kernel: str, call_ns: int, *points: tuple[int, int]) -> Times:
+def times(kernel: str, call_ns: int, *points: tuple[int, int]) -> KernelTimes:
     """A kernel that takes as long with a mask as without."""
-    curve = tuple(Point(length, ns, 0) for length, ns in points)
-    return Times(kernel, call_ns, 0, curve, curve)
+    curve = tuple(TimePoint(length, ns, 0) for length, ns in points)
+    return KernelTimes(kernel, call_ns, 0, curve, curve)
 
 
-def table(*of: Times, shape: AttentionShape = SHAPE) -> KernelTable:
+def table(*of: KernelTimes, shape: AttentionShape = SHAPE) -> KernelTable:
     sizes = (shape.heads, shape.kv_heads, shape.dim)
     return KernelTable((Measurement(device_name(CPU), torch.__version__, *sizes, "float64", of),))
 
@@ -86,7 +93,7 @@ def table(*of: Times, shape: AttentionShape = SHAPE) -> KernelTable:
 def chosen(dispatcher: Dispatcher, lengths: list[int]) -> dict[str, list[int]]:
     """Lengths by the kernel that gets them."""
     parts = dispatcher.choose(Segments.packed(lengths), SHAPE)
-    return {part.kernel.ability.name: part.segments.q_len.tolist() for part in parts}
+    return {part.kernel.capabilities.name: part.segments.q_len.tolist() for part in parts}
 
 
 @st.composite
@@ -95,8 +102,8 @@ def tables(draw: st.DrawFn, names: list[str]) -> KernelTable:
     some = draw(st.lists(st.sampled_from(names), unique=True))
     ns = st.integers(0, 10**4)
     lengths = st.lists(st.integers(1, 40), min_size=1, max_size=3, unique=True).map(sorted)
-    curve = lengths.flatmap(lambda at: st.tuples(*(st.builds(Point, st.just(one), ns, ns) for one in at)))
-    return table(*(Times(name, draw(ns), draw(ns), draw(curve), draw(curve)) for name in some))
+    curve = lengths.flatmap(lambda at: st.tuples(*(st.builds(TimePoint, st.just(one), ns, ns) for one in at)))
+    return table(*(KernelTimes(name, draw(ns), draw(ns), draw(curve), draw(curve)) for name in some))
 
 
 @given(case=segment_cases(), measured=tables(["any", "squares", "prefixes"]), first=st.permutations([0, 1, 2]))
@@ -113,10 +120,10 @@ def test_the_choice_is_the_best_of_all_assignments(case, measured, backward):
     kernels = (Plain(ANY), Plain(SQUARES), Plain(PREFIXES))
     by_name = {one.kernel: one for one in measured.measurements[0].times}
     assume("any" in by_name)
-    timed = [(kernel, by_name[kernel.ability.name]) for kernel in kernels if kernel.ability.name in by_name]
+    timed = [(kernel, by_name[kernel.capabilities.name]) for kernel in kernels if kernel.capabilities.name in by_name]
     segments = case.segments
     costs = [one.predict_ns(segments, backward) for _, one in timed]
-    takes = [kernel.ability.takes(segments) for kernel, _ in timed]
+    takes = [kernel.capabilities.supports(segments) for kernel, _ in timed]
     totals = [
         sum(timed[index][1].call_ns(backward) for index in set(owner))
         + sum(int(costs[index][at]) for at, index in enumerate(owner))
@@ -124,10 +131,10 @@ def test_the_choice_is_the_best_of_all_assignments(case, measured, backward):
         if all(takes[index][at] for at, index in enumerate(owner))
     ]
     parts = Dispatcher(kernels, measured).choose(segments, SHAPE, backward=backward)
-    used = {part.kernel.ability.name for part in parts}
+    used = {part.kernel.capabilities.name for part in parts}
     found = sum(by_name[name].call_ns(backward) for name in used)
     for part in parts:
-        found += int(by_name[part.kernel.ability.name].predict_ns(part.segments, backward).sum())
+        found += int(by_name[part.kernel.capabilities.name].predict_ns(part.segments, backward).sum())
     assert found == min(totals)
     assert sum(len(part.segments) for part in parts) == len(segments)
 
@@ -157,12 +164,12 @@ def test_one_kernel_for_everything_is_used_as_it_is():
 
 def test_without_measurements_the_order_and_the_least_length_decide():
     kernels = (Plain(SQUARES), Plain(ANY))
-    assert chosen(Dispatcher(kernels, at_least={"squares": 8}), [8, 3, 9]) == {"squares": [8, 9], "any": [3]}
+    assert chosen(Dispatcher(kernels, min_lengths={"squares": 8}), [8, 3, 9]) == {"squares": [8, 9], "any": [3]}
     assert chosen(Dispatcher(kernels), [8, 3]) == {"squares": [8, 3]}
-    alone = Dispatcher((Plain(SQUARES),), at_least={"squares": 8})
+    alone = Dispatcher((Plain(SQUARES),), min_lengths={"squares": 8})
     assert chosen(alone, [8, 3]) == {"squares": [8, 3]}, "better than nobody"
-    prepared = Dispatcher(kernels, at_least={"squares": 8}).prepare(Segments.packed([8, 3, 9]), SHAPE)
-    assert isinstance(prepared, PreparedParts)
+    prepared = Dispatcher(kernels, min_lengths={"squares": 8}).prepare(Segments.packed([8, 3, 9]), SHAPE)
+    assert isinstance(prepared, PreparedSplit)
 
 
 def test_what_no_measured_kernel_takes_goes_to_another():
@@ -184,12 +191,12 @@ def test_a_table_of_another_device_or_dtype_is_not_used():
 
 
 def test_forward_and_backward_are_chosen_apart():
-    quick_there = Times("any", 0, 0, (Point(1, 10, 99),), (Point(1, 10, 99),))
-    quick_back = Times("squares", 0, 0, (Point(1, 99, 10),), (Point(1, 99, 10),))
+    quick_there = KernelTimes("any", 0, 0, (TimePoint(1, 10, 99),), (TimePoint(1, 10, 99),))
+    quick_back = KernelTimes("squares", 0, 0, (TimePoint(1, 99, 10),), (TimePoint(1, 99, 10),))
     dispatcher = Dispatcher((Plain(ANY), Plain(SQUARES)), table(quick_there, quick_back))
     rows = dispatcher.explain(Segments.packed([4, 5]), SHAPE)
     assert [(row["pass"], row["kernel"]) for row in rows] == [("forward", "any"), ("backward", "squares")]
-    assert isinstance(dispatcher.prepare(Segments.packed([4, 5]), SHAPE), PreparedParts)
+    assert isinstance(dispatcher.prepare(Segments.packed([4, 5]), SHAPE), PreparedSplit)
 
 
 @dataclass
@@ -209,7 +216,7 @@ class Spilled:
         return torch.where(lse.T.unsqueeze(-1) == -torch.inf, 7.0, out), torch.where(lse == -torch.inf, 7.0, lse)
 
     def backward(self, *tensors):
-        own = rows_of(self.plain.segments.q_start, self.plain.segments.q_stop, CPU)
+        own = device_rows(self.plain.segments.q_start, self.plain.segments.q_stop, CPU)
         spilled = []
         for grad in self.plain.backward(*tensors):
             spilled.append(torch.full_like(grad, 7.0))
@@ -217,9 +224,9 @@ class Spilled:
         return tuple(spilled)
 
 
-def test_a_kernel_that_spills_runs_first():
-    spilling = Spilling(replace(SQUARES, spills=True))
-    dispatcher = Dispatcher((Writing(ANY), spilling), at_least={"any": 8})
+def test_a_kernel_that_overwrites_other_rows_runs_first():
+    spilling = Spilling(replace(SQUARES, overwrites=True))
+    dispatcher = Dispatcher((Writing(ANY), spilling), min_lengths={"any": 8})
     case = Case(Segments.packed([3, 20, 4, 30, 2]), 59, 59)
     assert {row["kernel"] for row in dispatcher.explain(case.segments, SHAPE)} == {"any", "squares"}
     assert max(kernel_errors(dispatcher, case, SHAPE).values()) < 1e-12
@@ -240,8 +247,8 @@ def test_all_refusals_are_listed():
         "  squares: window 10 over 20 keys; it takes no window",
         "  any: dtype float64; it takes float32",
     ]
-    assert dispatcher.ability.refusal(Segments.packed([9, 20], window=10), SHAPE) == str(error.value)
-    assert dispatcher.ability.refusal(Segments.packed([9, 20]), SHAPE) is None
+    assert dispatcher.capabilities.unsupported(Segments.packed([9, 20], window=10), SHAPE) == str(error.value)
+    assert dispatcher.capabilities.unsupported(Segments.packed([9, 20]), SHAPE) is None
 
 
 def test_nobody_for_the_shape_is_refused_even_with_nothing_to_do():

@@ -1,4 +1,4 @@
-"""What kernels say they refuse, and how they say it."""
+"""Capabilities of kernels: what they refuse, with the rule and legal values."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.interface import Ability, AttentionShape, rows_of
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, device_rows
 from seqloom.attention.masks import Segments
 from support.segment_cases import Case, segment_cases, visible_pairs
 
@@ -17,8 +17,8 @@ BASE = {
     "max_dim": 128,
     "dim_multiple": 8,
 }
-SQUARES = Ability(**BASE, grouped=False, windows=False, offsets=False)
-PREFIXES = Ability(**BASE, offsets=False, prefixes=True)
+SQUARES = Capabilities(**BASE, gqa=False, windows=False, offsets=False)
+PREFIXES = Capabilities(**BASE, offsets=False, prefixes=True)
 SHAPE = {"heads": 4, "kv_heads": 4, "dim": 64, "dtype": torch.bfloat16, "device": torch.device("cuda"), "scale": 1.0}
 
 
@@ -34,7 +34,7 @@ SHAPE = {"heads": 4, "kv_heads": 4, "dim": 64, "dtype": torch.bfloat16, "device"
     ],
 )
 def test_a_shape_is_refused_with_the_rule(change, message):
-    assert SQUARES.refusal(Segments.packed([4]), AttentionShape(**SHAPE | change)) == message
+    assert SQUARES.unsupported(Segments.packed([4]), AttentionShape(**SHAPE | change)) == message
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_a_shape_is_refused_with_the_rule(change, message):
     ],
 )
 def test_segments_are_refused_with_the_rule(segments, message):
-    refusal = SQUARES.refusal(segments, AttentionShape(**SHAPE))
-    assert refusal is not None and refusal.startswith(message)
+    unsupported = SQUARES.unsupported(segments, AttentionShape(**SHAPE))
+    assert unsupported is not None and unsupported.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def test_segments_are_refused_with_the_rule(segments, message):
     ],
 )
 def test_squares_and_segments_without_mask_are_taken(segments):
-    assert SQUARES.refusal(segments, AttentionShape(**SHAPE)) is None
+    assert SQUARES.unsupported(segments, AttentionShape(**SHAPE)) is None
 
 
-def test_prefixes_are_an_ability_of_their_own():
+def test_prefixes_are_a_capability_of_their_own():
     piece = Segments.of([(0, 2, 0, 6, 4)])
-    assert SQUARES.refusal(piece, AttentionShape(**SHAPE)) is not None
-    assert PREFIXES.refusal(piece, AttentionShape(**SHAPE)) is None
-    other = PREFIXES.refusal(Segments.of([(0, 2, 0, 6, 3)]), AttentionShape(**SHAPE))
+    assert SQUARES.unsupported(piece, AttentionShape(**SHAPE)) is not None
+    assert PREFIXES.unsupported(piece, AttentionShape(**SHAPE)) is None
+    other = PREFIXES.unsupported(Segments.of([(0, 2, 0, 6, 3)]), AttentionShape(**SHAPE))
     assert other is not None and other.endswith("segments with offset = keys - queries")
-    assert PREFIXES.refusal(Segments.of([(0, 6, 0, 2, -4)]), AttentionShape(**SHAPE)) is not None
+    assert PREFIXES.unsupported(Segments.of([(0, 6, 0, 2, -4)]), AttentionShape(**SHAPE)) is not None
 
 
 @given(case=segment_cases())
@@ -94,7 +94,7 @@ def test_rows_of_intervals(steps):
     for gap, length in steps:
         start.append(end + gap)
         stop.append(end := start[-1] + length)
-    rows = rows_of(np.array(start), np.array(stop), torch.device("cpu"))
+    rows = device_rows(np.array(start), np.array(stop), torch.device("cpu"))
     expected = [row for low, high in zip(start, stop, strict=True) for row in range(low, high)]
     assert torch.arange(end)[rows].tolist() == expected
     assert isinstance(rows, slice) == all(gap == 0 for gap, _ in steps[1:])

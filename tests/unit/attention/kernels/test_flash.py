@@ -11,25 +11,16 @@ from hypothesis import strategies as st
 
 from seqloom import compat
 from seqloom.attention.kernels import flash as flash_attn
-from seqloom.attention.kernels.flash import (
-    FLASH_ATTN_2,
-    FLASH_ATTN_3,
-    VARLEN,
-    FlashAttn2,
-    FlashAttn3,
-    PreparedPacked,
-    Varlen,
-    packed_calls,
-)
-from seqloom.attention.kernels.interface import AttentionShape, Saved, Writer
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
+from seqloom.attention.kernels.flash import FlashAttn2, FlashAttn3, PreparedVarlen, Varlen, varlen_calls
+from seqloom.attention.kernels.interface import AttentionShape, InPlaceAttention, Saved
 from seqloom.attention.masks import Segments
 from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-ABILITIES = {"varlen": VARLEN, "flash_attn_2": FLASH_ATTN_2, "flash_attn_3": FLASH_ATTN_3}
+CAPABILITIES = {kernel.capabilities.name: kernel.capabilities for kernel in (Varlen, FlashAttn2, FlashAttn3)}
 
 
 def packed(q, k, cu_q, cu_k, causal, left, right, scale):
@@ -48,27 +39,28 @@ def packed(q, k, cu_q, cu_k, causal, left, right, scale):
 
 
 class PlainFlash:
-    """Flash attention with the signature of `Flash`."""
+    """Flash attention with the signature of `VarlenFunctions`."""
 
-    def forward(self, q, k, v, lengths, *, causal, window, scale):
-        mask = compat.flash_mask(causal, window)
-        assert lengths.longest_q == np.diff(lengths.cumulative_q.numpy()).max()
-        assert lengths.longest_k == np.diff(lengths.cumulative_k.numpy()).max()
-        return packed(q, k, *lengths[:2], *mask, scale).forward(q, k, v)
+    def forward(self, q, k, v, arguments):
+        assert arguments.max_seqlen_q == np.diff(arguments.cu_seqlens_q.numpy()).max()
+        assert arguments.max_seqlen_k == np.diff(arguments.cu_seqlens_k.numpy()).max()
+        return self._packed(q, k, arguments).forward(q, k, v)
 
-    def backward(self, dout, q, k, v, out, lse, lengths, *, causal, window, scale):
-        assert dout.dtype == out.dtype == q.dtype and lse.is_contiguous()
-        mask = compat.flash_mask(causal, window)
-        return compat.Gradients(*packed(q, k, *lengths[:2], *mask, scale).backward(dout, Saved(q, k, v, out, lse)))
+    def backward(self, dout, saved, arguments):
+        assert dout.dtype == saved.out.dtype == saved.q.dtype and saved.lse.is_contiguous()
+        return compat.Gradients(*self._packed(saved.q, saved.k, arguments).backward(dout, saved))
+
+    def _packed(self, q, k, arguments):
+        return packed(q, k, *arguments[:2], *arguments[5:], arguments.softmax_scale)
 
 
 class PlainVarlen:
     """`Varlen` over `PlainFlash`."""
 
-    ability = VARLEN
+    capabilities = Varlen.capabilities
 
     def prepare(self, segments, shape):
-        return PreparedPacked(packed_calls(segments, shape.device), shape, PlainFlash())
+        return PreparedVarlen(varlen_calls(segments, shape), shape, PlainFlash())
 
 
 def package_2() -> ModuleType:
@@ -139,7 +131,7 @@ def kernels():
         yield {"varlen": PlainVarlen(), "flash_attn_2": FlashAttn2(), "flash_attn_3": FlashAttn3()}
 
 
-@pytest.mark.parametrize("name", ABILITIES)
+@pytest.mark.parametrize("name", CAPABILITIES)
 @given(case=segment_cases(offsets=False), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]))
 @settings(max_examples=25)
 def test_squares(kernels, name, case, heads):
@@ -147,23 +139,23 @@ def test_squares(kernels, name, case, heads):
     assert max(kernel_errors(kernels[name], case, shape).values()) < 1e-12
 
 
-@pytest.mark.parametrize("name", ABILITIES)
+@pytest.mark.parametrize("name", CAPABILITIES)
 @given(case=segment_cases(longest=6))
 @settings(max_examples=40)
-def test_whatever_the_ability_takes(kernels, name, case):
-    segments = case.segments.select(ABILITIES[name].takes(case.segments))
+def test_whatever_is_supported(kernels, name, case):
+    segments = case.segments.select(CAPABILITIES[name].supports(case.segments))
     assume(len(segments))
     shape = AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
     assert max(kernel_errors(kernels[name], case._replace(segments=segments), shape).values()) < 1e-12
 
 
-@pytest.mark.parametrize("name", ABILITIES)
+@pytest.mark.parametrize("name", CAPABILITIES)
 def test_prefixes_and_tiles_without_mask_share_a_causal_rule(kernels, name):
     rows = [(0, 3, 0, 9, 6), (3, 5, 9, 12, 7), (6, 10, 13, 17, 0), (10, 11, 17, 20, 2)]
     shape = AttentionShape(2, 1, 8, torch.float64, CPU, SCALE)
     for window in (None, 4, 20):
         segments = Segments.of(rows, window=window)
-        taken = segments.select(ABILITIES[name].takes(segments))
+        taken = segments.select(CAPABILITIES[name].supports(segments))
         assert len(taken) == (3 if window == 4 else 4)
         assert max(kernel_errors(kernels[name], Case(taken, 12, 20), shape).values()) < 1e-12
 
@@ -171,11 +163,12 @@ def test_prefixes_and_tiles_without_mask_share_a_causal_rule(kernels, name):
 def test_a_pack_is_one_call_in_place():
     shape = AttentionShape(2, 1, 8, torch.bfloat16, CPU, SCALE)
     prepared = Varlen().prepare(Segments.packed([4, 1, 7]), shape)
-    assert isinstance(prepared, Writer)
+    assert isinstance(prepared, InPlaceAttention)
     [call] = prepared.calls
     assert call.covers(12, 12) and not call.covers(13, 12) and not call.covers(12, 13)
-    assert call.lengths.cumulative_q.tolist() == call.lengths.cumulative_k.tolist() == [0, 4, 5, 12]
-    assert (call.lengths.longest_q, call.lengths.longest_k, call.causal, call.window) == (7, 7, True, None)
+    cu_q, cu_k, *rest = call.arguments
+    assert cu_q.tolist() == cu_k.tolist() == [0, 4, 5, 12]
+    assert rest == [7, 7, SCALE, True, -1, 0]
     case = Case(Segments.packed([4, 1, 7]), 12, 12)
     assert max(kernel_errors(PlainVarlen(), case, shape).values()) < 6e-3
 

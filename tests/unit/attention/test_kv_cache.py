@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqloom.attention import attention
 from seqloom.attention.context_parallel import KVCache
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist import SingleRankTransport, bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Route, Span

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.attention.kernels.triton_attention import Config, Rows, Tiles, cut, default_config, heads_side_by_side
+from seqloom.attention.kernels.triton_attention import Config, Rows, Tiles, cut, default_config, parallel_kv_heads
 from seqloom.attention.masks import Segments
 
 PACK = [5, 3, 1, 40, 7, 9, 70, 1, 64, 200]
@@ -93,7 +93,7 @@ def test_long_segments_and_their_late_tiles_come_first():
 @pytest.mark.parametrize(("longest", "side"), [(512, 32), (8192, 4), (131072, 1)])
 def test_heads_run_side_by_side_while_their_keys_fit_the_cache(longest, side):
     tiles = Tiles(np.zeros((1, 8), dtype=np.int32), longest, Config(128, 64, 8, 3))
-    assert heads_side_by_side(tiles, 32, 512) == side
+    assert parallel_kv_heads(tiles, 32, 512) == side
 
 
 def test_no_segments_give_no_tiles():

@@ -10,15 +10,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels import tables
+from seqloom.attention.kernels import dispatch
+from seqloom.attention.kernels.dispatch import (
+    KernelTable,
+    KernelTimes,
+    Measurement,
+    TimePoint,
+    built_in_table,
+    default_table_path,
+    device_name,
+)
 from seqloom.attention.kernels.interface import AttentionShape
-from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times, built_in, default_path, device_name
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
 CPU = torch.device("cpu")
-CURVE = (Point(64, 1_000, 3_000), Point(256, 10_000, 30_000))
-TIMES = Times("one", 500, 900, CURVE, (Point(64, 2_000, 6_000), Point(256, 20_000, 60_000)))
+CURVE = (TimePoint(64, 1_000, 3_000), TimePoint(256, 10_000, 30_000))
+TIMES = KernelTimes("one", 500, 900, CURVE, (TimePoint(64, 2_000, 6_000), TimePoint(256, 20_000, 60_000)))
 
 
 def both(segments: Segments) -> np.ndarray:
@@ -62,7 +70,7 @@ def test_tiles_and_windows_cost_what_they_compute():
 
 def test_other_heads_are_scaled():
     [scaled] = MEASUREMENT.scaled(16)
-    assert scaled.causal[0] == Point(64, 2_000, 6_000)
+    assert scaled.causal[0] == TimePoint(64, 2_000, 6_000)
     assert scaled.call_ns(True) == TIMES.call_ns(True)
 
 
@@ -95,13 +103,13 @@ def test_this_release_of_torch_is_preferred_to_nearer_heads():
     assert KernelTable((old,)).find(shape()) == old, "better than none"
 
 
-def test_joining_keeps_the_own_measurement():
+def test_merging_keeps_the_own_measurement():
     other, newer = replace(MEASUREMENT, heads=4), replace(MEASUREMENT, times=())
-    assert KernelTable((newer,)).joined(KernelTable((MEASUREMENT, other))).measurements == (newer, other)
+    assert KernelTable((newer,)).merged(KernelTable((MEASUREMENT, other))).measurements == (newer, other)
 
 
 def test_the_tables_of_the_package_are_whole():
-    measured = built_in().measurements
+    measured = built_in_table().measurements
     assert {(one.device, one.heads, one.kv_heads) for one in measured} >= {
         ("NVIDIA H200", 32, 32),
         ("NVIDIA H200", 32, 8),
@@ -156,10 +164,10 @@ def test_a_broken_table_is_refused_with_its_path(tmp_path, change, message):
     [("linux", ".cache"), ("darwin", "Library/Caches"), ("win32", "AppData/Local")],
 )
 def test_the_table_lives_in_the_cache_of_the_user(monkeypatch, tmp_path, system, folder):
-    monkeypatch.setattr(tables.sys, "platform", system)
+    monkeypatch.setattr(dispatch.sys, "platform", system)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
-    assert default_path() == tmp_path / folder / "seqloom" / "kernels.json"
+    assert default_table_path() == tmp_path / folder / "seqloom" / "kernels.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
-    assert (default_path().parent.parent == tmp_path / "mine") == (system == "linux")
+    assert (default_table_path().parent.parent == tmp_path / "mine") == (system == "linux")

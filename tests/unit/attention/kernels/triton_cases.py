@@ -13,8 +13,8 @@ from triton.runtime import interpreter
 
 from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
-from seqloom.attention.kernels.triton_merge import accumulate, add_shares, merge_parts
-from seqloom.attention.lse import Part, Share
+from seqloom.attention.kernels.triton_kernels import accumulate, add_gradients, merge_outputs
+from seqloom.attention.lse import PartialGradient, PartialOutput
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -151,11 +151,11 @@ def test_keys_in_two_parts_are_merged():
     parts = [Segments.of([(0, 24, 0, 10, 0)]), Segments.of([(0, 24, 0, 14, -10)])]
     prepared = [TritonSegments(pick=pick).prepare(part, shape) for part in parts]
     results = [one.forward(q, k[half], v[half]) for one, half in zip(prepared, halves, strict=True)]
-    out, lse = merge_parts([Part(*result, 0) for result in results], 24, torch.float32)
+    out, lse = merge_outputs([PartialOutput(*result, 0) for result in results], 24, torch.float32)
     gradients = [
         one.backward(dout, Saved(q, k[half], v[half], out, lse)) for one, half in zip(prepared, halves, strict=True)
     ]
-    dq = add_shares([Share(gradient[0], 0) for gradient in gradients], 24, torch.float32)
+    dq = add_gradients([PartialGradient(gradient[0], 0) for gradient in gradients], 24, torch.float32)
     found = [out, lse, dq, *(torch.cat([first[n], second[n]]) for first, second in [gradients] for n in (1, 2))]
     leaves = [part.double().requires_grad_() for part in (q, k, v)]
     wanted, wanted_lse = dense(visible(Segments.packed([24]), 24, 24), *leaves, 0.25)
@@ -167,22 +167,24 @@ def test_merging_a_row_that_saw_nothing_changes_no_bit():
     draw = torch.Generator().manual_seed(2)
     out, lse = torch.randn(40, 2, 16, generator=draw), torch.randn(2, 40, generator=draw)
     out[7], lse[:, 7] = 0, -math.inf
-    nothing = Part(torch.zeros_like(out).half(), torch.full_like(lse, -math.inf), 0)
-    for parts in ([Part(out, lse, 0), nothing], [nothing, Part(out, lse, 0)]):
-        merged, merged_lse = merge_parts(parts, 40, torch.float32)
+    nothing = PartialOutput(torch.zeros_like(out).half(), torch.full_like(lse, -math.inf), 0)
+    for parts in ([PartialOutput(out, lse, 0), nothing], [nothing, PartialOutput(out, lse, 0)]):
+        merged, merged_lse = merge_outputs(parts, 40, torch.float32)
         assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
 
 
 def test_parts_of_some_rows_only():
     draw = torch.Generator().manual_seed(3)
     out, lse = torch.randn(40, 2, 16, generator=draw), torch.randn(2, 40, generator=draw)
-    parts = [Part(out[5:20], lse[:, 5:20], 3), Part(out[:6], lse[:, :6], 30)]
-    merged, merged_lse = merge_parts(parts, 38, torch.float32)
+    parts = [PartialOutput(out[5:20], lse[:, 5:20], 3), PartialOutput(out[:6], lse[:, :6], 30)]
+    merged, merged_lse = merge_outputs(parts, 38, torch.float32)
     wanted, wanted_lse = torch.zeros(38, 2, 16), torch.full((2, 38), -math.inf)
     wanted[3:18], wanted[30:36] = out[5:20], out[:6]
     wanted_lse[:, 3:18], wanted_lse[:, 30:36] = lse[:, 5:20], lse[:, :6]
     assert torch.equal(merged, wanted) and torch.equal(merged_lse, wanted_lse)
-    added = add_shares([Share(out[5:20], 3), Share(out[:6], 30), Share(out[:1], 4)], 38, torch.float32)
+    added = add_gradients(
+        [PartialGradient(out[5:20], 3), PartialGradient(out[:6], 30), PartialGradient(out[:1], 4)], 38, torch.float32
+    )
     wanted[4] += out[0]
     assert torch.equal(added, wanted)
     total = torch.full((40, 5, 16), math.nan)
@@ -200,6 +202,6 @@ def test_a_scale_that_is_not_positive_is_refused():
 
 
 def test_five_results_are_too_many_for_one_pass():
-    part = Part(torch.zeros(1, 1, 16), torch.zeros(1, 1), 0)
+    part = PartialOutput(torch.zeros(1, 1, 16), torch.zeros(1, 1), 0)
     with pytest.raises(SeqloomError, match="1 to 4"):
-        merge_parts([part] * 5, 1, torch.float32)
+        merge_outputs([part] * 5, 1, torch.float32)

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels import cpu_flash
-from seqloom.attention.kernels.cpu_flash import CpuFlash
+from seqloom.attention.kernels.cpu import MASKED_QUERIES, CpuFlash, Reference
 from seqloom.attention.kernels.interface import AttentionShape, Saved
-from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.masks import Segments
 from seqloom.testing.oracle import attention_truth, difference
 from support.segment_cases import SCALE, Case, kernel_errors, random_tensors, segment_cases
@@ -35,11 +33,13 @@ def test_any_segments(name, case, heads, seed):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
-@given(case=segment_cases(longest=20), heads=HEADS)
-@settings(max_examples=8)
-def test_every_dtype(name, dtype, case, heads):
-    errors = kernel_errors(KERNELS[name](), case, shape_of(*heads, dtype, dim=16))
-    assert max(errors.values()) < TOLERANCE[dtype], errors
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 6}], ids=str)
+def test_every_dtype(name, dtype, mask):
+    """Not on drawn cases: with a query on two keys, gradients may cancel to any relative error."""
+    segments = Segments.of([(0, 12, 3, 20, 5), (13, 20, 20, 26, 0), (20, 30, 26, 30, 3)], **{"causal": True} | mask)
+    for heads in ((4, 2), (3, 1)):
+        errors = kernel_errors(KERNELS[name](), Case(segments, 30, 30), shape_of(*heads, dtype, dim=16))
+        assert max(errors.values()) < TOLERANCE[dtype], errors
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -51,7 +51,7 @@ def test_any_head_dim(name, dim):
 
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": 300}, {"window": 1}], ids=str)
 def test_documents_longer_than_a_block(mask):
-    assert cpu_flash.BLOCK < 600
+    assert MASKED_QUERIES < 600
     lengths = [600, 1, 257, 30]
     shape = shape_of(2, 1)
     tensors = random_tensors(Case(Segments.packed(lengths), 888, 888), shape)

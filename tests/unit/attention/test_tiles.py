@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqloom.attention.tiles import Chunks, gather_schedule, ring_tiles
+from seqloom.attention.tiles import ZigzagChunks, gather_schedule, ring_tiles
 from seqloom.cost import GroupShape
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
@@ -60,18 +60,18 @@ def expected_pairs(lengths, queries, causal, window):
 def test_chunks_are_the_spans_of_the_plan(lengths, ring):
     group = group_of(lengths, ring)
     for index in range(ring):
-        chunks = Chunks.of(group, index)
+        chunks = ZigzagChunks.of(group, index)
         spans = sorted(group.ring_spans(index))
         expected = [(span.document, position) for span in spans for position in range(span.start, span.stop)]
         assert tokens_of(chunks) == expected
-        assert tokens_of(chunks.joined()) == expected
+        assert tokens_of(chunks.merged()) == expected
 
 
 @pytest.mark.parametrize("ring", [2, 3, 5])
 @pytest.mark.parametrize("causal, window", MASKS)
 @pytest.mark.parametrize("lengths", PACKS)
 def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window, ring):
-    chunks = [Chunks.of(group_of(lengths, ring), index) for index in range(ring)]
+    chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
     for own in chunks:
         found = []
         for other in chunks:
@@ -87,7 +87,7 @@ def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window
 @pytest.mark.parametrize("causal, window", MASKS)
 @pytest.mark.parametrize("lengths", PACKS)
 def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, window, ring):
-    chunks = [Chunks.of(group_of(lengths, ring), index) for index in range(ring)]
+    chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
     schedules = [gather_schedule(chunks, index, causal=causal, window=window) for index in range(ring)]
     for index, schedule in enumerate(schedules):
         arrived = []
@@ -106,7 +106,7 @@ def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, 
 def test_causal_rings_share_the_work_evenly():
     """Zigzag: every index computes the same area, and together half of the square."""
     ring, length = 4, 64
-    chunks = [Chunks.of(group_of((length,), ring), index) for index in range(ring)]
+    chunks = [ZigzagChunks.of(group_of((length,), ring), index) for index in range(ring)]
     areas = [
         sum(
             int(tile.segments.area().sum())
@@ -120,7 +120,7 @@ def test_causal_rings_share_the_work_evenly():
 
 def test_only_rows_that_do_something_are_handed_over():
     """High queries alone see the keys of a later index: the low ones are not even passed."""
-    first, second = (Chunks.of(group_of((40,), 2), index) for index in (0, 1))
+    first, second = (ZigzagChunks.of(group_of((40,), 2), index) for index in (0, 1))
     (earlier,) = ring_tiles(first, second, causal=True, window=None)
     assert (earlier.queries, earlier.keys) == (slice(10, 20), slice(0, 20))
     (later,) = ring_tiles(second, first, causal=True, window=None)
@@ -129,7 +129,7 @@ def test_only_rows_that_do_something_are_handed_over():
 
 def test_a_window_skips_steps_and_fetches_neighbours_only():
     """One document of 64 in 8 chunks of 8: a window of 4 reaches the chunk before, no further."""
-    chunks = [Chunks.of(group_of((64,), 4), index) for index in range(4)]
+    chunks = [ZigzagChunks.of(group_of((64,), 4), index) for index in range(4)]
     busy = [[bool(ring_tiles(own, other, causal=True, window=4)) for other in chunks] for own in chunks]
     neighbours = [[abs(own - other) <= 1 for other in range(4)] for own in range(4)]
     assert busy == neighbours
@@ -141,9 +141,9 @@ def test_a_window_skips_steps_and_fetches_neighbours_only():
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
 def test_a_document_takes_as_many_kernel_calls_as_the_cost_model_counts(ring):
     group = group_of((64, 96, 80), ring)
-    chunks = [Chunks.of(group, index) for index in range(ring)]
+    chunks = [ZigzagChunks.of(group, index) for index in range(ring)]
     gathers = [gather_schedule(chunks, index, causal=True, window=None).tiles for index in range(ring)]
     rings = [[t for keys in chunks for t in ring_tiles(own, keys, causal=True, window=None)] for own in chunks]
     for method, tiles in ((Method.GATHER, gathers), (Method.RING, rings)):
         calls = [sum(len(list(tile.segments.rows())) for tile in own) for own in tiles]
-        assert max(calls) == len(group.spans) * GroupShape(1, ring, method).kernels
+        assert max(calls) == len(group.spans) * GroupShape(1, ring, method).kernel_calls

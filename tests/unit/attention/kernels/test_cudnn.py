@@ -1,14 +1,16 @@
 """The grid of shapes: small, closed, and every segment on it once."""
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.cudnn_graphs import (
+from seqloom.attention.kernels.cudnn import (
     DENSE_FROM,
     DENSE_STEP,
     DENSE_TO,
     MAX_PACKED_TOKENS,
+    UncoveredRows,
     all_shapes,
     dense_lengths,
     plan_calls,
@@ -86,3 +88,19 @@ def test_keys_in_another_order_than_queries_allow_no_surplus():
     swapped = Segments.of([(0, 20_000, 16_384, 36_384, 0), (20_000, 36_384, 0, 16_384, 0)])
     shapes = {call.shape.q_length: call.shape.packed for call in plan_calls(swapped)}
     assert shapes == {32_768: True, 16_384: False}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=12), st.integers(0, 4), st.randoms()
+)
+def test_exactly_the_rows_outside_all_segments_are_filled(drawn, behind, random):
+    place, segments = 0, []
+    for gap, length in drawn:
+        segments.append((place + gap, place + gap + length))
+        place = segments[-1][1]
+    random.shuffle(segments)
+    start, stop = np.array(segments).T
+    tensor = torch.ones(place + behind, 2)
+    UncoveredRows.of(start, stop, torch.device("cpu")).fill(tensor, 0.0)
+    inside = {row for low, high in segments for row in range(low, high)}
+    assert tensor[:, 0].tolist() == [float(row in inside) for row in range(len(tensor))]
