@@ -230,11 +230,11 @@ def test_checking_and_hashing_are_fast(size: tuple[int, int, int], budget_ms: fl
     spent = []
     for _ in range(5):
         fresh = replace(plan)
-        start = time.perf_counter()
+        start = time.process_time()
         fresh.validate()
-        middle = time.perf_counter()
+        middle = time.process_time()
         assert fresh.hash == plan.hash
-        spent.append((middle - start, time.perf_counter() - middle))
-    # The fastest of five, and twice the budget: other processes share the machine.
+        spent.append((middle - start, time.process_time() - middle))
+    # The fastest of five, in processor time, and twice the budget: other processes share the machine.
     assert min(seconds for seconds, _ in spent) * 1000 < 2 * budget_ms
     assert min(seconds for _, seconds in spent) * 1000 < 2 * budget_ms
