@@ -23,7 +23,7 @@ from record import commit, write
 from tail_prices import HOSTS, PLENTY_GIB, budget, ideal_ns, lengths_of, priced
 
 from seqloom.cost import CostModel
-from seqloom.cost.stages import pipeline_limits
+from seqloom.cost.memory import pipeline_limits
 from seqloom.plan import ActionKind, Plan
 from seqloom.planners.bounds import plan_bound
 from seqloom.planners.pipeline import plan_pipeline

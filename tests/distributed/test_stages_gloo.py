@@ -44,14 +44,14 @@ def placed(layers, hosts, sharding=Sharding.FULL, order=None, node_size=2):
 
 def run_units(transport, step, placement, parameters, weights=None):
     """All forwards, then all backwards: rank i of every host has every document whose number is i in turn."""
-    each = len(placement.hosts[0])
-    place = placement.hosts[placement.host_of(transport.rank)].index(transport.rank)
+    each = len(placement.ranks_by_pp_rank[0])
+    place = placement.ranks_by_pp_rank[placement.pp_rank_of(transport.rank)].index(transport.rank)
     ids, labels = step.documents()
     numbers = range(place, len(ids), each)
     contexts = {number: bind_single_rank((len(ids[number]),)) for number in numbers}
     peer = lambda stage: placement.stages[stage].ranks[place]  # noqa: E731
     mine = [stage for stage in range(len(placement.stages)) if peer(stage) == transport.rank]
-    parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
+    parts, total = dict(zip(mine, placement.layer_ranges(placement.pp_rank_of(transport.rank)), strict=True)), 0.0
     open_units, kept, sent = {}, {}, []
     for stage in mine:
         parameters.unshard(parts[stage])
@@ -255,7 +255,7 @@ def refused(transport, step):
     odd = placed((3, 2), 2, Sharding.HYBRID, node_size=3)
     extra = step.model_adapter()
     extra.module.shift = torch.nn.Parameter(torch.zeros(3))
-    whole = replace(step.model_adapter(), body=None, whole="it is a test")
+    whole = replace(step.model_adapter(), body=None, single_stage_reason="it is a test")
     cases = {"ranks": (adapter, half), "nodes": (adapter, odd), "extra": (extra, placed((3, 2), 2))}
     cases |= {"whole": (whole, placed((3, 2), 2))}
     for name, (given, placement) in cases.items():

@@ -42,9 +42,9 @@ def read(transport, layout):
         return model.drawn(SEED, name)
 
     adapter = replace(ModelAdapter.of(model), deferred=DeferredParameters(watched, torch.device("cpu")))
-    found = {name: each.clone() for name, each in place(transport, adapter, layout).values()}
+    found = {name: each.clone() for name, each in place(transport, adapter, layout).full_parameters()}
     there = ModelAdapter.of(Transformer(SPEC, seed=SEED, dtype=torch.float64))
-    wanted = {name: each.clone() for name, each in place(transport, there, layout).values()}
+    wanted = {name: each.clone() for name, each in place(transport, there, layout).full_parameters()}
     same = found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())
     return same, most[0], asked
 

@@ -162,14 +162,3 @@ def test_the_example_runs(block, tmp_path):
         "3 0[10:12) 1[2:6) ",
     ]
     assert all(float(line.split()[-1]) > 0 for line in lines)
-
-
-def test_every_file_that_the_page_names_exists():
-    names = re.findall(r"`((?:comm|attention|models|cost|docs)/[\w/.]*)`", PAGE)
-    assert len(names) > 10
-    for name in names:
-        assert (DOCS.parent / "src" / "seqloom" / name).exists(), name
-
-
-def test_the_readme_names_the_page():
-    assert "`docs/attention.md`" in (DOCS.parent / "README.md").read_text()

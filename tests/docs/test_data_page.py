@@ -51,7 +51,3 @@ def _name(id: int) -> str:
 def test_every_count_is_explained():
     for field in fields(PrepareCounts):
         assert field.name == "records" or f"`{field.name}`" in PAGE
-
-
-def test_the_page_is_linked():
-    assert "`docs/data.md`" in (Path(__file__).parents[2] / "README.md").read_text()

@@ -46,9 +46,8 @@ def test_every_function_is_explained():
     assert sorted(explained) == sorted(public)
 
 
-def test_the_example_is_the_file_and_the_readme_names_the_page():
+def test_the_example_is_the_file():
     assert re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL) == [EXAMPLE.read_text()]
-    assert "`docs/huggingface.md`" in (ROOT / "README.md").read_text()
 
 
 def test_it_takes_under_15_lines():

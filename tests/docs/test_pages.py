@@ -1,10 +1,16 @@
 """The pages in docs/ say what the code says."""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from seqloom.plan import RULES, Plan
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+ROOTS = (ROOT, ROOT / "src" / "seqloom")
 
 
 def test_every_rule_stands_in_the_page_with_its_own_words():
@@ -22,10 +28,17 @@ def test_the_plan_in_the_page_is_one():
     assert plan.to_text().splitlines() == shown
 
 
-def test_every_file_that_a_page_names_exists():
-    import re
+def test_the_readme_links_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES if f"(docs/{page.name})" not in readme] == []
 
-    root = DOCS.parent / "src" / "seqloom"
-    for page in DOCS.glob("*.md"):
-        for name in re.findall(r"`((?:describe|plan|cost|planners|simulate|view)/[\w/.]+)`", page.read_text()):
-            assert (root / name).exists(), f"{page.name}: {name}"
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_every_file_that_a_page_names_exists(page: Path):
+    """Links relative to the page; `folder/file.py` of the package, the tests or the repository."""
+    text = page.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|toml|svg))`", text)
+    missing = {name for name in files if not any((root / name).exists() for root in ROOTS)}
+    assert missing == set()

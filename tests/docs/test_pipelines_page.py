@@ -37,11 +37,6 @@ def test_every_key_is_explained():
         assert f"    {key.name} = " in block
 
 
-def test_every_file_that_the_page_names_exists():
-    for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
-        assert (ROOT / name).exists(), name
-
-
 def busiest_over_mean(stages: int, length: int) -> float:
     """Of the stages of llama3-8b, levelled as the planner does."""
     cost = seqloom.cost_model("8x8xH100", "llama3-8b")

@@ -64,14 +64,3 @@ def test_where_rounds_remap():
         kind.upper() if kind == "mlp" else kind for kind in Remap
     ]
     assert all(f"`{name}`" in table for name in NAMES[:3]) and run_in_mlp_layout.__name__ in table
-
-
-def test_every_file_that_the_page_names_exists():
-    for name in re.findall(r"`((?:recipes|docs)/[\w./-]+)`", PAGE):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"`((?:train|runtime|comm)/[\w/.]+)`", PAGE):
-        assert (ROOT / "src" / "seqloom" / name).exists(), name
-
-
-def test_the_page_is_linked():
-    assert "`docs/training.md`" in (ROOT / "README.md").read_text()

@@ -60,7 +60,7 @@ def test_two_stages_on_one_gpu(job):
     whole = sum(each.numel() for each in adapter.module.parameters())
     placement = Placement((Stage((0,), (0, 1)), Stage((0,), (1, 4))), Sharding.FULL, 1)
     parameters = PipelineFSDP(adapter, SingleRankTransport(), placement, param_dtype=torch.bfloat16)
-    first, last = placement.parts_of(0)
+    first, last = placement.layer_ranges(0)
     before = bytes_now()
     for part in (first, last):
         parameters.unshard(part)

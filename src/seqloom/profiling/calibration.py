@@ -27,7 +27,7 @@ from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.kernels.tables import Point, Times
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
-from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links
+from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links, require_analytic
 from seqloom.cost.shapes import candidate_shapes
 from seqloom.describe import ModelSpec
 from seqloom.dist import Context, P2PTensor, Transport
@@ -85,9 +85,8 @@ class Calibrator:
 
         Layers compute in `dtype`; parameters are float32.
         """
-        if not isinstance(cost.profile, AnalyticProfile):
-            raise SeqloomError(f"profile {cost.profile.name} holds published constants; measure from an analytic one")
-        self.cost, self.given, self.transport, self.device, self.dtype = cost, cost.profile, transport, device, dtype
+        self.cost, self.given, self.transport = cost, require_analytic(cost.profile), transport
+        self.device, self.dtype = device, dtype
         self.timer = StepTimer(cost, transport, device, dtype)
         self._links = "network" if cost.cluster.nodes > 1 else "intra"
 
@@ -124,7 +123,7 @@ class Calibrator:
         fastest = [min(times) for times in zip(*turns, strict=True)]
         source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
         sources = profile.sources | {"alone": source}
-        return replace(profile, alone=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
+        return replace(profile, solo_time_ratio=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
 
     def _longest_busy_seconds(self, plan: Plan) -> float:
         self.timer.seconds(plan)
@@ -436,8 +435,7 @@ def measure_stage_costs(
 
     A pipeline of `stages` stages is timed; everything else of the profile is measured already.
     """
-    profile = cost.profile
-    assert isinstance(profile, AnalyticProfile)
+    profile = require_analytic(cost.profile)
     if cost.sharding == Sharding.FREE:
         cost = with_profile(cost, profile, Sharding.FULL)
     documents = np.full(UNITS * stages, STAGE_TOKENS)
@@ -467,8 +465,7 @@ def solve_handover_us(plan: Plan, cost: CostModel, measured: StepTimes) -> float
     Where passes themselves took another time than predicted, the step is scaled by as much: their error is not a
     handover's. A cost of handovers in the profile of `cost` does not count.
     """
-    profile = cost.profile
-    assert isinstance(profile, AnalyticProfile)
+    profile = require_analytic(cost.profile)
     expected = simulate(plan, cost)
     wanted = measured.step_ns * float((expected.busy_ns + expected.comm_ns).mean()) / measured.busy_ns
     low, high = 0, MOST_HANDOVER_US

@@ -53,7 +53,7 @@ def occupancy(simulation: Simulation, rows: int, columns: int) -> Occupancy:
         columns: slices of time.
     """
     size, labels = _rows(simulation, rows)
-    events = simulation.events.where(~simulation.events.beside)
+    events = simulation.events.where(~simulation.events.is_message)
     degrees = np.unique(events.degree)
     edges = np.arange(columns + 1) * max(simulation.step_ns, 1) / columns
     share = np.zeros((len(labels), len(degrees), columns))

@@ -36,7 +36,7 @@ def test_path_and_name_are_the_same(tmp_path):
         ({"matmul_tflops": float("nan")}, "finite number"),
         ({"kind": "guess"}, "additive, analytic"),
         ({"intra": {}}, "missing all_to_all"),
-        ({"intra": 3}, "expected an object"),
+        ({"intra": 3}, "JSON object"),
         ({"head_chunk": 1.5}, "whole number"),
         ({"overlap": 1.5}, "from 0 to 1"),
         ({"step_us": -1}, "0 or more"),

@@ -31,7 +31,7 @@ from seqloom.integrations.transformers.attach import attach, model_adapter
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.deferred_init import DeferredParameters, meta_parameters
 from seqloom.models.files import opened
-from seqloom.params.placement import move_buffers, taken_out
+from seqloom.params.placement import move_buffers, pop_values
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
@@ -115,7 +115,7 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
         read = _reader(folder, model)
         if read is None:
             model = _load_all(folder, dtype)
-            return model, taken_out(model).pop
+            return model, pop_values(model).pop
         if (folder / GENERATION_CONFIG_NAME).exists():
             model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
         return model, read
@@ -127,7 +127,7 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _from_config(folder, torch.float32).to(dtype)
-        return model, taken_out(model).pop
+        return model, pop_values(model).pop
 
 
 def _from_config(folder: Path, dtype: torch.dtype) -> Any:

@@ -22,8 +22,8 @@ from functools import lru_cache
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
+from seqloom.cost.memory import pipeline_checkpoints, pp_rank_bytes
 from seqloom.cost.resharding import microbatch_tokens, reshard_times, unshard_times
-from seqloom.cost.stages import StageMemory, pipeline_checkpoints, pp_rank_bytes
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, StageMicroBatch
@@ -173,7 +173,7 @@ def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool)
                 tokens.append(microbatch_tokens(inside, layers, replicas, checkpoint, in_flight))
             else:
                 free = inside.budget_bytes - pp_rank_bytes(inside, (layers,), layout.shard_group_size(inside))
-                own = StageMemory(inside, layers).activation_bytes(checkpoint, offload=False)
+                own = inside.memory.activation_bytes(layers, checkpoint, offload=False)
                 tokens.append(int(free // (in_flight * own.held + max(own.forward, own.backward))))
         capacity[MemoryPolicy(checkpoint, Reduce.STEP, resident=True)] = min(tokens)
     return capacity

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.stages import StageMemory, pipeline_limits, pp_rank_bytes
+from seqloom.cost.memory import kv_cache_bytes, pipeline_limits, pp_rank_bytes
 from seqloom.describe import Batch
 from seqloom.errors import PlanError, SeqloomError, unknown_name
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round
@@ -415,10 +415,9 @@ class PipelineSearch:
             free = float(cost.budget_bytes - pp_rank_bytes(cost, ranges, shard_group))
             per_token = working = 0.0
             for layers in ranges:
-                memory = StageMemory(cost, layers)
-                own = memory.activation_bytes(*policy)
+                own = cost.memory.activation_bytes(layers, *policy)
                 working = max(working, own.forward, own.backward)
-                per_token += own.held / group.degree + sum(memory.kv_cache_bytes(group, PROBE)) / PROBE
+                per_token += own.held / group.degree + sum(kv_cache_bytes(cost, layers, group, PROBE)) / PROBE
             first_piece = 2 / (group.degree * self.most_micro_batches)  # share of the tokens, on a rank
             fits.append(int(max(0.0, free) / max(per_token + first_piece * working, 1.0)))
         return min(fits) - min(fits) % cost.pad_multiple

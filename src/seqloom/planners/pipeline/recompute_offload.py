@@ -16,16 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.memory import copy_ns
+from seqloom.cost.memory import kv_cache_bytes, offload_ns, pp_rank_bytes
 from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
-from seqloom.cost.stages import StageMemory, pp_rank_bytes
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
-from seqloom.simulate.tasks import stage_message_ns
-from seqloom.simulate.windows import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
+from seqloom.simulate.microbatch import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
 """Walks along a row of actions before it is given up."""
@@ -129,8 +127,8 @@ class MicroBatchCosts:
             parts[slowest], rank_ns[slowest], policy.checkpoint, self.cost.engine.matmul_share
         )
         if policy.offload:
-            held = StageMemory(self.cost, layers).activation_bytes(policy.checkpoint, offload=False).held
-            copied = np.array([copy_ns(held * tokens) for tokens in self.tokens.tolist()])
+            held = self.cost.memory.activation_bytes(layers, policy.checkpoint, offload=False).held
+            copied = np.array([offload_ns(held * tokens) for tokens in self.tokens.tolist()])
             length, forward, weights = extend_for_offload(length, forward, weights, copied)
         edges = (np.zeros_like(forward), forward, weights, np.full_like(forward, FULL_SHARE))
         return tuple(share_between(length, low, high) for low, high in pairwise(edges))
@@ -139,9 +137,8 @@ class MicroBatchCosts:
         """int64[groups, len(COST_COLUMNS)]: cost parts of all groups, all layers."""
         checkpoint = Checkpoint.FULL if checkpoint == Checkpoint.STAGE else checkpoint
         if checkpoint not in self._tables:
-            priced = self.cost.group_costs(self._groups, MemoryPolicy(checkpoint, Reduce.STEP, resident=True))
-            columns = [[getattr(parts, name) for name in COST_COLUMNS] for parts in priced]
-            self._tables[checkpoint] = np.array(columns, dtype=np.int64)
+            policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+            self._tables[checkpoint] = self.cost.group_costs(self._groups, policy)
         return self._tables[checkpoint]
 
     @cached_property
@@ -157,13 +154,12 @@ class MicroBatchCosts:
     def message_ns(self) -> int:
         """ns of a message between stages: the median micro-batch's, between the first two."""
         order = np.argsort(self.tokens, kind="stable")
-        return stage_message_ns(self.cost, int(self.tokens[order[len(order) // 2]]), *self.layout.stages[:2])
+        return self.cost.stage_message_ns(int(self.tokens[order[len(order) // 2]]), *self.layout.stages[:2])
 
     @cached_property
     def kv_bytes(self) -> KVBytes:
         """Keys and values that stages hold for sequences in pieces."""
-        memories = [StageMemory(self.cost, layers) for layers in self.layout.layer_ranges]
-        shape = (3, len(memories), len(self.micro_batches.groups), self.layout.ranks_per_stage)
+        shape = (3, len(self.layout.layer_ranges), len(self.micro_batches.groups), self.layout.ranks_per_stage)
         begun, returning, done = found = np.zeros(shape, dtype=np.int64)
         for number, group in zip(self._owner.tolist(), self._groups, strict=True):
             ranks = list(group.ranks)
@@ -171,8 +167,8 @@ class MicroBatchCosts:
                 length = int(self.lengths[document])
                 if stop - start == length:
                     continue
-                for stage, memory in enumerate(memories):
-                    keys, gradients = memory.kv_cache_bytes(group, length)
+                for stage, layers in enumerate(self.layout.layer_ranges):
+                    keys, gradients = kv_cache_bytes(self.cost, layers, group, length)
                     begun[stage, number, ranks] += keys if start == 0 else 0
                     done[stage, number, ranks] += keys + gradients if start == 0 else 0
                     returning[stage, number, ranks] += gradients if stop == length else 0
@@ -193,10 +189,7 @@ class ActivationMemory:
         capacity = dict(limits.capacity)
         self._allowed = [(costs.tokens <= capacity[policy.checkpoint]).tolist() for policy in policies]
         per_token = np.array(
-            [
-                [StageMemory(cost, layers).activation_bytes(*policy) for layers in layout.layer_ranges]
-                for policy in policies
-            ]
+            [[cost.memory.activation_bytes(layers, *policy) for layers in layout.layer_ranges] for policy in policies]
         )
         by_kind = np.moveaxis(per_token, 2, 0)  # [kind of `ActivationBytes`, policy, stage]
         self._bytes = np.ceil(by_kind[..., None] * costs.tokens)

@@ -24,7 +24,7 @@ from seqloom.planners.pipeline.recompute_offload import ActivationMemory, Activa
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.planners.zones import plan_zones
 from seqloom.simulate import predicted_ns, simulate
-from seqloom.simulate.windows import MicroBatchKey, price
+from seqloom.simulate.microbatch import MicroBatchKey, price
 
 KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 

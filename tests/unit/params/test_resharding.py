@@ -1,4 +1,4 @@
-"""Parameters with a free compute layout: what moves when, what a rank holds, what is refused."""
+"""Parameters that plans place anew: what moves when, what a rank holds, what is refused."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from seqloom.layout import Span
 from seqloom.models import ModelAdapter
 from seqloom.models.adapter import LossOf
 from seqloom.params import ReplicatedParameters, ReshardingParameters
-from seqloom.params.interface import check_fixed
-from seqloom.params.resharding import Passes
+from seqloom.params.interface import check_fixed_layout
+from seqloom.params.resharding import ReshardedStages
 from seqloom.plan import Group, Reduce, Sharding
 from seqloom.train.model import prepare_layers
 from support.shapes import Shape, gathered_per_pass, in_nodes_of, shaped_plan
@@ -115,13 +115,13 @@ def test_a_layer_s_gradients_are_in_shares_before_the_next_layer_s(threads, monk
     sizes = {name: each.numel() for name, each in step.model().named_parameters()}
     layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
     outside = sum(size for name, size in sizes.items() if ".layers." not in name)
-    most, plain = [], Passes._sum
+    most, plain = [], ReshardedStages._reduce_bucket
 
-    def noted(passes, part, bundle):
-        most.append(sum(copy.grad.numel() for copy in passes._copies.all if copy.grad is not None))
-        plain(passes, part, bundle)
+    def noted(stages, layers, bucket):
+        most.append(sum(copy.grad.numel() for copy in stages._copies.parameters if copy.grad is not None))
+        plain(stages, layers, bucket)
 
-    monkeypatch.setattr(Passes, "_sum", noted)
+    monkeypatch.setattr(ReshardedStages, "_reduce_bucket", noted)
     for found in threads(4).run(lambda transport: step.spread(plan, transport), strict=True):
         assert found.worst(step.alone()) < 1e-9
     assert len(most) == 4 * 3 * (4 + 2) and layer < max(most) <= layer + outside
@@ -216,21 +216,25 @@ def test_half_precision_adds_up_in_float32(threads):
 
 
 class Recording:
-    """A transport whose exchanges aside are written down: when they start, and when they are waited for."""
+    """A transport whose background exchanges are recorded: when they start, and when they are waited for."""
 
-    def __init__(self, transport, log, aside=False):
-        self._transport, self._log, self._aside = transport, log, aside
+    def __init__(self, transport, log, background=False):
+        self._transport, self._log, self._in_background = transport, log, background
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     @property
     def background(self):
-        return Recording(self._transport.background, self._log, aside=True)
+        return Recording(self._transport.background, self._log, background=True)
 
     def exchange(self, sends, receives):
         handle = self._transport.exchange(sends, receives)
-        return _Watched(handle, self._log, sum(e.startswith("start") for e in self._log)) if self._aside else handle
+        return (
+            _Watched(handle, self._log, sum(e.startswith("start") for e in self._log))
+            if self._in_background
+            else handle
+        )
 
 
 class _Watched:
@@ -244,7 +248,7 @@ class _Watched:
 
 
 def test_parameters_and_gradients_travel_while_layers_compute(threads):
-    """Bundles 0 to 4 are the embedding, three layers, norm and head; 5 to 9 their gradients, from the last."""
+    """Buckets 0 to 4 are the embedding, three layers, norm and head; 5 to 9 their gradients, from the last."""
     spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
     rounds = [[Group((0, 1, 2, 3), 2, 2, spans[:3])], [Group((0, 1, 2, 3), 2, 2, spans[3:])]]
     step = replace(STEP, spec=replace(SPEC, tied=False))
@@ -292,7 +296,7 @@ def message(threads, plan, make=ReshardingParameters, step=STEP):
 
 def test_plans_that_do_not_suit_are_refused(threads):
     free = planned(Shape(1, 2), Shape(2))
-    assert 'a plan with none sharding for parameters with a free layout; plan with sharding "free"' in message(
+    assert 'a plan with none sharding for ReshardingParameters; plan with sharding "free"' in message(
         threads, replace(planned(Shape()), sharding=Sharding.NONE)
     )
     spans = tuple(Span(k, 0, n) for k, n in enumerate(STEP.lengths))
@@ -302,10 +306,10 @@ def test_plans_that_do_not_suit_are_refused(threads):
     deeper = replace(STEP, spec=tiny_spec(layers=4))
     assert "a plan for 3 layers and a model with 4" in message(threads, free, step=deeper)
     assert "tensor degree 2 for parameters that every rank" in message(threads, free, ReplicatedParameters)
-    with pytest.raises(SeqloomError, match="for parameters that stay where they were placed; use FreeLayout"):
-        check_fixed(free)
+    with pytest.raises(SeqloomError, match="for parameters that stay where they were placed; use ReshardingParameters"):
+        check_fixed_layout(free)
     with pytest.raises(SeqloomError, match="tensor degree 2 for parameters that every rank"):
-        check_fixed(replace(free, sharding=Sharding.NONE))
+        check_fixed_layout(replace(free, sharding=Sharding.NONE))
     assert "tensor degree 4: Transformer has kv heads 2" in message(threads, planned(Shape(1, 4)))
 
 
