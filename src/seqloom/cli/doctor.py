@@ -131,7 +131,7 @@ def _torch_choices(torch: Package) -> dict[str, Choice]:
         return {"torch operators": missing_torch, "attention": missing_torch}
     from torch import cuda, device
 
-    from seqloom.attention.kernels.dispatch import available, missing
+    from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
     from seqloom.compat import check_operators
 
     try:
@@ -140,8 +140,8 @@ def _torch_choices(torch: Package) -> dict[str, Choice]:
     except SeqloomError as error:
         operators = _choice(None, str(error))
     place = device("cuda", 0) if cuda.is_available() else device("cpu")
-    names = ", ".join(kernel.ability.name for kernel in available(place))
-    absent = "".join(f"; {name}: {why}" for name, why in missing(place).items())
+    names = ", ".join(kernel.capabilities.name for kernel in available_kernels(place))
+    absent = "".join(f"; {name}: {why}" for name, why in unavailable_kernels(place).items())
     kernels = _choice(names, f"kernels for {place.type}, in order of preference{absent}")
     return {"torch operators": operators, "attention": kernels}
 
