@@ -10,7 +10,7 @@ from seqloom.attention.kernels.cpu_flash import CpuFlash
 from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.reference import Reference
 from seqloom.attention.masks import Segments
-from seqloom.testing.oracle import attention_truth, difference
+from support.oracle import attention_truth, difference
 from support.segment_cases import SCALE, Case, kernel_errors, random_tensors, segment_cases
 
 torch.set_num_threads(1)
