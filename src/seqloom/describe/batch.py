@@ -1,4 +1,4 @@
-"""Sequences and batches: what a training step has to work on. Planning never changes their set."""
+"""Sequences and batches: the work of a training step. Planning never changes their set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """The numbers that tell how uneven a batch is; they, not the name of a data set, predict the gain."""
+    """How uneven a batch is. These numbers, not the name of a data set, predict the gain of a plan."""
 
     count: int
     """Number of sequences."""
@@ -85,7 +85,7 @@ class Batch:
         return int(self.lengths.max())
 
     def statistics(self) -> BatchStatistics:
-        """Mean, percentiles and how much of the attention work the longest sequences hold."""
+        """Return mean, percentiles and the share of attention work in the longest sequences."""
         lengths = self.lengths.astype(np.float64)
         squares = np.sort(lengths**2)
         top = max(1, -(-len(self) // 100))
@@ -139,10 +139,10 @@ class Batch:
 
 
 def drop_longer(lengths: ArrayLike, max_length: int | None) -> tuple[np.ndarray, int]:
-    """Leave out the sequences above ``max_length`` tokens (None: keep all).
+    """Leave out the sequences above ``max_length`` tokens (None: none).
 
     Returns:
-        the kept lengths in their order, int64[k], and how many were dropped.
+        the other lengths in their order, int64[k], and how many were dropped.
     """
     column = check_lengths(lengths)
     if max_length is None:
@@ -202,7 +202,7 @@ def batches_by_tokens(lengths: ArrayLike, budget: int, *, skip: int = 0, count: 
 
 
 def _runs(column: np.ndarray, starts: np.ndarray, skip: int, count: int | None) -> Iterator[Batch]:
-    """Batches that begin at ``starts``; refuses at once, before the first batch, a range the stream lacks."""
+    """Return the batches that begin at ``starts``; refuse at once, before the first, a range the stream lacks."""
     _at_least("batches to skip", skip, 0)
     wanted = skip + (1 if count is None else count)
     if count is not None:

@@ -1,4 +1,4 @@
-"""Clusters: nodes, what sits in them, and what joins them."""
+"""Clusters: nodes, their GPUs, and the links and NICs that join them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU (or one CPU process): memory, and what its data sheet promises."""
+    """One GPU (or one CPU process): memory and data-sheet figures."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
 
@@ -35,7 +35,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins two devices: data-sheet bandwidth in one direction, and latency."""
+    """A link between two devices: data-sheet bandwidth in one direction, and latency."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -100,7 +100,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """A cluster by spelling (``8x8xH100``, ``8xH100``), by preset name, or from a .json or .toml file."""
+        """Return a cluster by spelling (``8x8xH100``, ``8xH100``), by preset name, or from a .json or .toml file."""
         if is_file_name(text):
             path = Path(text)
             content = read_mapping(path)
@@ -118,7 +118,7 @@ class Cluster:
 
     @classmethod
     def of(cls, nodes: int, gpus_per_node: int, device: str) -> Cluster:
-        """``nodes`` nodes of ``gpus_per_node`` devices with the links usual for that device."""
+        """Return ``nodes`` nodes of ``gpus_per_node`` devices with the links usual for that device."""
         name = DEVICES.lookup(device).device.name
         spelling = f"{gpus_per_node}x{name}" if nodes == 1 else f"{nodes}x{gpus_per_node}x{name}"
         return _built(spelling, {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": name})
@@ -135,17 +135,17 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def node_of(self, rank: int) -> int:
-        """The node that holds ``rank``."""
+        """Return the node of ``rank``."""
         self._check_rank(rank)
         return rank // self.gpus_per_node
 
     def nic_of(self, rank: int) -> int:
-        """The NIC near ``rank``, numbered within its node."""
+        """Return the NIC near ``rank``, numbered within its node."""
         self._check_rank(rank)
         return self.nic_of_gpu[rank % self.gpus_per_node]
 
     def subcluster(self, ranks: int) -> Cluster:
-        """So many neighbouring ranks: inside a node, or some whole nodes. SeqloomError for any other number."""
+        """Return so many neighbouring ranks: inside a node, or some whole nodes; refuse any other number."""
         size = self.gpus_per_node
         if ranks == self.ranks:
             return self
@@ -157,19 +157,19 @@ class Cluster:
                 f"{self.nodes} whole nodes; use {nearest} ranks"
             )
         gpus = min(ranks, size)
-        cards = {nic: number for number, nic in enumerate(dict.fromkeys(self.nic_of_gpu[:gpus]))}
+        nics = {nic: number for number, nic in enumerate(dict.fromkeys(self.nic_of_gpu[:gpus]))}
         return replace(
             self,
             name=f"{ranks} of {self.name}",
             nodes=max(1, ranks // size),
             gpus_per_node=gpus,
-            nics_per_node=len(cards),
-            nic_of_gpu=tuple(cards[nic] for nic in self.nic_of_gpu[:gpus]),
+            nics_per_node=len(nics),
+            nic_of_gpu=tuple(nics[nic] for nic in self.nic_of_gpu[:gpus]),
         )
 
     @property
     def node_gb_s(self) -> float:
-        """What all NICs of a node carry together in one direction, GB/s."""
+        """Bandwidth of all NICs of a node together in one direction, GB/s."""
         return self.nic.gb_s * self.nics_per_node
 
     @property
@@ -184,7 +184,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class DevicePreset:
-    """A device and what usually joins it to others."""
+    """A device and the links usual for it."""
 
     device: Device
     intra: Link
@@ -193,7 +193,7 @@ class DevicePreset:
 
 
 def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what the device's preset knows when ``device`` is a name; other keys stay as they are.
+    """Fill in the figures of the device's preset when ``device`` is a name; other keys stay as they are.
 
     A description in this short form, in a file or among the presets, needs ``nodes``, ``gpus_per_node`` and
     ``device``.

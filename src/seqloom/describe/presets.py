@@ -1,4 +1,4 @@
-"""Presets: named values that lie as JSON beside the code and are read the first time one is asked for."""
+"""Presets: named values in JSON files beside the code, read at the first access."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Presets(Mapping[str, T], Generic[T]):
 
     Nothing is read before the first access, so that importing the package stays free of work. Names are
     found whatever their case. An unknown name raises :class:`~seqloom.errors.SeqloomError` from
-    :meth:`named` (and ``KeyError`` from indexing, as any mapping does).
+    :meth:`lookup` (and ``KeyError`` from indexing, as any mapping does).
     """
 
     def __init__(self, kind: str, file: str, build: Callable[[str, dict[str, Any]], T]) -> None:
-        """Remember where the data lie and how one entry becomes a value.
+        """Store the file and the function that makes a value of an entry.
 
         Args:
             kind: what the presets are, for error messages, for example ``"cluster"``.
@@ -42,14 +42,14 @@ class Presets(Mapping[str, T], Generic[T]):
         return self._entries
 
     def spelled(self, name: str) -> str | None:
-        """The registered spelling of ``name``, found whatever its case; None when there is none."""
+        """Return the registered spelling of ``name``, found whatever its case; None when there is none."""
         entries = self._read()
         if name in entries:
             return name
         return next((entry for entry in entries if entry.lower() == name.lower()), None)
 
     def lookup(self, name: str, *, alternative: str = "") -> T:
-        """The preset ``name``; when it does not exist the nearest names, and ``otherwise``, are offered."""
+        """Return the preset ``name``; when it does not exist, offer the nearest names and ``alternative``."""
         if self.spelled(name) is None:
             longer = [entry for entry in self._read() if entry.lower().startswith(name.lower())]
             error = unknown_name(self._kind, name, longer or self._read())

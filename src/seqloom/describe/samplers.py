@@ -1,7 +1,8 @@
-"""Distributions of lengths: small values that draw real numbers; a sampler rounds them to tokens.
+"""Samplers: named, seeded streams of lengths that look like well-known data.
 
-Every one has ``draw(generator, count) -> float64[count]``. They compose: a mixture of a truncated log-normal
-and a Pareto tail is three values inside one another.
+A sampler draws real numbers from a distribution and rounds them to tokens. Every distribution has
+``draw(generator, count) -> float64[count]``. They compose: a mixture of a truncated log-normal and a Pareto tail is
+three values inside one another.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Atom:
     length: float
 
     def draw(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """``count`` copies of the length."""
+        """Return ``count`` copies of the length."""
         return np.full(count, float(self.length))
 
 
@@ -222,13 +223,13 @@ class Upsampled:
 def draw_until(
     draw: Callable[[int], np.ndarray], keep: Callable[[np.ndarray], np.ndarray], count: int, what: str
 ) -> np.ndarray:
-    """Draw until ``count`` of the values are kept; returns all that were drawn, up to the last kept one.
+    """Draw until ``count`` of the values qualify; return all that were drawn, up to the last that qualifies.
 
     Args:
         draw: takes how many are still missing, returns at least one value.
-        keep: mask of the values that count.
+        keep: mask of the values that qualify.
         count: how many are wanted.
-        what: what is kept, for the message when almost nothing is.
+        what: the values that qualify, for the message when almost none does.
     """
     blocks: list[np.ndarray] = []
     kept = drawn = 0
@@ -252,29 +253,6 @@ def _require(holds: bool, what: str, rule: str) -> None:
     if not holds:
         raise SeqloomError(f"distribution of lengths: {what}; {rule}")
 
-
-# ---- merged: describe.samplers
-# Samplers: named, seeded streams of lengths that look like well-known data.
-
-
-__all__ = [
-    "SAMPLERS",
-    "Atom",
-    "Clipped",
-    "Distribution",
-    "Histogram",
-    "LogNormal",
-    "Mixture",
-    "Normal",
-    "Pareto",
-    "QuantileTable",
-    "Sampler",
-    "Truncated",
-    "Uniform",
-    "Upsampled",
-    "sample",
-    "sampler",
-]
 
 _BLOCK = 8192
 """Lengths drawn at a time. Fixed, so that a longer sample begins with the shorter one of the same seed."""
@@ -341,7 +319,7 @@ class Sampler:
 
 
 def sampler(name: str) -> Sampler:
-    """The preset sampler ``name``; the nearest names are offered when it does not exist."""
+    """Return the preset sampler ``name``; the nearest names are offered when it does not exist."""
     return SAMPLERS.lookup(name)
 
 
