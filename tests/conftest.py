@@ -84,13 +84,13 @@ def gloo_pool(gloo_processes):
 
 
 @pytest.fixture
-def held_tickets():
-    """The tickets that are held. What earlier tests have left to the garbage collector is not among them."""
-    from seqloom.attention import operator as tickets
+def live_handles():
+    """Opaque handles that are alive. What earlier tests have left to the garbage collector is not among them."""
+    from seqloom.models import compile as handles
 
     gc.collect()
-    assert not tickets._held
-    return tickets._held
+    assert not handles._handles
+    return handles._handles
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist.threads import Ranks
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group

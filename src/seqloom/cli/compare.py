@@ -83,7 +83,7 @@ def comparison(cost: CostModel, workload: Workload, rows: list[dict[str, Evaluat
 
     ``published`` says of every published planner whether it reproduces its own speed-up under this profile.
     """
-    from seqloom.planners.published.verdicts import verdicts
+    from seqloom.planners.registry import verdicts
 
     return {
         **shared.cost_dict(cost),
@@ -102,7 +102,7 @@ def columns(rows: list[dict[str, Evaluation]]) -> dict[str, dict[str, list[Any]]
 
 
 def _print_table(cost: CostModel, workload: Workload, rows: list[dict[str, Evaluation]]) -> None:
-    from seqloom.planners.published.verdicts import verdicts
+    from seqloom.planners.registry import verdicts
     from seqloom.view import comparison_table
 
     console = shared.terminal()

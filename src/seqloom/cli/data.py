@@ -11,7 +11,7 @@ import typer
 from seqloom.cli import shared
 
 if TYPE_CHECKING:
-    from seqloom.data.prepare import Prepared, TextUnit
+    from seqloom.data.prepare import PrepareResult, TextUnit
     from seqloom.data.source import TooLong
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data that training reads.")
@@ -91,7 +91,7 @@ def prepare(
         _print_summary(done, too_long)
 
 
-def _print_summary(done: Prepared, too_long: str) -> None:
+def _print_summary(done: PrepareResult, too_long: str) -> None:
     typer.echo(
         f"{done.documents:,} documents, {done.tokens:,} tokens of which {done.valid:,} count, "
         f"longest {done.longest:,}, vocabulary {done.vocabulary:,}"

@@ -150,11 +150,11 @@ def _attention(torch: Package) -> Choice:
         return _choice(None, f"torch {torch.problem}; running plans needs {_install('train')}")
     from torch import cuda, device
 
-    from seqloom.attention.kernels.dispatch import available, missing
+    from seqloom.attention.kernels.dispatch import available_kernels, unavailable_kernels
 
     place = device("cuda", 0) if cuda.is_available() else device("cpu")
-    names = ", ".join(kernel.ability.name for kernel in available(place))
-    absent = "".join(f"; {name}: {why}" for name, why in missing(place).items())
+    names = ", ".join(kernel.capabilities.name for kernel in available_kernels(place))
+    absent = "".join(f"; {name}: {why}" for name, why in unavailable_kernels(place).items())
     return _choice(names, f"kernels for {place.type}, in order of preference{absent}")
 
 

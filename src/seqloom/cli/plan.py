@@ -222,7 +222,7 @@ def _print_explanation(console: Console, cost: CostModel, evaluation: Evaluation
 
 
 def _print_end(planner: str, evaluation: Evaluation, out: Path | None, profile: str) -> None:
-    from seqloom.planners.published.verdicts import verdicts
+    from seqloom.planners.registry import verdicts
     from seqloom.view.format import duration
 
     typer.echo(shared.evaluation_line(evaluation))

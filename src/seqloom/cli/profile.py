@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
+    from seqloom.attention.kernels.dispatch import Measurement, TimePoint
     from seqloom.attention.kernels.interface import AttentionShape, Kernel
-    from seqloom.attention.kernels.tables import Measurement, Point
     from seqloom.cost import CostModel
     from seqloom.profiling.kernels import TimingSettings
+    from seqloom.train.launch import RankProcess
 
 SHORTEST = 64
 LONGEST = {"cuda": 131_072, "cpu": 1_024}
@@ -107,14 +108,14 @@ def profile(
         setup = MachineSetup(model, cluster, sharding, capacity, max_length, dtype, verbose=not json)
         _profile_machine(setup, ranks, output, json)
         return
-    from seqloom.attention.kernels.tables import KernelTable, default_path
+    from seqloom.attention.kernels.dispatch import KernelTable, default_table_path
     from seqloom.profiling.kernels import time_kernels
 
     place = choose_device(device)
     shape = make_shape(heads, kv_heads, dim, dtype, place)
     chosen, left_out = choose_kernels(kernels, shape)
     effort = make_effort(max_length, quick, place.type)
-    path = default_path() if output is None else output
+    path = default_table_path() if output is None else output
     table = KernelTable.load(path) if path.is_file() else KernelTable()
     with shared.progress_bar(len(chosen) * 2 * len(effort.lengths), "warming up") as step:
         report = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
@@ -169,12 +170,12 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
 
     Without names: all that run here and accept the shape, except for the reference, which is slow on purpose.
     """
-    from seqloom.attention.kernels.dispatch import available, make_kernel, missing
+    from seqloom.attention.kernels.dispatch import available_kernels, make_kernel, unavailable_kernels
 
-    here = {kernel.ability.name: kernel for kernel in available(shape.device)}
-    left_out = missing(shape.device)
+    here = {kernel.capabilities.name: kernel for kernel in available_kernels(shape.device)}
+    left_out = unavailable_kernels(shape.device)
     if names is None:
-        refusals = {name: here[name].ability.refuse_shape(shape) for name in here if name != "reference"}
+        refusals = {name: here[name].capabilities.unsupported_shape(shape) for name in here if name != "reference"}
         left_out |= {name: refusal for name, refusal in refusals.items() if refusal is not None}
         chosen = [here[name] for name, refusal in refusals.items() if refusal is None]
         if not chosen:
@@ -184,7 +185,7 @@ def choose_kernels(names: str | None, shape: AttentionShape) -> tuple[list[Kerne
     if not wanted:
         raise SeqloomError(f"no kernel in {names!r}; name at least one, for example {next(iter(here))}")
     for name in wanted:
-        refusal = make_kernel(name).ability.refuse_shape(shape) or left_out.get(name)
+        refusal = make_kernel(name).capabilities.unsupported_shape(shape) or left_out.get(name)
         if refusal is not None:
             raise SeqloomError(f"kernel {name!r} cannot be measured: {refusal}; here: {', '.join(here)}")
     return [here[name] for name in wanted], {}
@@ -224,7 +225,7 @@ def fastest(measurement: Measurement, mask: str) -> list[tuple[int, str]]:
     return [(points[0].length, names[_fastest_index(points)]) for points in columns]
 
 
-def _fastest_index(points: Sequence[Point]) -> int:
+def _fastest_index(points: Sequence[TimePoint]) -> int:
     return min(range(len(points)), key=lambda index: points[index].forward_ns + points[index].backward_ns)
 
 
@@ -334,7 +335,7 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
         _print_trials(found)
 
 
-def measure_rank(rank: int, ranks: int, device: torch.device, setup: MachineSetup, output: str) -> dict[str, Any]:
+def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict[str, Any]:
     """Measure as one of the ranks; rank 0 writes the profile and returns the report, the others return nothing."""
     import torch
 
@@ -343,6 +344,7 @@ def measure_rank(rank: int, ranks: int, device: torch.device, setup: MachineSetu
     from seqloom.plan import GroupFamily
     from seqloom.profiling.calibration import Calibrator, describe_trial
 
+    rank, ranks, device, _ = process
     cost = setup.cost(ranks)
     communicators = Communicators.create(GroupFamily(ranks, cost.node_size))
     communicators.warm_up()

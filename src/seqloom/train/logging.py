@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 from seqloom.view.format import duration, percent
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ MS = 1e6
 """Nanoseconds of a millisecond."""
 PROJECT = "seqloom"
 """Project name in trackers."""
+_MEANS = ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")
+"""Metrics whose means are in a summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Metrics:
         *,
         done: int = 0,
         every: int = 1,
-        trackers: Sequence[_Tracker] = (),
+        trackers: Sequence[Tracker] = (),
         display: _Display | None = None,
     ) -> None:
         """Open the file after step `done`; trackers and display get every `every`-th step, and the first."""
@@ -203,8 +205,8 @@ class Summary:
         self.first_loss: float | None = steps[0]["loss"] if steps else None
         self.final_loss: float | None = steps[-1]["loss"] if steps else None
         self._added = 0
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._sums: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def add(self, record: StepRecord) -> None:
         """Count one more step."""
@@ -212,31 +214,25 @@ class Summary:
         if self.first_loss is None:
             self.first_loss = record.loss
         if self._added == 1:
-            self._sums, self._counts = {}, {}
+            self._sums.clear()
+            self._counts.clear()
         self._added += 1
-        values = {
-            "tokens": record.tokens,
-            "seconds": (record.measured_ms + record.planner_wait_ms) / 1e3,
-            "predicted_ms": record.predicted_ms,
-            "measured_ms": record.measured_ms,
-            "planner_wait_ms": record.planner_wait_ms,
-            "gap_to_bound": record.gap_to_bound,
-        }
-        for name, value in values.items():
+        for name in ("tokens", *_MEANS):
+            value = getattr(record, name)
             if value is not None:
-                self._sums[name] = self._sums.get(name, 0.0) + value
-                self._counts[name] = self._counts.get(name, 0) + 1
+                self._sums[name] += value
+                self._counts[name] += 1
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `seqloom train --json` prints; None where nothing was measured."""
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        tokens, seconds = means.get("tokens"), means.get("seconds")
+        means = {name: self._sums[name] / count for name, count in self._counts.items()}
+        ms = means.get("measured_ms", 0.0) + means.get("planner_wait_ms", 0.0)
         metrics = {
             "steps": self.steps,
             "first_loss": self.first_loss,
             "final_loss": self.final_loss,
-            "tokens_per_second": tokens / seconds if tokens and seconds else None,
-            **{name: means.get(name) for name in ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")},
+            "tokens_per_second": 1e3 * means["tokens"] / ms if ms else None,
+            **{name: means.get(name) for name in _MEANS},
         }
         return {name: _finite(value) for name, value in metrics.items()}
 
@@ -253,28 +249,24 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 # ---- Trackers
 
 
-class _Tracker(Protocol):
-    """Receives the metrics of a step, from 1."""
+class Tracker(NamedTuple):
+    """An open tracker: `write(step, metrics)` takes the metrics of a step, from 1."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
-def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any], done: int = 0) -> list[_Tracker]:
+def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any], done: int = 0) -> list[Tracker]:
     """Open trackers by name. One that is not installed is an error here, before the first step.
 
     `folder` is the run's, and gives it its name; `settings` is the config, shown beside the run; `done` is the step of
     the checkpoint that the run resumes from, 0 for a new run.
     """
-    trackers = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
-    for name in names:
-        if name not in trackers:
-            raise unknown_name("tracker", name, trackers)
     modules = [_import_tracker(name) for name in names]  # all of them before the first one starts anything
-    return [trackers[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
+    return [_TRACKERS[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
 
 
-def _import_tracker(name: str) -> ModuleType:
+def _import_tracker(name: str) -> Any:
     try:
         return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as error:
@@ -284,50 +276,41 @@ def _import_tracker(name: str) -> ModuleType:
         ) from None
 
 
-class _TensorBoard:
+def _open_tensorboard(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
     """Event files in the run's folder."""
+    purge = done + 1 if done else None  # hides what an earlier process wrote of steps that come again
+    writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+    if not done:
+        flat = [(section, key, value) for section, keys in settings.items() for key, value in keys.items()]
+        writer.add_text("config", "\n".join(f"    {section}.{key} = {value}" for section, key, value in flat))
 
-    def __init__(self, module: ModuleType, folder: Path, settings: Mapping[str, Any], done: int) -> None:
-        purge = done + 1 if done else None  # hides what an earlier process wrote of steps that come again
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-        if not done:
-            flat = [(section, key, value) for section, keys in settings.items() for key, value in keys.items()]
-            lines = [f"    {section}.{key} = {value}" for section, key, value in flat]
-            self._writer.add_text("config", "\n".join(lines))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(write, writer.close)
 
 
-class _Trackio:
+def _open_trackio(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
     """A run of trackio, known by its name."""
-
-    def __init__(self, module: ModuleType, folder: Path, settings: Mapping[str, Any], done: int) -> None:
-        resume = "allow" if done else "never"
-        self._run = module.init(project=PROJECT, name=folder.name, config=dict(settings), resume=resume)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    resume = "allow" if done else "never"
+    run = module.init(project=PROJECT, name=folder.name, config=dict(settings), resume=resume)
+    return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
-class _Wandb(_Trackio):
+def _open_wandb(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
     """A run of Weights & Biases; its id is stored in the run's folder, so that a resumed run continues it."""
+    id_file = folder / "wandb-id"
+    resume = {}
+    if done and id_file.is_file():
+        resume = {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "must"}
+    folder.mkdir(parents=True, exist_ok=True)
+    run = module.init(project=PROJECT, name=folder.name, dir=str(folder), config=dict(settings), **resume)
+    id_file.write_text(f"{run.id}\n", encoding="utf-8")
+    return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
-    def __init__(self, module: ModuleType, folder: Path, settings: Mapping[str, Any], done: int) -> None:
-        id_file = folder / "wandb-id"
-        resume: dict[str, Any] = {}
-        if done and id_file.is_file():
-            resume = {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "must"}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = module.init(project=PROJECT, name=folder.name, dir=str(folder), config=dict(settings), **resume)
-        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+_TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio}
 
 
 # ---- Displays
@@ -352,26 +335,20 @@ def open_display(stream: IO[str], steps: int, done: int = 0) -> _Display:
 
 def format_step(record: StepRecord) -> str:
     """Describe a step in one line: loss and throughput first, then the times, then how good the plan was."""
-    time = f"{duration(record.measured_ms * MS)}"
-    if record.predicted_ms is not None:
-        time += f" (predicted {duration(record.predicted_ms * MS)})"
+    predicted = "" if record.predicted_ms is None else f" (predicted {duration(record.predicted_ms * MS)})"
     phrases = [
         f"loss {record.loss:.4f}",
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"lr {record.lr:.2e}",
         f"norm {record.grad_norm:.3g}",
-        time,
+        f"{duration(record.measured_ms * MS)}{predicted}",
         f"wait {duration(record.planner_wait_ms * MS)}",
+        "" if record.gap_to_bound is None else f"gap {percent(record.gap_to_bound)} %",
+        "" if record.idle_share is None else f"idle {percent(record.idle_share)} %",
+        record.shape,
+        f"{record.planner}, planner late" if record.planner and record.fallback else record.planner,
     ]
-    if record.gap_to_bound is not None:
-        phrases.append(f"gap {percent(record.gap_to_bound)} %")
-    if record.idle_share is not None:
-        phrases.append(f"idle {percent(record.idle_share)} %")
-    if record.shape:
-        phrases.append(record.shape)
-    if record.planner:
-        phrases.append(f"{record.planner}, planner late" if record.fallback else record.planner)
-    return "  ".join(phrases)
+    return "  ".join(filter(None, phrases))
 
 
 class _LineDisplay:

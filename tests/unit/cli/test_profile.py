@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from seqloom.attention.kernels.tables import KernelTable, Measurement, Point, Times  # noqa: E402
+from seqloom.attention.kernels.dispatch import KernelTable, KernelTimes, Measurement, TimePoint  # noqa: E402
 from seqloom.cli import profile  # noqa: E402
 from seqloom.cli.profile import fastest, make_effort  # noqa: E402
 
@@ -95,8 +95,8 @@ def test_lengths_are_octaves_and_the_longest():
 
 
 def test_the_fastest_counts_forward_and_backward():
-    one = Times("one", 0, 0, (Point(1, 5, 5), Point(2, 9, 9)), (Point(1, 1, 1),))
-    two = Times("two", 0, 0, (Point(1, 1, 8), Point(2, 20, 1)), (Point(1, 0, 1),))
+    one = KernelTimes("one", 0, 0, (TimePoint(1, 5, 5), TimePoint(2, 9, 9)), (TimePoint(1, 1, 1),))
+    two = KernelTimes("two", 0, 0, (TimePoint(1, 1, 8), TimePoint(2, 20, 1)), (TimePoint(1, 0, 1),))
     measurement = Measurement("here", "2.13", 1, 1, 8, "float32", (one, two))
     assert fastest(measurement, "causal") == [(1, "two"), (2, "one")]
     assert fastest(measurement, "full") == [(1, "two")]
