@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
+from brute_force import shortest_step
 from common import Check, options, progress, show, show_checks
 from record import write
 
@@ -21,7 +22,6 @@ from seqloom.cost import CostModel
 from seqloom.planners.bounds import policies_bound
 from seqloom.planners.flex import searched_ns
 from seqloom.planners.problem import fitting_problems
-from brute_force import shortest_step
 
 SETTINGS: list[dict[str, Any]] = [
     {"cluster": "1x8xA100-40G", "model": "gpt-7b", "profile": "flexsp-a100", "sharding": "full"},
