@@ -42,7 +42,7 @@ from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
 from seqloom.train.model import prepare_layers, shard_parameters
 from seqloom.train.optim import clip_gradients, make_optimiser
-from seqloom.train.trainer import max_over_ranks
+from seqloom.train.trainer import gather_scalars
 
 REPEATS, TURNS = 3, 3
 """How often kernels and messages are timed, and how often all trials are; the first turn of them is the slowest."""
@@ -127,7 +127,7 @@ class Calibrator:
 
     def _longest_busy_seconds(self, plan: Plan) -> float:
         self.timer.seconds(plan)
-        return max_over_ranks(self.timer.busy_seconds, self.transport, self.device)
+        return float(gather_scalars(self.timer.busy_seconds, self.transport, self.device).max())
 
     def _time_trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
@@ -221,14 +221,7 @@ class Calibrator:
         self.transport.exchange([P2PTensor((rank + 1) % ranks, message)], [received]).wait()
 
     def _mean(self, value: float) -> float:
-        return mean_over_ranks(value, self.transport, self.device)
-
-
-def mean_over_ranks(value: float, transport: Transport, device: torch.device) -> float:
-    """Return the mean of all ranks, which wait for each other here."""
-    total = torch.tensor([value], dtype=torch.float64, device=device)
-    transport.all_reduce(total, range(transport.ranks))
-    return float(total) / transport.ranks
+        return float(gather_scalars(value, self.transport, self.device).mean())
 
 
 def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> float:
@@ -292,14 +285,14 @@ class StepTimer:
 
     def seconds(self, plan: Plan) -> float:
         """Run one step of a plan and return its seconds, the same on all ranks, which all call it."""
-        max_over_ranks(0.0, self._transport, self._device)  # all ranks begin together
+        gather_scalars(0.0, self._transport, self._device)  # all ranks begin together
         begin = time.perf_counter()
         self.last_result = result = self.gradients(self.bind(plan))
         clip_gradients(self._parameters, result.gradient_norm, self._settings.clip)
         self._optimiser.step()
         self._parameters.zero_grad()
         synchronize(self._device)
-        return max_over_ranks(time.perf_counter() - begin, self._transport, self._device)
+        return float(gather_scalars(time.perf_counter() - begin, self._transport, self._device).max())
 
     def gradients(self, rank_plan: RankPlan) -> StepResult:
         """Run a plan up to its gradients."""
@@ -315,10 +308,6 @@ class StepTimer:
         """Seconds of this rank in forwards and backwards of the last step."""
         assert self.last_result is not None
         return self.last_result.forward_s + self.last_result.backward_s
-
-    def mean_busy_seconds(self) -> float:
-        """Mean of `busy_seconds` over ranks; all ranks call it."""
-        return mean_over_ranks(self.busy_seconds, self._transport, self._device)
 
 
 class GroupLoad(NamedTuple):
@@ -445,7 +434,7 @@ def measure_stage_costs(
 
     def run(plan: Plan) -> StepTimes:
         seconds = timer.seconds(plan)
-        return StepTimes(1e9 * seconds, 1e9 * timer.mean_busy_seconds())
+        return StepTimes(1e9 * seconds, 1e9 * float(gather_scalars(timer.busy_seconds, transport, device).mean()))
 
     turns = [[run(plan) for plan in plans] for _ in range(STAGE_REPEATS + 1)][1:]
     full, split = (StepTimes(*map(min, zip(*times, strict=True))) for times in zip(*turns, strict=True))
