@@ -97,5 +97,7 @@ def test_handovers_are_timed_while_parameters_stay_with_their_stages(monkeypatch
             return float((expected.busy_ns + expected.comm_ns).mean()) / 1e9
 
     monkeypatch.setattr(calibration, "StepTimer", Clock)
-    found = calibration.measure_stage_costs(cost_of(START, "free"), SingleRankTransport(), torch.device("cpu"), torch.float32, 2)
+    found = calibration.measure_stage_costs(
+        cost_of(START, "free"), SingleRankTransport(), torch.device("cpu"), torch.float32, 2
+    )
     assert found.handover_us == pytest.approx(1_200.0, abs=2)
