@@ -35,8 +35,9 @@ from seqloom.engine import RankPlan, StepResult, bind_plan, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter, Transformer
-from seqloom.plan import Checkpoint, Method, Pipeline, Plan, Round, Sharding, Stage, StageMicroBatch
+from seqloom.plan import Checkpoint, Method, Plan, Sharding, Stage, StageMicroBatch
 from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.problem import build_plan
 from seqloom.profiling.kernels import TimingSettings, synchronize, time_kernels
 from seqloom.simulate import predicted_ns, simulate
 from seqloom.train.config import Optimiser
@@ -119,15 +120,16 @@ class Calibrator:
     def _measure_solo_ratio(self, profile: AnalyticProfile, longest: int) -> AnalyticProfile:
         """Add the time of a rank's work while all others wait, as a share of that while all are busy."""
         plans = [plan for tokens in (longest // 2, longest) for plan in solo_and_full_plans(self.cost, tokens)]
-        turns = [[self._longest_busy_seconds(plan) for plan in plans] for _ in range(TURNS)]
+
+        def longest_busy_seconds(plan: Plan) -> float:
+            self.timer.seconds(plan)
+            return float(gather_scalars(self.timer.busy_seconds, self.transport, self.device).max())
+
+        turns = [[longest_busy_seconds(plan) for plan in plans] for _ in range(TURNS)]
         fastest = [min(times) for times in zip(*turns, strict=True)]
         source = f"documents of {longest // 2} and {longest} tokens on one rank and on all"
         sources = profile.sources | {"alone": source}
         return replace(profile, solo_time_ratio=min(1.0, sum(fastest[::2]) / sum(fastest[1::2])), sources=sources)
-
-    def _longest_busy_seconds(self, plan: Plan) -> float:
-        self.timer.seconds(plan)
-        return float(gather_scalars(self.timer.busy_seconds, self.transport, self.device).max())
 
     def _time_trials(self, plans: Sequence[Plan], report: Report) -> list[Trial]:
         """Time plans in turns, so that a slow minute of the machine meets all of them; the fastest step counts."""
@@ -379,15 +381,8 @@ def equal_groups_plan(
             firsts = range(first, first + per_round, load.documents)
             spans = ([Span(k, start, stop) for k in range(begin, begin + load.documents)] for begin in firsts)
             work = tuple(cost.group(shape, block, tuple(part)) for block, part in zip(blocks, spans, strict=True))
-            rounds.append(Round((StageMicroBatch(work, policy.checkpoint),)))
-    plan = Plan(
-        limits=cost.limits(policy.reduce),
-        sharding=cost.sharding,
-        reduce=policy.reduce,
-        documents=(load.length,) * (load.rounds * per_round),
-        pipelines=(Pipeline.single(range(cost.ranks), cost.model.layers, rounds, policy.reduce),),
-        planner="trial",
-    )
+            rounds.append(StageMicroBatch(work, policy.checkpoint))
+    plan = build_plan(cost, (load.length,) * (load.rounds * per_round), rounds, policy.reduce, "trial")
     plan.validate()
     return plan
 

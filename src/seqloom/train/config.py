@@ -1,4 +1,4 @@
-"""A training run as one value: sections read from TOML, overridden by dotted keys, written back.
+"""A training run as one value: sections read from TOML, overridden by dotted keys.
 
     config = Config.load("recipes/tiny-cpu.toml", overrides=["optimiser.lr=1e-4", "plan.planner=flex"])
 
@@ -7,7 +7,6 @@ An unknown key, a wrong type and an impossible value are refused with the way ou
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterable
@@ -371,24 +370,6 @@ class Config:
             }
             for name, section in sections.items()
         }
-
-    def to_toml(self) -> str:
-        """Return the whole config, defaults included, as text that `load` reads back as an equal one."""
-        blocks = []
-        for name, section in self.as_dict().items():
-            lines = [f"{key} = {_format_toml(value)}" for key, value in section.items()]
-            blocks.append("\n".join([f"[{name}]", *lines]))
-        return "\n\n".join(blocks) + "\n"
-
-
-def _format_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(map(_format_toml, value))}]"
-    return repr(value)
 
 
 # ---- Overrides

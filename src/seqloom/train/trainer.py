@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ WARM_UP_REPORTS = 4
 """How often progress is noted for every Ulysses degree."""
 
 
-class Trainer:
+class Trainer(AbstractContextManager):
     """One rank of a run, used in a `with`; `start_step` is the step of the checkpoint that it resumes from, or 0."""
 
     def __init__(
@@ -90,10 +90,6 @@ class Trainer:
         if transport.rank == 0:
             write_strategies(config, setup.planners.strategies)
         self.plans = PlanBroadcast(transport, self._start_planner(), self.device)
-
-    def __enter__(self) -> Trainer:
-        """Return itself."""
-        return self
 
     def __exit__(self, *error: Any) -> None:
         """Close everything that was opened, without waiting for anything after an error."""
@@ -128,7 +124,7 @@ class Trainer:
                 self.save_checkpoint(step)
         self._enter_phase("the end of the run", limited=False)
         self.save_model()
-        return {} if metrics is None else metrics.summary.as_dict()
+        return {} if metrics is None else metrics.summary()
 
     def _planned_batches(self) -> Iterator[tuple[int, Batch]]:
         """Yield number and batch of the coming steps; rank 0 submits those `plan.ahead` steps later for planning."""

@@ -8,6 +8,7 @@ import pytest
 
 from seqloom.describe import ModelSpec
 from seqloom.errors import SeqloomError
+from seqloom.reader import build
 from seqloom.train.config import MODEL_FILES, Config, fetch_model, is_model_name, merge_overrides, parse_overrides
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -47,12 +48,12 @@ def test_the_least_config_and_its_defaults(write, tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.name)
-def test_every_recipe_loads_and_round_trips(file, write, tmp_path, monkeypatch):
+def test_every_recipe_loads_and_round_trips(file, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "seqloom.train.config.fetch_model", lambda name: tmp_path / name
     )  # a published model: no network
     config = Config.load(file)
-    assert Config.load(write(config.to_toml())) == config
+    assert build(Config, json.loads(json.dumps(config.as_dict())), "again") == config
 
 
 def test_the_tiny_recipe_is_small_names_every_key_and_stays_in_the_build_folder():
@@ -198,13 +199,6 @@ def test_resuming_inside_the_own_folder_is_refused(write, tmp_path):
         Config.load(write(LEAST), overrides=[f"checkpoint.resume={checkpoint}"])
     other = tmp_path / "other" / "step-00000004"
     assert Config.load(write(LEAST), overrides=[f"checkpoint.resume={other}"]).checkpoint.resume == str(other)
-
-
-def test_odd_texts_survive_the_round_trip(write, tmp_path):
-    odd = tmp_path / 'a "b" \\ü\x7f\U0001f9f5\n'
-    config = Config.load(write(LEAST), overrides=[f"run.output={odd}", "optimiser.eps=1e-30", "optimiser.lr=1"])
-    assert Config.load(write(config.to_toml(), "again.toml")) == config
-    assert config.as_dict()["run"]["output"].startswith(str(tmp_path))
 
 
 NAME = "someone/a-model"
