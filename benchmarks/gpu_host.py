@@ -24,7 +24,7 @@ class Timed:
     """A kernel that counts the host time inside its own calls; what an attention call takes more is the engine's."""
 
     def __init__(self, kernel) -> None:
-        self.kernel, self.ability, self.seconds = kernel, kernel.ability, 0.0
+        self.kernel, self.capabilities, self.seconds = kernel, kernel.capabilities, 0.0
 
     def prepare(self, segments, shape):
         return _TimedCalls(self, self.kernel.prepare(segments, shape))
@@ -122,11 +122,11 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.dispatch import default_dispatcher
     from seqloom.attention.kernels.interface import AttentionShape
 
     figures, checks = {}, []
-    dispatcher = default(torch.device("cuda", 0))
+    dispatcher = default_dispatcher(torch.device("cuda", 0))
     shape = AttentionShape(32, 8, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
     for name, lengths in PACKS.items():
         figures[name] = cost = host_cost(lengths, dispatcher, shape, tensors(sum(lengths), 32, 8))

@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.dispatch import default_dispatcher
     from seqloom.dist import Ranks
 
-    kernels = default(torch.device("cuda", 0))
+    kernels = default_dispatcher(torch.device("cuda", 0))
     figures, checks, rows = {}, [], []
     pools = {world: Ranks(world) for world in sorted({1, *(ulysses * ring for ulysses, ring in SHAPES)})}
     for heads, kv_heads in ((32, 32), (32, 8)):

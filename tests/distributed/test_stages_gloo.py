@@ -11,7 +11,7 @@ from seqloom.dist import bind_single_rank
 from seqloom.engine.executor import run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.fsdp import FSDPParameters
@@ -166,7 +166,7 @@ def test_models_of_transformers_in_stages(gloo_pool, lora):
     """A tied head, or parameters that are not trained; documents in pieces, backwards in halves."""
     step, plan = fixed_step("seq1f1b-zb", 4, 2, (2, 1, 3))
     adapter, context = of_transformers(step, lora), bind_single_rank(step.lengths)
-    loss = LossOf(adapter)(*step.rows()(context), context) / step.valid
+    loss = ModelWithLoss(adapter)(*step.rows()(context), context) / step.valid
     loss.backward()
     wanted = {name: each.grad for name, each in adapter.module.named_parameters() if each.requires_grad}
     norm = torch.stack([each.norm() for each in wanted.values()]).norm()

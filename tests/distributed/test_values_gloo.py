@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.models import ModelAdapter, Transformer
-from seqloom.models.deferred_init import DeferredParameters
+from seqloom.models.adapter import DeferredParameters
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Sharding, Stage
 from support.steps import tiny_spec
@@ -39,7 +39,7 @@ def read(transport, layout):
     def watched(name):
         most[0] = max(most[0], whole(model))
         asked.append(name)
-        return model.drawn(SEED, name)
+        return model.initial_value(SEED, name)
 
     adapter = replace(ModelAdapter.of(model), deferred=DeferredParameters(watched, torch.device("cpu")))
     found = {name: each.clone() for name, each in place(transport, adapter, layout).full_parameters()}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.plan import LayerRange, Plan, Sharding
@@ -49,7 +49,7 @@ class Parameters(ABC):
         """
         self._adapter, self._dtype, self._device, self._head_gradients = adapter, dtype, device, head_gradients
         self._hidden_size = cast("torch.Tensor", adapter.head.weight).shape[1]
-        self._loss = LossOf(adapter, chunk, head_gradients)
+        self._loss = ModelWithLoss(adapter, chunk, head_gradients)
 
     @property
     @abstractmethod

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from seqloom.attention.lse import sum_dtype
-from seqloom.compat import inherit_timeout, laid_out_like
+from seqloom.compat import dtensor_like, inherit_timeout
 from seqloom.dist import Context, Transport
 from seqloom.dist.torch_transport import flat_collective
 from seqloom.errors import SeqloomError
@@ -319,7 +319,7 @@ class ShardedParameter:
         shard = self.shard
         gradient = flat[: shard.numel()].view(shard.shape).to(shard.dtype)
         if self.master.grad is None:
-            self.master.grad = laid_out_like(cast("DTensor", self.master), gradient)
+            self.master.grad = dtensor_like(cast("DTensor", self.master), gradient)
         else:
             local_tensor(self.master.grad).add_(gradient)
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import ModelAdapter
-from seqloom.models.deferred_init import to_meta
+from seqloom.models.adapter import ModelAdapter, to_meta
 from seqloom.plan import LayerRange, Plan, Sharding, Stage
 
 

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.dispatch import default
+from seqloom.attention.kernels.dispatch import KernelTimes, TimePoint, default_dispatcher
 from seqloom.attention.kernels.interface import AttentionShape
-from seqloom.attention.kernels.tables import Point, Times
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.calibrate import Calibration, Trial, calibrate, fit_curve, with_profile
 from seqloom.cost.profile import AnalyticProfile, Curve, LinkRate, Links, require_analytic
@@ -165,15 +164,19 @@ class Calibrator:
         changes |= {"name": "measured", "overlap": 0.0, "sources": self.given.sources | sources}
         return replace(self.given, **changes, **START_US)
 
-    def _kernel_times(self) -> Times:
+    def _kernel_times(self) -> KernelTimes:
         """Times of the kernel that this device prefers, the mean over ranks that run at the same time."""
         spec = self.cost.model
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
         lengths = KERNEL_LENGTHS[self.device.type]
-        times = time_kernels([default(self.device)], shape, TimingSettings(lengths, max(lengths), 2)).times[0]
+        times = time_kernels([default_dispatcher(self.device)], shape, TimingSettings(lengths, max(lengths), 2)).times[
+            0
+        ]
         causal, full = (
-            tuple(Point(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points)
+            tuple(
+                TimePoint(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points
+            )
             for points in (times.causal, times.full)
         )
         return replace(times, causal=causal, full=full)
@@ -242,7 +245,7 @@ def matmul_tflops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> 
     return flops / seconds / 1e12
 
 
-def _curve(points: Sequence[Point], spec: ModelSpec, area: float) -> Curve:
+def _curve(points: Sequence[TimePoint], spec: ModelSpec, area: float) -> Curve:
     """Throughput from times, less the cost per document; ``area``: in causal documents of the same length."""
     shortest, *others = points
     forward, backward = ([max(1, point[k] - shortest[k]) / 1e3 for point in others] for k in (1, 2))

@@ -9,7 +9,7 @@ from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.parts import StageSplitError, split_decoder
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.params.placement import parameters_of_stages
 from seqloom.plan import LayerRange
 from support.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
@@ -39,10 +39,10 @@ def test_parts_in_turn_are_the_whole(name, tokens):
     ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
     models = [model_of(name) for _ in range(2)]
     adapters = [model_adapter(attach(model)) for model in models]
-    wanted = LossOf(adapters[0])(ids, labels, context)
+    wanted = ModelWithLoss(adapters[0])(ids, labels, context)
     found = ids
     for part in CUTS:
-        found = LossOf(adapters[1])(found, labels, context, part)
+        found = ModelWithLoss(adapters[1])(found, labels, context, part)
     assert torch.equal(found, wanted)
     wanted.backward()
     found.backward()

@@ -1,13 +1,13 @@
-"""Checkpointing forgets and recomputes: counted kernels and messages, and memory that is given back."""
+"""Activation checkpointing drops and recomputes: counted kernels and messages, and memory that is freed."""
 
 import gc
 import weakref
+from itertools import chain
 
 import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.attention.kernels.dispatch import default
 from seqloom.cost.compute import layer_values
 from seqloom.dist import run_ranks
 from seqloom.engine.rank_plan import bind_plan
@@ -15,9 +15,10 @@ from seqloom.errors import SeqloomError
 from seqloom.layout import Route, Span
 from seqloom.models import Transformer
 from seqloom.models import recompute as module
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, Method, Sharding
+from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec
 from support.transports import CountingTransport
 
@@ -46,7 +47,7 @@ def counts_of(groups, checkpoint, node_size=4, sharding=Sharding.NONE, **options
         if context is None:
             return None
         counting.reset()
-        LossOf(adapter)(*STEP.rows()(context), context).backward()
+        ModelWithLoss(adapter)(*STEP.rows()(context), context).backward()
         return {verb: counting.traffic(verb).calls for verb in VERBS}, sum(counting.traffic(v).bytes for v in VERBS)
 
     return run_ranks(4, body, strict=True)
@@ -64,11 +65,11 @@ def overlapping(method):
 @pytest.mark.parametrize("method", Method)
 def test_selective_repeats_nothing_of_several_groups_and_of_relays(monkeypatch, method):
     kernel = CountingKernel()
-    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: kernel)
+    monkeypatch.setattr("seqloom.attention.plan._default_kernel", lambda device: kernel)
     kinds = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
     found, forwards = [], []
     for kind in kinds:
-        kernel.calls.update(forward=0)
+        kernel.calls.clear()
         found.append(counts_of(overlapping(method), kind, 2, Sharding.FULL, keep_exchanged=True))
         forwards.append(kernel.calls["forward"])
     assert found[0] == found[1] and forwards[0] == forwards[1] and forwards[2] == 2 * forwards[0]
@@ -93,37 +94,12 @@ def test_selective_repeats_one_exchange_of_heads_or_none(ulysses, ring):
     assert counts(Checkpoint.SELECTIVE, ulysses, ring, keep_exchanged=True) == nothing
 
 
-class CountingKernel:
-    """The kernels of the CPU, counted."""
-
-    def __init__(self):
-        self.inner, self.calls = default(torch.device("cpu")), {"forward": 0, "backward": 0}
-
-    @property
-    def ability(self):
-        return self.inner.ability
-
-    def prepare(self, segments, shape):
-        prepared, calls = self.inner.prepare(segments, shape), self.calls
-
-        class Prepared:
-            def forward(self, *tensors):
-                calls["forward"] += 1
-                return prepared.forward(*tensors)
-
-            def backward(self, *tensors):
-                calls["backward"] += 1
-                return prepared.backward(*tensors)
-
-        return Prepared()
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "forwards"), [(Checkpoint.NONE, 1), (Checkpoint.SELECTIVE, 1), (Checkpoint.FULL, 2)]
 )
 def test_selective_runs_no_kernel_twice(monkeypatch, checkpoint, forwards):
     kernel = CountingKernel()
-    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: kernel)
+    monkeypatch.setattr("seqloom.attention.plan._default_kernel", lambda device: kernel)
     counts(checkpoint, 1, 1)
     assert kernel.calls == {"forward": forwards * LAYERS, "backward": LAYERS}
 
@@ -131,16 +107,17 @@ def test_selective_runs_no_kernel_twice(monkeypatch, checkpoint, forwards):
 @pytest.mark.parametrize(("ulysses", "outputs", "exchanged"), [(1, 1, False), (4, 2, False), (4, 2, True)])
 def test_selective_keeps_attention_outputs_and_lse_and_nothing_else(monkeypatch, ulysses, outputs, exchanged):
     """With Ulysses the output is kept as the kernel left it and as it came back."""
-    tapes = []
+    stores = []
 
-    class Watched(module.Tape):
+    class Watched(module.SavedAttention):
         def __init__(self, keep_exchanged):
             super().__init__(keep_exchanged)
-            tapes.append(self)
+            stores.append(self)
 
-    monkeypatch.setattr(module, "Tape", Watched)
+    monkeypatch.setattr(module, "SavedAttention", Watched)
     counts(Checkpoint.SELECTIVE, ulysses, 1, keep_exchanged=exchanged)
-    storages = [each.untyped_storage() for tape in tapes for kept in tape._kept for each in kept]
+    tensors = [each for store in stores for record in store._records for each in (record.out, *chain(*record.groups))]
+    storages = [each.untyped_storage() for each in tensors]
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     tokens, heads, kv_heads, dim, size = 52, 4, max(2, ulysses), 4, 8
     values = outputs * heads * dim + heads + exchanged * (heads + 2 * kv_heads) * dim
@@ -177,18 +154,18 @@ def test_without_checkpointing_ulysses_keeps_the_attention_output_twice(ulysses,
 
 
 def test_what_was_kept_is_given_back_without_the_garbage_collector(monkeypatch):
-    tapes = []
+    stores = []
 
-    class Watched(module.Tape):
+    class Watched(module.SavedAttention):
         def __init__(self, keep_exchanged):
             super().__init__(keep_exchanged)
-            tapes.append(weakref.ref(self))
+            stores.append(weakref.ref(self))
 
-    monkeypatch.setattr(module, "Tape", Watched)
+    monkeypatch.setattr(module, "SavedAttention", Watched)
     gc.disable()
     try:
         counts(Checkpoint.SELECTIVE, 2, 2)
-        assert len(tapes) == 4 * LAYERS and all(tape() is None for tape in tapes)
+        assert len(stores) == 4 * LAYERS and all(store() is None for store in stores)
     finally:
         gc.enable()
 
@@ -209,7 +186,7 @@ def test_nothing_is_recomputed_without_gradients():
         recompute_layers(adapter.layers)
         context = bind_plan(plan, transport).rounds[0].context
         with torch.no_grad():
-            return LossOf(adapter)(*STEP.rows()(context), context).item() / STEP.valid
+            return ModelWithLoss(adapter)(*STEP.rows()(context), context).item() / STEP.valid
 
     assert run_ranks(1, body)[0] == pytest.approx(STEP.alone().loss, rel=1e-12)
 
@@ -221,7 +198,7 @@ def test_backward_twice_through_a_kept_graph_recomputes_twice():
         adapter = ModelAdapter.of(STEP.model())
         recompute_layers(adapter.layers)
         context = bind_plan(plan, transport).rounds[0].context
-        loss = LossOf(adapter)(*STEP.rows()(context), context)
+        loss = ModelWithLoss(adapter)(*STEP.rows()(context), context)
         loss.backward(retain_graph=True)
         once = [parameter.grad.clone() for parameter in adapter.module.parameters()]
         loss.backward()

@@ -14,7 +14,7 @@ from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import TransformerOptions
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group
@@ -105,7 +105,7 @@ def test_layers_that_recompute(kind):
     losses = []
     for adapter in adapters:
         recompute_layers(adapter.layers)
-        losses.append(LossOf(adapter)(*step.rows()(context), context))
+        losses.append(ModelWithLoss(adapter)(*step.rows()(context), context))
     losses[0].backward()
     with weights.deferred(0):
         losses[1].backward()
@@ -163,9 +163,9 @@ def test_what_waited_is_freed():
 
 def test_wrong_orders_are_refused():
     _, split, weights = pair()
-    with pytest.raises(SeqloomError, match="once for a layer"):
+    with pytest.raises(SeqloomError, match="split already; call defer_weight_gradients once"):
         defer_weight_gradients([split])
-    with pytest.raises(SeqloomError, match="no weights' gradients of 3 wait"):
+    with pytest.raises(SeqloomError, match="no weight gradients of 3 wait"):
         weights.run(3)
     with weights.deferred(0), pytest.raises(SeqloomError, match="one after the other"), weights.deferred(1):
         pass

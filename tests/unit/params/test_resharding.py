@@ -11,7 +11,7 @@ from seqloom.engine import bind_plan, evaluate, run_step
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import ModelAdapter
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.params import ReplicatedParameters, ReshardingParameters
 from seqloom.params.interface import check_fixed_layout
 from seqloom.params.resharding import ReshardedStages
@@ -350,7 +350,7 @@ def test_models_of_transformers(threads, shapes):
 
     made = [described(attach(tiny_model("qwen3", num_hidden_layers=3))) for _ in range(5)]
     context = bind_single_rank(STEP.lengths)
-    loss = LossOf(made[4])(*STEP.rows()(context), context) / STEP.valid
+    loss = ModelWithLoss(made[4])(*STEP.rows()(context), context) / STEP.valid
     loss.backward()
     gradients = {name: each.grad for name, each in made[4].module.named_parameters()}
     wanted = Found(loss.item(), torch.stack([each.norm() for each in gradients.values()]).norm().item(), gradients)

@@ -28,9 +28,8 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
-from seqloom.models.adapter import ModelAdapter
-from seqloom.models.deferred_init import DeferredParameters, meta_parameters
-from seqloom.models.files import opened
+from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
+from seqloom.models.files import open_safetensors
 from seqloom.params.placement import move_buffers, pop_values
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
@@ -141,7 +140,7 @@ def _reader(folder: Path, model: Any) -> Read | None:
     saved = model.state_dict()
     if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
         return None
-    shapes, read = opened(*_weight_files(folder))
+    shapes, read = open_safetensors(*_weight_files(folder))
     return read if all(shapes.get(name) == list(each.shape) for name, each in model.named_parameters()) else None
 
 
