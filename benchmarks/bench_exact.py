@@ -19,8 +19,8 @@ from record import write
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
 from seqloom.planners.bounds import policies_bound
-from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
-from seqloom.planners.problem import BatchProblem
+from seqloom.planners.flex import searched_ns
+from seqloom.planners.problem import fitting_problems
 from support.brute_force import shortest_step
 
 SETTINGS: list[dict[str, Any]] = [
@@ -52,9 +52,7 @@ def case(lengths: np.ndarray, cost: CostModel) -> dict[str, Any]:
     exact_s = time.perf_counter() - begin
     bound = policies_bound(lengths, cost, [policy]) - cost.step_overhead_ns(policy)
     begin = time.perf_counter()
-    tables = BatchProblem.of(lengths, cost, policy).batch_tables
-    quick_bound = work_bound(tables)
-    flex = finish_searches(start_searches(tables, quick_bound), quick_bound, None, 0).best_ns
+    flex = searched_ns(fitting_problems(lengths, cost, policy)[0])
     flex_s = time.perf_counter() - begin
     assert bound <= optimum <= flex, f"bound {bound}, optimum {optimum}, flex {flex} for lengths {lengths.tolist()}"
     return {

@@ -12,11 +12,11 @@ from seqloom.models.recompute import recompute_layers
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
-from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
 from support.transports import CountingTransport
 from support.two_layouts import shifted
+from support.workers import Workers
 
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)

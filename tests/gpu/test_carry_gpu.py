@@ -14,9 +14,9 @@ from seqloom.attention.kernels.dispatch import Dispatcher, available_kernels
 from seqloom.dist import SingleRankTransport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case, assemble, attend, worst
 from support.carry_cases import PiecesCase, attend_pieces
+from support.oracle import difference
 from support.strategies_carry import pieces_cases
 
 pytestmark = [

@@ -22,8 +22,8 @@ from seqloom.dist.transport import Transport
 from seqloom.layout import Span
 from seqloom.models.recompute import run_checkpointed
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
-from seqloom.testing.oracle import Truth
 from support.attention_cases import AXES, Case, Inputs, RankResult, attend_in_teams, of_teams
+from support.oracle import Truth
 
 Order = tuple[tuple[str, int], ...]
 """F or B, and the round."""

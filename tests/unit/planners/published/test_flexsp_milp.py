@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from seqloom.errors import SeqloomError
-from seqloom.planners.published.flexsp.micro_batch import best_start, homogeneous, virtual_groups
-from seqloom.planners.published.flexsp.milp import Budget, Programme
-from seqloom.planners.solver import require_highspy
+from seqloom.planners.published.flexsp.milp import BucketedMilp, Budget, require_highspy
+from seqloom.planners.published.flexsp.planner import best_start, homogeneous, virtual_groups
 
 ENOUGH = Budget(nodes=10_000, gap=0.0)
 
@@ -21,7 +20,7 @@ def small_programme(seed, every_rank=True):
     cost = random.integers(10**6, 10**8, (2, 1, 3)) // degree[None, :, None]
     fixed = np.stack([10**6 * (1 + degree), np.full(len(degree), 5 * 10**6)])
     bound = np.sort(random.integers(1, 12, 3))
-    return Programme(bound, random.integers(1, 3, 3), degree, cost, fixed, 8, 4, every_rank)
+    return BucketedMilp(bound, random.integers(1, 3, 3), degree, cost, fixed, 8, 4, every_rank)
 
 
 def spread(count, groups):
@@ -50,12 +49,12 @@ def test_the_start_is_longest_first_on_the_least_loaded():
     placed = homogeneous(programme, 2)
     assert placed is not None and (placed.sum(axis=1) == programme.count).all()
     assert set(np.flatnonzero(placed.sum(axis=0))) == {1, 2}
-    loads = (programme.bound @ placed)[1:3]
-    assert abs(loads[0] - loads[1]) <= programme.bound.max()
+    loads = (programme.tokens @ placed)[1:3]
+    assert abs(loads[0] - loads[1]) <= programme.tokens.max()
 
 
 def test_an_answer_that_breaks_a_rule_has_no_value():
-    programme = Programme(
+    programme = BucketedMilp(
         np.array([8]), np.array([2]), np.array([2, 2]), np.full((1, 2, 1), 5), np.full((1, 2), 1), 6, 4
     )
     assert programme.value_ns(np.array([[1, 1]])) == 6

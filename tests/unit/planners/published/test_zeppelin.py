@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.planners import make_plan
-from seqloom.planners.published.tuned import fullest
-from seqloom.planners.published.zeppelin import Machine, partition
+from seqloom.planners.published.tuned_plan import fullest
+from seqloom.planners.published.zeppelin import Nodes, partition
 
-TWO = Machine(nodes=2, node_size=4, capacity=100)
+TWO = Nodes(2, 4, 100)
 
 
-def placed(lengths, machine=TWO):
+def placed(lengths, nodes_of=TWO):
     array = np.array(lengths, dtype=np.int64)
-    places = partition(array, list(range(len(lengths))), machine)
+    places = partition(array, list(range(len(lengths))), nodes_of)
     return {document: place.ranks for place in places for document in place.documents}
 
 
@@ -31,13 +31,13 @@ def test_a_document_beyond_a_gpu_is_cut_inside_its_node():
 
 
 def test_gpus_go_by_squared_length():
-    one = Machine(nodes=1, node_size=4, capacity=160)
+    one = Nodes(1, 4, 160)
     found = placed([300, 160], one)  # 90,000 and 25,600: a GPU's fair share is 28,900, so 4 GPUs and the least, 2
     assert found == {0: (0, 1, 2, 3), 1: (0, 1)}
 
 
 def test_a_document_beyond_a_node_crosses_on_all_gpus_of_as_few_nodes_as_hold_it():
-    found = placed([900, 410], Machine(nodes=5, node_size=4, capacity=100))
+    found = placed([900, 410], Nodes(5, 4, 100))
     assert found == {0: tuple(range(12)), 1: tuple(range(12, 20))}
 
 
@@ -56,7 +56,7 @@ def test_the_threshold_drops_when_a_node_is_full():
 def test_capacity_holds_and_every_document_is_placed_once(lengths, nodes, node_size, slack):
     array = np.array(lengths, dtype=np.int64)
     capacity = -(-int(array.sum()) // (nodes * node_size)) + slack
-    places = partition(array, list(range(len(lengths))), Machine(nodes, node_size, capacity))
+    places = partition(array, list(range(len(lengths))), Nodes(nodes, node_size, capacity))
     assert sorted(k for place in places for k in place.documents) == list(range(len(lengths)))
     assert fullest(places, array) <= capacity
     for place in places:
@@ -103,4 +103,4 @@ def test_ring_over_everything_can_be_routed_too():
 
 @pytest.mark.parametrize("length", [1, 31_999])
 def test_one_document(length):
-    assert len(placed([length], Machine(2, 8, 2_000))) == 1
+    assert len(placed([length], Nodes(2, 8, 2_000))) == 1

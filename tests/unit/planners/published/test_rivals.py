@@ -12,9 +12,9 @@ from seqloom.api import cost_model
 from seqloom.errors import SeqloomError
 from seqloom.plan import Method
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import hybrid_dp, megatron
-from seqloom.planners.published.tuned import Place, capacities
-from seqloom.planners.published.verdicts import CLAIMS, Claim
+from seqloom.planners.published import context_parallel, megatron
+from seqloom.planners.published.tuned_plan import capacities
+from seqloom.planners.registry import PLANNERS, PublishedClaim
 
 COST = cost_model("2x8xA800", "llama-7b", capacity=2_000)
 ODD = cost_model("3x4xH100", "llama-7b", capacity=2_000)
@@ -42,6 +42,9 @@ def test_plans_are_valid_and_the_same_again(name, cost):
         assert plan.planner == name and plan.documents == tuple(lengths.tolist())
         assert plan.hash == make_plan(name, lengths, cost).hash
         assert cost.plan_ns(plan) > 0
+
+
+CLAIMS = {name: spec.claim for name, spec in PLANNERS.items() if spec.claim}
 
 
 def test_each_has_a_claim():
@@ -79,7 +82,7 @@ def test_capacities_halve_from_memory_to_the_mean_load():
     assert capacities(long, free) == [max(held)]
 
 
-# -- one group over everything ---------------------------------------------------
+# One group over everything.
 
 
 def test_te_cp_is_one_ring_of_all_ranks_in_arrival_order():
@@ -95,22 +98,22 @@ def test_te_cp_is_one_ring_of_all_ranks_in_arrival_order():
     assert {group.method for group in gathered} == {Method.GATHER}
 
 
-# -- hybrid data parallelism -------------------------------------------------------
+# Hybrid data parallelism.
 
 
 def test_hybrid_dp_by_hand():
     lengths = tokens(250, 60, 40, 30, 90)
     work = lengths.astype(float) ** 2
-    assert hybrid_dp.units(lengths, work, 100) == [([0], 3), ([4], 1), ([1, 2], 1), ([3], 1)]
+    assert context_parallel.units(lengths, work, 100) == [([0], 3), ([4], 1), ([1, 2], 1), ([3], 1)]
     # 62,500 / 3 on ranks 0-2; then 8,100 and 5,200 on rank 3, which is behind; 900 there too: 14,200 < 20,833
-    rounds = hybrid_dp.hand_out(lengths, work, 100, 4)
+    rounds = context_parallel.hand_out(lengths, work, 100, 4)
     assert places_of(rounds) == [[((0, 1, 2), [0]), ((3,), [4])], [((3,), [1, 2])], [((3,), [3])]]
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30))
 def test_hybrid_dp_takes_the_fewest_ranks_and_gives_work_to_those_behind(sizes):
     lengths = tokens(*sizes)
-    rounds = hybrid_dp.hand_out(lengths, lengths.astype(float), 100, 4)
+    rounds = context_parallel.hand_out(lengths, lengths.astype(float), 100, 4)
     for places in rounds:
         ranks = [rank for place in places for rank in place.ranks]
         assert len(ranks) == len(set(ranks))
@@ -127,7 +130,7 @@ def test_hybrid_dp_takes_the_fewest_ranks_and_gives_work_to_those_behind(sizes):
         assert load.max() - load.min() <= last.max() + 1e-9
 
 
-# -- megatron ----------------------------------------------------------------------
+# Megatron.
 
 
 def test_megatron_by_hand():
@@ -157,29 +160,25 @@ def test_megatron_keeps_its_sizes_its_cap_and_no_rank_empty(sizes, ranks):
                 assert (held.astype(float) ** 2).sum() / size <= 1.05 * tallest * 50 + 1e-6
 
 
-# -- claims ------------------------------------------------------------------------
+# Claims.
 
 
 def test_a_claim_is_validated_only_where_it_is_met():
-    claim = Claim("te-cp", 2.0, 0.2, {"a": 2.3, "b": 2.5})
+    claim = PublishedClaim("te-cp", 2.0, 0.2, {"a": 2.3, "b": 2.5})
     assert [claim.validated(profile) for profile in "abc"] == [True, False, False]
-    assert claim.told("a").startswith("validated: 2.30x") and "not tried" in claim.told("c")
-    assert not Claim("", None, why="nothing").validated("a")
+    assert claim.verdict("a").startswith("validated: 2.30x") and "not tried" in claim.verdict("c")
+    assert not PublishedClaim(remark="nothing").validated("a")
 
 
 def test_claims_are_those_of_the_committed_results():
-    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    results = Path(__file__).parents[4] / "benchmarks" / "results"
     solver = json.loads((results / "flexsp_solver.json").read_text())["figures"]["ratios"]["Wikipedia"]
     assert CLAIMS["flexsp"].ratio == solver["published"]
-    assert CLAIMS["flexsp"].found == {"flexsp-a100": round(solver["static_over_flexsp"], 2)}
+    assert CLAIMS["flexsp"].measured == {"flexsp-a100": round(solver["static_over_flexsp"], 2)}
     figures = json.loads((results / "zeppelin.json").read_text())["figures"]
     found = {
         device.lower(): round(figures["validation"][f"cluster {cluster}"]["found"], 2)
         for cluster, device in figures["clusters"].items()
     }
-    assert CLAIMS["zeppelin"].found == found, "bench_zeppelin.py was run again: enter its means in published.py"
+    assert CLAIMS["zeppelin"].measured == found, "bench_zeppelin.py was run again: enter its means in registry.py"
     assert CLAIMS["zeppelin"].ratio == figures["validation"]["all cells"]["published"]
-
-
-def test_place_defaults_to_a_ring():
-    assert Place((0, 1), [2]).method == Method.RING and not Place((0,), [1]).routed

@@ -37,6 +37,7 @@ from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
 from seqloom.plan import GroupFamily
 
+STACK_S = 2.0  # how long a process may take to write its stack
 GRACE_S = 1.0  # how long other ranks may take to report errors of their own after the first
 
 
@@ -106,7 +107,7 @@ class Workers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(["seqloom.dist.torch_transport"])  # all that is slow to import
         self._folder = tempfile.mkdtemp(prefix="seqloom-workers-")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -159,8 +160,11 @@ class _Worker:
     def place(self) -> str:
         """Ask a process that does not answer for its stack."""
         os.kill(cast("int", self.process.pid), signal.SIGUSR1)
-        time.sleep(0.2)
-        inner, _, _ = self.stack.read_text().partition(f" in {_do.__name__}\n")  # what follows is this file's
+        deadline = time.monotonic() + STACK_S
+        inner, end = self.stack.read_text(), ""
+        while not end and time.monotonic() < deadline:
+            time.sleep(0.01)
+            inner, end, _ = self.stack.read_text().partition(f" in {_do.__name__}\n")  # what follows is this file's
         return inner
 
 
