@@ -22,7 +22,7 @@ from pipeline_report import Report
 from pipeline_rivals import fixed_chunks
 
 from seqloom.cost import CostModel
-from seqloom.cost.stages import pipeline_limits
+from seqloom.cost.memory import pipeline_limits
 from seqloom.describe import Cluster, ModelSpec, lengths_from
 from seqloom.dist import TorchTransport
 from seqloom.plan import Plan

@@ -10,8 +10,8 @@ import numpy as np
 from common import K
 
 from seqloom.cost import CostModel, Profile
+from seqloom.cost.memory import pp_rank_bytes
 from seqloom.cost.profile import Curve, LinkRate, Links
-from seqloom.cost.stages import StageMemory, pp_rank_bytes
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import Checkpoint
 from seqloom.planners.pipeline.stage_layout import StageLayout
@@ -51,7 +51,7 @@ def budget(memory: float, longest: int) -> float:
     cost = priced(PLENTY_GIB)
     layout = StageLayout.of(cost, HOSTS)
     state = max(pp_rank_bytes(cost, shares, layout.shard_group_size(cost)) for shares in layout.ranges_by_pp_rank)
-    held = StageMemory(cost, layout.layer_ranges[0]).activation_bytes(Checkpoint.NONE, offload=False).held
+    held = cost.memory.activation_bytes(layout.layer_ranges[0], Checkpoint.NONE, offload=False).held
     kept = memory * longest * (held + 2 * WIDTH * 2)
     return (state + kept + longest * 2 * WIDTH * 4) / 2**30
 

@@ -28,7 +28,7 @@ def measured(transport, sharding):
     found = calibrator.calibrate(128, said.append, stages=stages)
     assert len(said) == len(found.trials) + calibration.TURNS + 2 * (stages > 1)
     measured = {"handover_us", "split_us", "alone"} <= found.profile.sources.keys()
-    assert measured == (stages > 1) and 0 < found.profile.alone <= 1
+    assert measured == (stages > 1) and 0 < found.profile.solo_time_ratio <= 1
     return found.profile, tuple(trial.ns for trial in found.trials)
 
 

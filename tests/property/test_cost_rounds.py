@@ -42,7 +42,8 @@ def rounds(draw):
 def composed(cost, work, policy):
     """The formula, rank by rank, in plain Python."""
     own = defaultdict(list)
-    for group, parts in zip(work.groups, cost.group_costs(work.groups, policy), strict=True):
+    for group in work.groups:
+        parts = cost.group_cost(group, policy)
         for rank in group.ranks:
             own[rank].append((group, parts))
     times = [0] * cost.ranks

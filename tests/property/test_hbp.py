@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from seqloom.packing import hbp, plain_packing, plans_balance
 from seqloom.packing.levels import max_pack_tokens
 from seqloom.simulate import simulate
+from seqloom.simulate.memory import peak_memory
 from support.strategies import batches, cost_models
 
 
@@ -73,5 +74,5 @@ def check_plans(packing, lengths, cost):
         assert plan.documents == tuple(lengths[packing.batch(step)].tolist())
     for step in {0, packing.steps - 1}:
         assert simulate(plans[step], cost).step_ns == packing.step_ns[step]
-        assert (cost.plan_memory(plans[step]) <= cost.budget_bytes).all()
+        assert (peak_memory(plans[step], cost) <= cost.budget_bytes).all()
     assert packing.balance.as_dict() == pytest.approx(plans_balance(plans, cost).as_dict(), abs=1e-9)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from seqloom.api import cost_model
 from seqloom.cost import CostModel
-from seqloom.cost.stages import pp_rank_bytes
+from seqloom.cost.memory import pp_rank_bytes
 from seqloom.plan import Plan
 from seqloom.planners import make_plan
 from seqloom.planners.pipeline.stage_layout import StageLayout

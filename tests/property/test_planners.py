@@ -11,6 +11,7 @@ from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan, plan_batches
 from seqloom.planners.bounds import lower_bound
 from seqloom.simulate import simulate
+from seqloom.simulate.memory import peak_memory
 from support.strategies import batches, cost_models
 
 
@@ -23,7 +24,7 @@ def check(plan, lengths, cost, bound):
     plan.validate()
     spans = [span for line in plan.pipelines for r in line.rounds for group in r.groups for span in group.spans]
     assert sorted(spans) == [(k, 0, n) for k, n in enumerate(lengths.tolist())]
-    assert (cost.plan_memory(plan) <= cost.budget_bytes).all()
+    assert (peak_memory(plan, cost) <= cost.budget_bytes).all()
     simulation = simulate(plan, cost)
     assert simulation.step_ns == cost.plan_ns(plan)
     assert simulation.step_ns >= bound > 0

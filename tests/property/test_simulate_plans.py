@@ -152,7 +152,7 @@ def check(found):
     """Every rank's time adds up, and what follows each other does not overlap."""
     assert (found.busy_ns + found.comm_ns + found.idle_ns == found.step_ns).all()
     assert min(found.busy_ns.min(), found.comm_ns.min(), found.idle_ns.min()) >= 0
-    events = found.events.where(~found.events.beside)
+    events = found.events.where(~found.events.is_message)
     same = events.rank[1:] == events.rank[:-1]
     assert (events.start[1:] >= events.stop[:-1])[same].all()
     assert (found.events.stop > found.events.start).all() and found.events.stop.max() <= found.step_ns

@@ -3,8 +3,7 @@
 Every document may be on any ranks, in any legal shape, in any round. Priced by the plain formula: a rank pays for a
 round once, for its groups one after another, and for ring messages that neither their own attention nor that of its
 local documents hides. With ``journey`` the linear time of tokens may be spread over a shard group, as real numbers,
-at so
-much per token that leaves or arrives. That is never dearer than what a plan pays, so no plan is below the result.
+at so much per token that leaves or arrives. That is never dearer than what a plan pays, so no plan is below the result.
 
 It serves up to about 4 documents on 4 ranks.
 """
@@ -17,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.cost.profile import AdditiveProfile
+from seqloom.cost.plan_cost import columns
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
 from support.shard_groups import shortest_schedule
@@ -42,7 +41,6 @@ class Places:
 
 def legal_groups(cost: CostModel) -> list[Group]:
     """A group without documents for every set of ranks and every legal shape on it, routed or not."""
-    published = isinstance(cost.profile, AdditiveProfile)
     found = []
     for size in range(1, cost.ranks + 1):
         for ranks in combinations(range(cost.ranks), size):
@@ -51,7 +49,7 @@ def legal_groups(cost: CostModel) -> list[Group]:
                     continue
                 for method in Method if size > ulysses else (Method.RING,):
                     plain = GroupShape(ulysses, size // ulysses, method)
-                    if published and plain not in cost.shapes:
+                    if cost.engine.links is None and plain not in cost.shapes:
                         continue  # published constants know their own shapes only
                     ways = [cost.group(plain._replace(routed=routed), ranks, ()) for routed in (False, True)]
                     found += ways[: 1 if ways[1].route is None else 2]
@@ -70,18 +68,15 @@ def price_places(lengths: np.ndarray, cost: CostModel, policy: MemoryPolicy, gro
     """Price every document in every place."""
     sizes = [int(length) for length in lengths]
     single = [[_with(group, [size]) for group in groups] for size in sizes]
-    parts = [cost.group_costs(row, policy) for row in single]
+    parts = np.array([cost.group_costs(row, policy) for row in single], float)  # [n, P, columns]
     double = cost.group_costs([_with(group, [sizes[0], sizes[0]]) for group in groups], policy)
 
     def own(*names: str) -> np.ndarray:
         """float64[P]: of the group itself: once too many in two documents apart, beyond the two together."""
-        return np.array(
-            [sum(2 * getattr(a, x) - getattr(b, x) for x in names) for a, b in zip(parts[0], double, strict=True)],
-            float,
-        )
+        return (2 * parts[0] - double)[:, columns(names)].sum(axis=1)
 
     def of(*names: str) -> np.ndarray:
-        return np.array([[sum(getattr(p, x) for x in names) for p in row] for row in parts], float) - own(*names)
+        return parts[:, :, columns(names)].sum(axis=2) - own(*names)
 
     local = np.array([group.degree == 1 for group in groups])
     rings = np.array([group.ring > 1 and group.method == Method.RING for group in groups])

@@ -1,4 +1,8 @@
-"""What a token leaves in a layer, in elements: values kept for backward, values elementwise work touches."""
+"""Time on the GPU: matrix products, elementwise work, attention kernels by document length, the optimiser.
+
+`layer_values` counts what a token leaves in a layer: values that backward reads (memory) and values that elementwise
+work touches (time).
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,47 @@ if TYPE_CHECKING:
     from seqloom.cost.profile import AnalyticProfile, Curve
     from seqloom.describe import Cluster, ModelSpec
 
+BACKWARD_FLOPS = 2.5  # attention backward over forward: five products of the same size instead of two
+OPTIMISER_TRAFFIC = 30  # bytes per parameter: read gradient, master, two moments; write the last three, bf16
+LOGIT_BYTES = 16  # per vocabulary entry and token: logits out, float32 softmax, gradient back
+
 
 class LayerValues(NamedTuple):
-    """One token in one layer."""
+    """Elements of one token in one layer."""
 
-    kept: int  # values that backward reads when nothing is recomputed
-    touched: int  # values that elementwise work reads or writes in a forward
+    kept: int  # that backward reads when nothing is recomputed
+    touched: int  # that elementwise work reads or writes in a forward
 
 
 @lru_cache(maxsize=64)
 def layer_values(model: ModelSpec, tensor: int = 1) -> tuple[LayerValues, ...]:
-    """One entry per layer, of a token of a rank whose weights are split over ``tensor`` ranks."""
-    return tuple(_layer(model, feed_forward, tensor) for feed_forward in feed_forward_values(model))
+    """One entry per layer: attention and feed-forward with their norms and residuals.
+
+    Kept: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
+    attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
+    writes, a residual reads two and writes one, rotary reads and writes q and k.
+
+    Tensor ranks keep the norms as they gathered them, of all tokens of the tensor parallel group; of their own heads
+    and their own part of the feed-forward they keep all these tokens, which is as much as all of it for their own.
+    """
+    query, kv = query_width(model), kv_width(model)
+    kept = (2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv
+    touched = 10 * model.hidden + 2 * (query + kv)
+    return tuple(LayerValues(kept + ffn.kept, touched + ffn.touched) for ffn in feed_forward_values(model))
 
 
 def feed_forward_values(model: ModelSpec) -> tuple[LayerValues, ...]:
-    """One entry per layer, of its feed-forward half without norm and residual."""
-    sparse = frozenset(model.moe_layers)
-    by_kind = {False: _dense(model), True: _experts(model)}
-    return tuple(by_kind[layer in sparse] for layer in range(model.layers))
+    """One entry per layer, of its feed-forward half without norm and residual.
+
+    In a mixture of experts a token passes its active experts and the shared one, through a copy in the experts' order
+    and back.
+    """
+    matrices, experts = 3 if model.gated else 2, frozenset(model.moe_layers)
+    width = matrices * (model.active_experts * model.expert_ffn + model.shared_ffn)
+    copies = 2 * model.active_experts * model.hidden
+    dense = LayerValues(matrices * model.ffn, matrices * model.ffn)
+    sparse = LayerValues(width + copies, width + 2 * copies)
+    return tuple(sparse if layer in experts else dense for layer in range(model.layers))
 
 
 def query_width(model: ModelSpec) -> int:
@@ -42,57 +68,17 @@ def query_width(model: ModelSpec) -> int:
 
 
 def kv_width(model: ModelSpec) -> int:
-    """Values per token of all key heads together; the values' are as many."""
+    """Values per token of all key heads together; the value heads have as many."""
     return model.kv_heads * model.head_dim
-
-
-def _layer(model: ModelSpec, feed_forward: LayerValues, tensor: int) -> LayerValues:
-    """Attention and feed-forward with their norms and residuals.
-
-    Kept: both halves' input and its norm; q, k, v; and the attention output twice, since with Ulysses the backward of
-    attention reads it as the kernel left it, and the projection after it as it came back. Touched: a norm reads and
-    writes, a residual reads two and writes one, rotary reads and writes q and k.
-
-    Tensor ranks keep the norms as they gathered them, of all tokens of the team; of their own heads and their own
-    part of the feed-forward they keep all these tokens, which is as much as all of it for their own tokens.
-    """
-    query, kv = query_width(model), kv_width(model)
-    return LayerValues(
-        kept=(2 + 2 * tensor) * model.hidden + 3 * query + 2 * kv + feed_forward.kept,
-        touched=10 * model.hidden + 2 * (query + kv) + feed_forward.touched,
-    )
-
-
-def _dense(model: ModelSpec) -> LayerValues:
-    matrices = 3 if model.gated else 2
-    return LayerValues(kept=matrices * model.ffn, touched=matrices * model.ffn)
-
-
-def _experts(model: ModelSpec) -> LayerValues:
-    """A token passes its active experts and the shared one, through a copy in the experts' order and back."""
-    width = model.active_experts * model.expert_ffn + model.shared_ffn
-    copies = 2 * model.active_experts * model.hidden
-    matrices = 3 if model.gated else 2
-    return LayerValues(kept=matrices * width + copies, touched=matrices * width + 2 * copies)
-
-
-# ---- merged: cost.compute
-# Time on the GPU: matrix products, elementwise work, attention kernels by document length.
-
-
-BACKWARD_FLOPS = 2.5  # attention backward over forward: five products of the same size instead of two
-RECOMPUTED = (Checkpoint.SELECTIVE, Checkpoint.FULL)
-OPTIMISER_TRAFFIC = 30  # bytes per parameter: read gradient, master, two moments; write the last three, bf16
-LOGIT_BYTES = 16  # per vocabulary entry and token: logits out, float32 softmax, gradient back
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthCurve:
-    """Seconds-like cost per token by length: ``L * (forwards / E_f(L) + 2.5 / E_b(L))`` with E in TFLOP/s.
+    """Attention time per token by length: ``L * (forwards / E_f(L) + 2.5 / E_b(L))`` with E in TFLOP/s.
 
-    Linear between the knots. That is exact where throughput is flat, and needs no logarithm, whose last bit
-    differs between machines. Below the first knot the time per token stays (a kernel tile is not smaller),
-    above the last the throughput stays.
+    Linear between the knots. That is exact where throughput is flat, and needs no logarithm, whose last bit differs
+    between machines. Below the first knot the time per token stays (a kernel tile is not smaller), above the last the
+    throughput stays.
     """
 
     start: np.ndarray  # float64[K + 1] where each segment begins, first at 0
@@ -141,31 +127,33 @@ class Compute:
         )
 
     def linear(self, checkpoint: Checkpoint) -> float:
-        """ns per token on one rank for all layers, forward and backward, with recomputation.
+        """ns per token on one rank for all layers, forward and backward, with recomputation."""
+        return self._layers_ns(self._matmul_parameters, layer_values(self.model), checkpoint)
 
-        Forward is 2 FLOPs per parameter met, backward twice that; elementwise work moves its bf16 values at
-        memory speed, backward twice as many.
+    def feed_forward(self, checkpoint: Checkpoint) -> float:
+        """ns per token of what ``linear`` spends in feed-forward layers."""
+        parameters = self._matmul_parameters - self.model.layers * self.model.attention_parameters
+        return self._layers_ns(parameters, feed_forward_values(self.model), checkpoint)
+
+    def _layers_ns(self, parameters: int, values: tuple[LayerValues, ...], checkpoint: Checkpoint) -> float:
+        """ns per token: a forward is 2 FLOPs per parameter met and moves bf16 values at memory speed, backward twice.
+
+        Recomputing adds a forward.
         """
-        passes = 4 if checkpoint in RECOMPUTED else 3
-        met = self.model.matmul_parameters - self.model.head_parameters
-        touched = sum(layer.touched for layer in layer_values(self.model))
-        return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+        passes = 4 if checkpoint in (Checkpoint.SELECTIVE, Checkpoint.FULL) else 3
+        touched = sum(layer.touched for layer in values)
+        return passes * (2 * parameters / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+
+    @property
+    def _matmul_parameters(self) -> int:
+        return self.model.matmul_parameters - self.model.head_parameters
 
     @property
     def matmul_share(self) -> float:
         """Share of ``linear`` that is matrix products; the rest is elementwise work."""
-        met = self.model.matmul_parameters - self.model.head_parameters
         touched = sum(layer.touched for layer in layer_values(self.model))
-        flops, moves = met / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
-        return flops / (flops + moves)
-
-    def feed_forward(self, checkpoint: Checkpoint) -> float:
-        """ns per token of what ``linear`` spends in feed-forward layers."""
-        passes = 4 if checkpoint in RECOMPUTED else 3
-        met = self.model.matmul_parameters - self.model.head_parameters
-        met -= self.model.layers * self.model.attention_parameters
-        touched = sum(layer.touched for layer in feed_forward_values(self.model))
-        return passes * (2 * met / (self.matmul_tflops * 1e3) + 2 * touched / self.memory_gb_s)
+        products, moves = self._matmul_parameters / (self.matmul_tflops * 1e3), touched / self.memory_gb_s
+        return products / (products + moves)
 
     def head(self) -> float:
         """ns per token of the vocabulary projection and the loss, whose chunks are never recomputed."""
@@ -175,9 +163,8 @@ class Compute:
     def attention(self, lengths: np.ndarray, ring: int, checkpoint: Checkpoint) -> np.ndarray:
         """float64[n] ns of all heads of each document on one of ``ring`` ranks, forward and backward.
 
-        A rank of a zigzag ring computes 1/ring of the area. Of that, 1/ring is its own causal square of
-        s/ring tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that
-        length.
+        A rank of a zigzag ring computes 1/ring of the area. Of that, 1/ring is its own causal square of s/ring
+        tokens; the rest are full tiles of s/(2 ring) keys, which run at the tile throughput of that length.
         """
         forwards = 2 if checkpoint == Checkpoint.FULL else 1
         causal, tile = self.causal[forwards], self.tile[forwards]
@@ -191,6 +178,16 @@ class Compute:
             total = total + layers * (area * per_area)
         return total * (4.0 * query_width(self.model) * 1e-3 / ring)
 
+    def tensor_sums(self, tensor: int, gathers: int) -> float:
+        """ns per token of a rank, all layers: a tensor parallel sum reads a row of every rank and writes one, in bf16.
+
+        Args:
+            tensor: ranks of the tensor parallel group.
+            gathers: sums per layer.
+        """
+        touched = gathers * self.model.layers * (tensor + 1) * self.model.hidden if tensor > 1 else 0
+        return touched * 2 / self.memory_gb_s
+
     def optimiser(self, parameters: float) -> float:
         """ns of the Adam step on this many parameters of a rank."""
         return OPTIMISER_TRAFFIC * parameters / self.memory_gb_s
@@ -199,9 +196,8 @@ class Compute:
 def causal_area(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """(area, width) of each document: query-key pairs, and the length whose kernel throughput applies.
 
-    Without a window the area is s^2/2. With a window w, shorter documents are the same and longer ones fill
-    a band of s*w - w^2/2. A band's rows are w wide where a triangle's are s/2 on average, so it runs like a
-    document of 2w.
+    Without a window the area is s^2/2. With a window w, shorter documents are the same and longer ones fill a band of
+    s*w - w^2/2. A band's rows are w wide where a triangle's are s/2 on average, so it runs like a document of 2w.
     """
     width = np.maximum(lengths, 1.0)  # an empty piece has no area; its width must still divide
     if window is None:

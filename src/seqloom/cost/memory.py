@@ -1,137 +1,327 @@
-"""Memory of a rank: state by sharding, activations by checkpointing, the chunked logits, working buffers.
+"""Memory of a rank: parameters, gradients and optimiser by sharding, activations by checkpointing, working buffers.
 
-State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (12), float32 gradient (4). Under free
-sharding the copy and a gradient are those of all that the rank computes with; master, moments and the gradient to be
-applied are spread over all ranks of the cluster.
+State per parameter: bf16 copy (2 bytes), float32 master and two Adam moments (12), float32 gradient (4).
 
-What is kept per token and layer:
+    plans of one stage    everything over the ranks of a shard group
+    pipeline stages       copy and gradient whole from the first micro-batch to the last; master and moments, and the
+                          scattered gradient, over the ranks of the shard group
+    free sharding         copy and gradient of all that the rank computes with; master, moments and the gradient to be
+                          applied spread over all ranks of the cluster
+
+Activations per token and layer, from a micro-batch's forward to its backward:
 
     none        every value that backward reads
     selective   the layer's input, attention output and log-sum-exp; q, k, v and the rest are recomputed
     full        the layer's input
+    stage       the stage's input
+    offload     nothing: the checkpoint's values lie in host memory; while the micro-batch goes forward or backward,
+                twice that much, since one micro-batch is copied while another is worked on
 
-The attention output counts twice: with Ulysses it is kept as the kernel left it, all tokens of some heads, and as it
-came back, some tokens of all heads. Groups without Ulysses need less; a rank's room is one number for all groups.
-Recomputing needs one layer's ``none`` set at a time on top. Tensor ranks gather hidden states of all tokens of their
-team: what backward reads of them is kept so, and partial sums are sent and received so.
+Recomputing needs one layer's ``none`` set at a time on top (``stage``: that of all layers). The attention output counts
+twice: with Ulysses it is kept as the kernel left it, all tokens of some heads, and as it came back, some tokens of all
+heads. A backward in halves (I, W) leaves the inputs of the stage's products and the gradients of their outputs from I
+to W. Tensor ranks gather hidden states of all tokens of their group, and send and receive partial sums of as many.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from seqloom.cost.compute import kv_width, layer_values, query_width
-from seqloom.plan import Checkpoint, Reduce
+from seqloom.errors import SeqloomError
+from seqloom.plan import Checkpoint, LayerRange, Limits, Reduce
+from seqloom.plan.group import even_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from seqloom.cost.model import CostModel
     from seqloom.cost.profile import AnalyticProfile
     from seqloom.cost.shapes import MemoryPolicy
     from seqloom.describe import ModelSpec
-
+    from seqloom.plan import Group
 
 GIB = 1024**3
 PARAMETER_BYTES = 2
 OPTIMISER_BYTES = 12
 GRADIENT_BYTES = 4
+KEY_BYTES, KEY_GRADIENT_BYTES = 2, 4  # keys and values in bf16; their gradients are sums of many pieces: float32
 CHUNK_LOGIT_BYTES = 6  # bf16 logits turned into their gradient in place, and a float32 softmax
+HOST_GB_S = 20.0
+"""GB/s of a GPU to and from pinned host memory, in one direction: 16 lanes of PCIe 4 carry 25 to 28 when nothing else
+uses them, and the GPUs of a node share its memory. No profile has a figure of its own."""
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes that each token of a micro-batch takes on a rank of one stage."""
+
+    held: float  # from the start of its F to the end of its B or I
+    forward: float  # on top of that while F runs
+    backward: float  # on top of that while B or I runs
+    deferred: float  # from the end of its I to the end of its W
+    split: float  # on top of everything while an I runs, before the held bytes are freed
+
+    @property
+    def peak(self) -> float:
+        """Most bytes per token while nothing else is in flight."""
+        return self.held + max(self.forward, self.backward)
+
+
+class MemoryModel(Protocol):
+    """Bytes of a rank under one kind of profile."""
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of a rank in no stage: under free sharding, its part of the optimiser's state."""
+        ...
+
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
+        """Bytes before any token, in plans of one stage."""
+        ...
+
+    def token_bytes(self, policy: MemoryPolicy) -> float:
+        """Bytes that each token on a rank adds, in plans of one stage."""
+        ...
+
+    def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
+        """Parameters, gradients and optimiser of a pipeline stage, sharded over so many ranks."""
+        ...
+
+    def working_bytes(self, layers: LayerRange) -> int:
+        """Buffers of a rank of a pipeline stage: once per rank, however many stages it has."""
+        ...
+
+    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
+        """Activations per token of a micro-batch on a stage."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of one model, its weights split over teams of ``tensor`` ranks and sharded over ``shard_ranks`` teams."""
+class AdditiveMemory:
+    """Published memory: one state, so many bytes per token; stages share both by their layers."""
+
+    state: int  # of one rank, sharded over `shard_ranks`
+    shard_ranks: int
+    bytes_per_token: float
+    idle_bytes: int = 0
+
+    def fixed_bytes(self, policy: MemoryPolicy) -> int:
+        """The state."""
+        return self.state
+
+    def token_bytes(self, policy: MemoryPolicy) -> float:
+        """Activations."""
+        return self.bytes_per_token
+
+    def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
+        """The share of the layers, sharded anew."""
+        return -(-self.state * self.shard_ranks * (layers.stop - layers.first) // (layers.model_layers * shard_ranks))
+
+    def working_bytes(self, layers: LayerRange) -> int:
+        """None."""
+        return 0
+
+    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
+        """The share of the layers."""
+        each = self.bytes_per_token * (layers.stop - layers.first) / layers.model_layers
+        held, twice = (0.0, 2 * each) if offload else (each, 0.0)
+        return ActivationBytes(held, twice, twice, each, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticMemory:
+    """Bytes of a model whose weights are split over ``tensor`` ranks and sharded over ``shard_ranks`` such groups."""
 
     profile: AnalyticProfile
     model: ModelSpec
-    parameters: int
+    context: int  # tokens of a learned position table
     shard_ranks: int
     tensor: int = 1
     owners: int = 0
     """Ranks over which free sharding spreads masters and moments; 0: sharding is not free."""
 
     @property
-    def held(self) -> int:
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return layer_parameters(self.model, self.context, self._all_layers, 1)
+
+    @property
+    def rank_parameters(self) -> int:
         """Parameters that a rank of a plan of one stage computes with."""
-        return split_parameters(self.model, self.parameters, self.tensor)
+        return layer_parameters(self.model, self.context, self._all_layers, self.tensor)
 
-    def state_bytes(self, reduce: Reduce) -> int:
-        """Parameters, optimiser and gradients of a rank; reducing once per step keeps a whole gradient."""
-        if self.owners:
-            return free_bytes(self.held, self.parameters, self.owners)
-        held = -(-self.held // self.shard_ranks)
-        state = (PARAMETER_BYTES + OPTIMISER_BYTES + GRADIENT_BYTES) * held
-        if self.shard_ranks > 1 and reduce == Reduce.STEP:
-            state += GRADIENT_BYTES * self.held
-        return state
+    @property
+    def _all_layers(self) -> LayerRange:
+        return LayerRange(0, self.model.layers, self.model.layers)
 
-    def working_bytes(self, reduce: Reduce) -> int:
-        """Gathered parameters, a chunk of logits, and what the device and its communicators take.
-
-        Two layers are gathered at a time (one computes, one is fetched) beside embedding and head; per
-        round reduction also holds two layers' whole gradients. Under free sharding two layers' gradients are packed
-        to be sent.
-        """
-        logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES
-        layers = 2 * max(self.model.layer_parameters(k, self.tensor) for k in range(self.model.layers))
-        gathered = GRADIENT_BYTES * layers if self.owners > 1 else 0
-        if self.shard_ranks > 1:
-            tables = self.model.head_parameters * (1 if self.model.tied else 2)
-            gathered = PARAMETER_BYTES * (layers + tables)
-            if reduce == Reduce.ROUND:
-                gathered += GRADIENT_BYTES * layers
-        return logits + gathered + int(self.profile.workspace_gib * GIB)
+    @property
+    def idle_bytes(self) -> int:
+        """The rank's part of master, moments and gradient under free sharding."""
+        return -(-(OPTIMISER_BYTES + GRADIENT_BYTES) * self.parameters // self.owners) if self.owners else 0
 
     def fixed_bytes(self, policy: MemoryPolicy) -> int:
-        """Bytes of a rank before any token."""
-        return self.state_bytes(policy.reduce) + self.working_bytes(policy.reduce)
+        """State, gathered parameters, a chunk of logits, and what the device and its communicators take.
+
+        Two layers are gathered at a time (one computes, one is fetched) beside embedding and head. Reducing every
+        round also holds two layers' whole gradients, reducing once per step a whole gradient.
+        """
+        layers, held = self._all_layers, self.rank_parameters
+        if self.owners or self.shard_ranks == 1:
+            return self.state_bytes(layers, self.tensor) + self.working_bytes(layers)
+        state = (PARAMETER_BYTES + OPTIMISER_BYTES + GRADIENT_BYTES) * -(-held // self.shard_ranks)
+        tables = self.model.head_parameters * (1 if self.model.tied else 2)
+        gathered = PARAMETER_BYTES * (self._two_layers(layers) + tables)
+        gradients = self._two_layers(layers) if policy.reduce == Reduce.ROUND else held
+        return state + gathered + GRADIENT_BYTES * gradients + self.working_bytes(layers)
 
     def token_bytes(self, policy: MemoryPolicy) -> float:
-        """Bytes that each token on a rank adds.
+        """Activations of all layers."""
+        return self.activation_bytes(self._all_layers, policy.checkpoint, False).peak
 
-        Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of
-        one layer (q, k, v, output sent and received; two K/V pairs in bf16 and two in float32 for a ring).
+    def state_bytes(self, layers: LayerRange, shard_ranks: int) -> int:
+        """Whole copy and gradient, the rest over the shard group; under free sharding only the first two."""
+        parameters = layer_parameters(self.model, self.context, layers, self.tensor)
+        state, shards = (PARAMETER_BYTES + GRADIENT_BYTES) * parameters, max(1, shard_ranks // self.tensor)
+        if self.owners:
+            return state
+        sharded = OPTIMISER_BYTES + (GRADIENT_BYTES if shards > 1 else 0)
+        return state + -(-sharded * parameters // shards)
+
+    def working_bytes(self, layers: LayerRange) -> int:
+        """A chunk of logits on the last stage, and what the device and its communicators take.
+
+        Under free sharding also the rank's part of the optimiser's state, and two layers' gradients packed to be sent.
         """
-        query, kv, hidden = query_width(self.model), kv_width(self.model), self.model.hidden
-        layers = layer_values(self.model, self.tensor)
-        statistics = 4 * self.model.heads  # log-sum-exp, float32
-        whole = [2 * layer.kept + statistics for layer in layers]
-        head = 2 * 3 * hidden
-        exchange = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + partial_bytes(self.model, self.tensor)
-        if policy.checkpoint == Checkpoint.NONE:
-            return float(sum(whole) + head + exchange)
-        kept = 2 * hidden
-        if policy.checkpoint == Checkpoint.SELECTIVE:
-            kept += 2 * 2 * query + statistics
-        return float(len(layers) * kept + max(whole) + head + exchange)
+        logits = self.profile.head_chunk * self.model.vocabulary * CHUNK_LOGIT_BYTES if layers.has_head else 0
+        packed = GRADIENT_BYTES * self._two_layers(layers) if self.owners > 1 else 0
+        return self.idle_bytes + packed + logits + int(self.profile.workspace_gib * GIB)
+
+    def _two_layers(self, layers: LayerRange) -> int:
+        """Parameters of two layers, of the largest."""
+        return 2 * max(self.model.layer_parameters(k, self.tensor) for k in range(layers.first, layers.stop))
+
+    def activation_bytes(self, layers: LayerRange, checkpoint: Checkpoint, offload: bool) -> ActivationBytes:
+        """Besides the layers: hidden state, its norm and its gradient at the head, and the exchange buffers of a layer.
+
+        These are q, k, v and output sent and received; two K/V pairs in bf16 and two in float32 for a ring; and
+        partial sums of tensor ranks sent and received.
+        """
+        model, tensor = self.model, self.tensor
+        query, kv, hidden = query_width(model), kv_width(model), model.hidden
+        values = layer_values(model, tensor)[layers.first : layers.stop]
+        statistics = 4 * model.heads  # log-sum-exp, float32
+        whole = [2 * layer.kept + statistics for layer in values]
+        outputs = 2 * (tensor - 1) * hidden  # gradients of both halves' outputs, gathered from the tensor ranks
+        deferred = float(sum(2 * (layer.kept - query + outputs) for layer in values))
+        busy = 2 * 2 * (2 * query + 2 * kv) + 2 * 2 * kv * (2 + 4) + (2 * 3 * hidden if layers.has_head else 0)
+        busy += 2 * 2 * tensor * hidden if tensor > 1 else 0
+        kept = {
+            Checkpoint.NONE: sum(whole),
+            Checkpoint.SELECTIVE: len(values) * (2 * hidden + 2 * 2 * query + statistics),
+            Checkpoint.FULL: len(values) * 2 * hidden,
+            Checkpoint.STAGE: 2 * hidden,
+        }[checkpoint]
+        recomputed = {Checkpoint.NONE: 0, Checkpoint.STAGE: sum(whole)}.get(checkpoint, max(whole))
+        recomputes = checkpoint != Checkpoint.NONE
+        forward = max(whole) if recomputes else 0  # the layer that is being run keeps its values
+        held, twice = (0.0, 2.0 * kept) if offload else (float(kept), 0.0)
+        split = deferred if recomputes else 0.0
+        return ActivationBytes(held, busy + forward + twice, busy + recomputed + twice, deferred, split)
 
 
-def split_parameters(model: ModelSpec, parameters: int, tensor: int) -> int:
-    """What a rank has of all ``parameters`` of a model where teams of ``tensor`` ranks split them."""
-    cut = sum(model.layer_parameters(k) - model.layer_parameters(k, tensor) for k in range(model.layers))
-    return parameters - cut
+# -- pipeline stages ------------------------------------------------------------
 
 
-def free_bytes(held: int, parameters: int, owners: int) -> int:
-    """State of a rank under free sharding: of the ``held`` parameters, and of its part of all of them."""
-    own = -(-(OPTIMISER_BYTES + GRADIENT_BYTES) * parameters // owners)
-    return (PARAMETER_BYTES + GRADIENT_BYTES) * held + own
+def stage_parameters(cost: CostModel, layers: LayerRange, tensor: int | None = None) -> int:
+    """Parameters of a rank of a stage, by the cost model's tensor parallel degree if none is given."""
+    return layer_parameters(cost.model, cost.context, layers, cost.tensor if tensor is None else tensor)
 
 
-def partial_bytes(model: ModelSpec, tensor: int) -> int:
-    """Bytes per token of a rank that partial sums of its team take while they are sent and received, bf16."""
-    return 2 * 2 * tensor * model.hidden if tensor > 1 else 0
+@lru_cache(maxsize=4096)
+def layer_parameters(model: ModelSpec, context: int, layers: LayerRange, tensor: int) -> int:
+    """Parameters of a rank of some layers, with the embedding on the first stage, norm and head on the last.
+
+    A tied table is on both. All stages together have the model's parameters, a tied table counted twice. Tensor ranks
+    have their part of the layers' matrices.
+    """
+    table = model.head_parameters
+    outside = model.parameters(context) - sum(model.layer_parameters(layer) for layer in range(model.layers))
+    beside = outside - table * (1 if model.tied else 2)  # final norm, and learned positions
+    positions = context * model.hidden if model.learned_positions else 0
+    own = sum(model.layer_parameters(layer, tensor) for layer in range(layers.first, layers.stop))
+    own += table + positions if layers.has_embedding else 0
+    if layers.has_head:
+        own += beside - positions + (0 if layers.has_embedding and model.tied else table)
+    return own
 
 
-# ---- merged: cost.offload
-# What it takes to keep a unit's activations in host memory: copies over the bus, beside the computing.
+def kv_cache_bytes(cost: CostModel, layers: LayerRange, group: Group, tokens: int) -> tuple[int, int]:
+    """(keys and values, their gradients) of a document of so many tokens in pieces, on each rank of its group.
+
+    They stay for the whole document. A rank has the tokens of its ring index, and the key/value heads that its query
+    heads read.
+    """
+    model, tensor = cost.model, cost.tensor
+    shared = model.heads // model.kv_heads
+    ranges = even_ranges(model.heads // tensor, group.ulysses // tensor)
+    heads = max(-(-high // shared) - low // shared for low, high in ranges)
+    values = 2 * heads * model.head_dim * -(-tokens // group.ring) * (layers.stop - layers.first)
+    return KEY_BYTES * values, KEY_GRADIENT_BYTES * values
 
 
-HOST_GB_S = 20.0
-"""GB/s of a GPU to and from pinned host memory, in one direction: 16 lanes of PCIe 4 carry 25 to 28 when nothing else
-uses them, and the GPUs of a node share its memory. No profile has a figure of its own."""
-
-
-def copy_ns(size: float) -> int:
+def offload_ns(size: float) -> int:
     """ns of copying so many bytes between a GPU and host memory, one way."""
     return math.ceil(size / HOST_GB_S)
+
+
+def pipeline_checkpoints(cost: CostModel) -> tuple[Checkpoint, ...]:
+    """Checkpointing choices of a micro-batch, from the fastest to the one that keeps least."""
+    known = cost.engine.policies[0].checkpoint
+    every = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE)
+    return (known,) if known == Checkpoint.PROFILE else every
+
+
+def pp_rank_bytes(cost: CostModel, stages: Sequence[LayerRange], shard_group: int) -> int:
+    """Bytes of a rank before any token, with these stages and shard groups of `shard_group` ranks."""
+    state = sum(cost.memory.state_bytes(layers, shard_group) for layers in stages)
+    return state + max(cost.memory.working_bytes(layers) for layers in stages)
+
+
+def pipeline_limits(cost: CostModel, pp_ranks: Sequence[Sequence[LayerRange]], shard_group: int) -> Limits:
+    """Limits of plans whose pipeline ranks have these stages.
+
+    The capacity of a checkpoint is what the fullest rank can hold of one micro-batch and nothing else: how many are in
+    flight is the plan's choice, and the simulator checks it. SeqloomError if the state alone does not fit.
+
+    Args:
+        cost: prices and budget.
+        pp_ranks: the stages of every pipeline rank.
+        shard_group: ranks that share parameter shards.
+    """
+    free = [cost.budget_bytes - pp_rank_bytes(cost, stages, shard_group) for stages in pp_ranks]
+    budget = f"{cost.budget_bytes / GIB:.1f} GiB"
+    if min(free) <= 0:
+        need = (cost.budget_bytes - min(free)) / GIB
+        raise SeqloomError(
+            f"{cost.model.name} does not fit: stage {free.index(min(free))} needs {need:.1f} GiB per GPU for "
+            f"parameters, gradients, optimiser and buffers, the budget is {budget}; use more stages or more GPUs, "
+            f"or raise the budget above {need:.1f} GiB"
+        )
+    capacity = []
+    for checkpoint in pipeline_checkpoints(cost):
+        fits = [
+            int(room // cost.memory.activation_bytes(layers, checkpoint, offload=False).peak)
+            for stages, room in zip(pp_ranks, free, strict=True)
+            for layers in stages
+        ]
+        if (least := cost.microbatch_capacity(min(fits))) > 0:
+            capacity.append((checkpoint, least))
+    if not capacity:
+        raise SeqloomError(
+            f"a budget of {budget} holds the state of {cost.model.name} but no token; "
+            "use more stages or raise the budget"
+        )
+    return Limits(cost.ranks, cost.node_size, cost.model.heads, tuple(capacity), cost.pad_multiple)

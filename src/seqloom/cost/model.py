@@ -1,4 +1,8 @@
-"""Why a model cannot be trained here, or not in this way, and the way out."""
+"""The cost model: cluster + model + profile -> time and memory of any piece of a plan.
+
+The profile's engine (`engines`) knows times in float64 ns; this class rounds them once, adds them up over documents and
+groups, and makes the tables that planners search on. Whole rounds and plans are priced by `plan_cost`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seqloom.cost import plan_cost as closed_form
-from seqloom.cost import plan_cost as rounds
-from seqloom.cost.additive import AdditiveEngine
-from seqloom.cost.analytic import AnalyticEngine
-from seqloom.cost.communication import GroupTraffic, group_traffic
+from seqloom.cost import plan_cost
+from seqloom.cost.communication import Communication, GroupTraffic, group_traffic
+from seqloom.cost.engines import AdditiveEngine, AnalyticEngine, CostEngine
+from seqloom.cost.memory import GIB
 from seqloom.cost.profile import AdditiveProfile, AnalyticProfile, Profile
 from seqloom.cost.shapes import (
-    PROBED,
+    COST_COLUMNS,
+    PROBE_CAPACITY,
     STREAMS,
     CostBreakdown,
     CostTables,
@@ -26,7 +30,6 @@ from seqloom.cost.shapes import (
     useful_shapes,
 )
 from seqloom.errors import SeqloomError, unknown_name
-from seqloom.layout import Route
 from seqloom.plan import Checkpoint, Group, GroupFamily, LayerRange, Limits, Reduce, Sharding
 
 if TYPE_CHECKING:
@@ -34,150 +37,14 @@ if TYPE_CHECKING:
 
     from seqloom.cost.plan_cost import RoundTimes
     from seqloom.describe import Cluster, ModelSpec
-    from seqloom.layout import Span
-    from seqloom.plan import Plan, StageMicroBatch
+    from seqloom.layout import Route, Span
+    from seqloom.plan import Plan, Stage, StageMicroBatch
 
+DEFAULT_CONTEXT = 384 * 1024
+"""Tokens of a learned position table when no longest sequence is given: the largest published context."""
 
-GIB = 1024**3
-
-
-def require_sizes(budget_gib: float | None, max_length: int | None) -> None:
-    """Refuse a memory budget and a longest sequence that hold nothing."""
-    if budget_gib is not None and not 0 < budget_gib < math.inf:
-        raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
-    if max_length is not None and max_length < 1:
-        raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
-
-
-def require_tensor(cost: CostModel) -> None:
-    """Refuse a tensor degree that the model or the ranks do not allow, and what published constants know nothing of."""
-    if isinstance(cost.profile, AdditiveProfile) and (cost.tensor > 1 or cost.sharding == Sharding.FREE):
-        what = f"tensor degree {cost.tensor}" if cost.tensor > 1 else "sharding free"
-        raise SeqloomError(f"profile {cost.profile.name} has no constants for {what}; leave the profile out")
-    cost.model.check_tensor(cost.tensor)
-    sizes = [size for size in cost.family.sizes if size in cost.cluster_cost.family.sizes]
-    if cost.tensor not in sizes:
-        raise _no_team(cost, cost.ranks, cost.tensor, sizes, "teams are blocks of the group family")
-
-
-def require_teams(cost: CostModel, ranks: int, tensor: int) -> None:
-    """Refuse to plan for ranks that are not whole teams."""
-    cost.model.check_tensor(tensor)
-    if ranks % tensor:
-        sizes = [size for size in cost.family.sizes if ranks % size == 0]
-        raise _no_team(cost, ranks, tensor, sizes, "teams divide the ranks")
-
-
-def _no_team(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[int], rule: str) -> SeqloomError:
-    legal = [size for size in cost.model.tensor_degrees if size in sizes]
-    nearest = min(legal, key=lambda t: (abs(t - tensor), t))
-    where = f"tensor degree {tensor} on {ranks} ranks in nodes of {cost.node_size}"
-    return SeqloomError(f"{where}: {rule}; use {nearest}")
-
-
-def too_small(cost: CostModel) -> SeqloomError:
-    """The error that says how much memory the model's state needs on plans of one stage."""
-    least = min(cost.engine.fixed_bytes(v) for v in cost.engine.policies) / GIB
-    if cost.sharding == Sharding.FREE:
-        return SeqloomError(
-            f"{cost.model.name} does not fit in one stage: its parameters and gradients, split over teams of "
-            f"{cost.tensor}, a part of the optimiser and buffers need {least:.1f} GiB per GPU, the budget is "
-            f"{cost.budget_bytes / GIB:.1f} GiB; use more stages or a larger tensor degree, take a smaller model, or "
-            f"raise the budget above {least:.1f} GiB"
-        )
-    way = "use more GPUs" if cost.shard_group_size == cost.ranks else "shard wider (sharding full)"
-    return SeqloomError(
-        f"{cost.model.name} does not fit: parameters, gradients, optimiser and buffers need "
-        f"{least:.1f} GiB per GPU (sharded over {cost.shard_group_size} ranks), "
-        f"the budget is {cost.budget_bytes / GIB:.1f} GiB; {way}, take a smaller model, "
-        f"or raise the budget above {least:.1f} GiB"
-    )
-
-
-# ---- merged: cost.tabling
-# The tables that planners search on, for documents of given lengths.
-
-
-def cost_tables(
-    cost: CostModel, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: tuple[GroupShape, ...]
-) -> CostTables:
-    """Everything planners compare, of these shapes on aligned blocks."""
-    tokens = cost.padded_lengths(np.asarray(lengths))
-    places = [(shape, cost.aligned_traffic(shape)) for shape in shapes]
-    lanes = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
-    for name, values in cost.document_ns(tokens, places, policy).items():
-        for lane, members in enumerate(STREAMS):
-            if name in members:
-                lanes[lane] += values
-    whole = [not shape.overlaps_kv for shape in shapes]
-    lanes[1, whole] = 0  # without a ring that lane is never the longest
-    fixed = [CostBreakdown(**cost.fixed_cost(shape, policy, reach)).stream_ns for shape, reach in places]
-    return CostTables(
-        shapes=shapes,
-        degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
-        cost=lanes,
-        fixed=np.array(fixed, dtype=np.int64).T.copy(),
-        tokens=tokens,
-        capacity=0 if policy.resident else cost.capacity(policy),  # a stage of a pipeline has a limit of its own
-    )
-
-
-def document_ns(
-    cost: CostModel, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], policy: MemoryPolicy
-) -> dict[str, np.ndarray]:
-    """int64[S, n] per part: ns that each document adds to a group of each shape.
-
-    Plain elementwise float64 operations only, each rounded on its own, so that the integers are the
-    same on every machine and whether documents are priced together or one by one.
-    """
-    engine, lengths = cost.engine, tokens.astype(np.float64)
-    rates = [cost.token_rates(shape, policy, reach) for shape, reach in places]
-    parts = {}
-    for name in rates[0]:
-        column = np.array([rate[name] for rate in rates])[:, None]
-        parts[name] = np.rint(column * lengths).astype(np.int64)
-    whole = {ring: engine.attention_ns(lengths, ring, policy) for ring in {shape.ring for shape, _ in places}}
-    calls = {shape: engine.kernel_call_ns(lengths, shape.kernel_calls, policy) for shape, _ in places}
-    shares = [whole[shape.ring] * engine.attention_share(shape) + calls[shape] for shape, _ in places]
-    parts["attention"] = np.rint(np.stack(shares)).astype(np.int64)
-    return parts
-
-
-# ---- merged: cost.pieces
-# What the spans of a group add up to: whole documents, and pieces with a prefix.
-
-
-def span_sums(
-    cost: CostModel, groups: Sequence[Group], place: tuple[GroupShape, GroupTraffic], policy: MemoryPolicy
-) -> dict[str, np.ndarray]:
-    """int64[G] per part: ns that the spans of each of these alike groups add up to.
-
-    A piece adds what the document up to its end costs beyond the document up to its start, so pieces add up to their
-    document, and to what every further piece has of its own: the kernels are called once more, gradients of the prefix
-    are added up, and in a ring its keys and values are shared once more.
-    """
-    shape, reach = place
-    edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
-    edges = cost.padded_lengths(edges)
-    tokens, inverse = np.unique(edges, return_inverse=True)
-    start, stop = inverse.reshape(-1, 2).T
-    owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
-    sums = {}
-    for name, values in cost.document_ns(tokens, [place], policy).items():
-        sums[name] = np.zeros(len(groups), dtype=np.int64)
-        np.add.at(sums[name], owner, values[0, stop] - values[0, start])
-    prefix = edges[:, 0].astype(np.float64)
-    if prefix.any():
-        work = cost.engine.prefix_ns(prefix, shape, policy)
-        np.add.at(sums["attention"], owner, np.rint(work).astype(np.int64))
-    if prefix.any() and shape.ring > 1:
-        for name, rate in cost.engine.prefix_token_ns(shape, policy, reach).items():
-            np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))
-    return sums
-
-
-# ---- merged: cost.model
-# The cost model: cluster + model + profile -> time and memory of any piece of a plan.
+PricedShape = tuple[GroupShape, GroupTraffic]
+"""A shape, and where the messages of a group of it go."""
 
 
 class CostModel:
@@ -192,8 +59,8 @@ class CostModel:
         max_length: longest sequence the run may see; sizes learned position embeddings.
         capacity: tokens a rank may hold in one round; None: as many as fit in memory, which is the limit anyway.
         stages: with more than one (or free sharding), a model that only pipelines can hold is not refused here.
-        tensor: ranks of a team that splits the weights of every stage; shapes have multiples of it as Ulysses.
-        cluster_cost: the model of the whole cluster, if ``cluster`` is a part of it; see `for_submesh`.
+        tensor: tensor parallel degree of every stage; shapes have multiples of it as Ulysses.
+        cluster_cost: the model of the whole cluster, if ``cluster`` is a submesh of it; see `for_submesh`.
     """
 
     def __init__(
@@ -209,96 +76,94 @@ class CostModel:
         tensor: int = 1,
         cluster_cost: CostModel | None = None,
     ) -> None:
-        """Choose the engine of the profile's kind and drop the policies that cannot hold a single token."""
-        require_sizes(budget_gib, max_length)
-        self.cluster, self.model, self.max_length = cluster, model, max_length
+        """Choose the engine of the profile's kind, and drop memory policies that cannot hold a single token."""
+        if budget_gib is not None and not 0 < budget_gib < math.inf:
+            raise SeqloomError(f"a memory budget of {budget_gib} GiB holds nothing; give a number above 0")
+        if max_length is not None and max_length < 1:
+            raise SeqloomError(f"a longest sequence of {max_length} tokens; give 1 or more, or leave it out")
         if sharding not in list(Sharding):
             raise unknown_name("sharding", str(sharding), list(Sharding))
+        self.cluster, self.model, self.max_length = cluster, model, max_length
+        self.context = max_length or DEFAULT_CONTEXT
         self.sharding = Sharding(sharding)
         self.profile = Profile.resolve(profile, cluster.device.name)
         self.ranks, self.node_size, self.tensor = cluster.ranks, cluster.gpus_per_node, tensor
         self.family = GroupFamily(self.ranks, self.node_size)
         self.cluster_cost = self if cluster_cost is None else cluster_cost
-        require_tensor(self)
-        self._asked = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
-        self._kin: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
+        _require_tensor(self)
+        self._settings = (self.profile, self.sharding, budget_gib, max_length, capacity, stages)
+        self._submeshes: dict[tuple[int, int], CostModel] = {(self.ranks, tensor): self}
         sharded = {Sharding.FULL: self.ranks, Sharding.HYBRID: self.node_size}.get(self.sharding, 1)
-        self.shard_group_size = max(sharded, tensor)  # ranks in the same rounds: they share shards, or are a team
-        sizes = (cluster, model, sharded, self.family, budget_gib, max_length)
-        self.engine: AdditiveEngine | AnalyticEngine
+        self.shard_group_size = max(sharded, tensor)  # ranks that take part in the same rounds
+        self.engine: CostEngine
         if isinstance(self.profile, AdditiveProfile):
-            self.engine = AdditiveEngine.build(self.profile, *sizes)
+            self.engine = AdditiveEngine.build(self.profile, self, sharded, budget_gib)
         else:
-            owners = self.cluster_cost.ranks if self.sharding == Sharding.FREE else 0
-            within = None if self.ranks == self.cluster_cost.ranks else self.cluster_cost.family
-            self.engine = AnalyticEngine.build(self.profile, *sizes, tensor, owners, within)
-        self.pad_multiple: int = self.engine.pad_multiple
+            self.engine = AnalyticEngine.build(self.profile, self, sharded, budget_gib)
+        self.memory, self.pad_multiple = self.engine.memory, self.engine.pad_multiple
         if capacity is not None and capacity < self.pad_multiple:
             raise SeqloomError(f"a capacity of {capacity} tokens; give {self.pad_multiple} or more, or leave it out")
-        self.token_limit = None if capacity is None else capacity - capacity % self.pad_multiple
-        fits = {v: self._tokens_that_fit(v) for v in self.engine.policies}
-        self._capacity = {
-            v: tokens if self.token_limit is None else min(tokens, self.token_limit) for v, tokens in fits.items()
-        }
-        self._fitting = tuple(v for v, tokens in self._capacity.items() if tokens > 0)
+        self._token_limit = math.inf if capacity is None else capacity - capacity % self.pad_multiple
+        self._capacity = {policy: self._tokens_that_fit(policy) for policy in self.engine.policies}
+        self._fitting = tuple(policy for policy, tokens in self._capacity.items() if tokens > 0)
         if not self._fitting and stages == 1 and self.sharding != Sharding.FREE:
-            raise too_small(self)
+            raise _too_small(self)
         self._routes: dict[tuple[GroupShape, tuple[int, ...]], Route | None] = {}
-        self._rates: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], dict[str, float]] = {}
-        self._fixed: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], dict[str, int]] = {}
+        self._token_ns: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], dict[str, float]] = {}
+        self._fixed_ns: dict[tuple[GroupShape, MemoryPolicy, GroupTraffic], CostBreakdown] = {}
         self.shapes: tuple[GroupShape, ...] = self.engine.shapes
-        if isinstance(self.engine, AnalyticEngine):
-            staged = (policy._replace(resident=True) for policy in self.engine.policies)
-            first = {policy.checkpoint: policy for policy in reversed(self._fitting or tuple(staged))}
-            prices = [partial(self.tables, policy=policy) for policy in first.values()]
-            self.shapes = ordered(shape for price in prices for shape in useful_shapes(price))
+        resident = tuple(policy._replace(resident=True) for policy in self.engine.policies)
+        by_checkpoint = {policy.checkpoint: policy for policy in reversed(self._fitting or resident)}
+        useful = [useful_shapes(partial(self.tables, policy=policy)) for policy in by_checkpoint.values()]
+        self.shapes = ordered(shape for shapes in useful for shape in shapes)
 
     def __repr__(self) -> str:
         names = (self.cluster.name, self.model.name, self.profile.name, self.sharding.value)
         return f"CostModel({', '.join(names)}{f', tensor {self.tensor}' if self.tensor > 1 else ''})"
 
     def with_tensor(self, tensor: int) -> CostModel:
-        """The same ranks with weights split over teams of so many: prices of such a stage. Made once."""
-        return self._relative(self.ranks, tensor)
+        """The same ranks with another tensor parallel degree: prices of such a stage. Built once."""
+        return self._submesh(self.ranks, tensor)
 
     def for_submesh(self, ranks: int, tensor: int = 1) -> CostModel:
         """So many neighbouring ranks, in a node or whole nodes, all else equal: to plan one of several pipelines.
 
-        Made once. A plan for them may be moved to any multiple of their number.
+        Built once. A plan for them may be moved to any multiple of their number.
         """
-        require_teams(self.cluster_cost, ranks, tensor)
-        return self._relative(ranks, tensor)
+        self.model.check_tensor(tensor)
+        if ranks % tensor:
+            sizes = [size for size in self.cluster_cost.family.sizes if ranks % size == 0]
+            raise _no_tensor_groups(self.cluster_cost, ranks, tensor, sizes, "tensor parallel groups divide the ranks")
+        return self._submesh(ranks, tensor)
 
-    def _relative(self, ranks: int, tensor: int) -> CostModel:
-        known = self.cluster_cost._kin
-        if (ranks, tensor) not in known:
-            part = self.cluster_cost.cluster.subcluster(ranks)
-            known[ranks, tensor] = CostModel(
-                part, self.model, *self._asked, tensor=tensor, cluster_cost=self.cluster_cost
-            )
-        return known[ranks, tensor]
+    def _submesh(self, ranks: int, tensor: int) -> CostModel:
+        whole = self.cluster_cost
+        if (ranks, tensor) not in whole._submeshes:
+            part = whole.cluster.subcluster(ranks)
+            built = CostModel(part, self.model, *self._settings, tensor=tensor, cluster_cost=whole)
+            whole._submeshes[ranks, tensor] = built
+        return whole._submeshes[ranks, tensor]
+
+    @property
+    def links(self) -> Communication:
+        """Times on the links; SeqloomError where the profile has no constants for them."""
+        if self.engine.links is None:
+            raise SeqloomError(f"profile {self.profile.name} has no constants for links; leave the profile out")
+        return self.engine.links
 
     # -- memory -----------------------------------------------------------------
 
     @property
     def policies(self) -> tuple[MemoryPolicy, ...]:
-        """The policies that hold at least a token, of plans with one stage; SeqloomError if there is none."""
+        """Memory policies that hold at least a token, of plans with one stage; SeqloomError if there is none."""
         if self._fitting:
             return self._fitting
-        raise too_small(self)
+        raise _too_small(self)
 
     def capacity(self, policy: MemoryPolicy) -> int:
         """Tokens a rank can hold in one round."""
         self._check(policy)
         return self._capacity[policy]
-
-    def fixed_bytes(self, policy: MemoryPolicy) -> int:
-        """Bytes of a rank before any token: parameters, gradients, optimiser, working buffers."""
-        return self.engine.fixed_bytes(policy)
-
-    def token_bytes(self, policy: MemoryPolicy) -> float:
-        """Bytes that each token on a rank adds in a round."""
-        return self.engine.token_bytes(policy)
 
     @property
     def budget_bytes(self) -> int:
@@ -306,135 +171,197 @@ class CostModel:
         return self.engine.budget_bytes
 
     def limits(self, reduce: Reduce | None = None) -> Limits:
-        """What a plan must respect, for one way of reducing gradients (the first policy's by default)."""
+        """Limits of a plan, for one way of reducing gradients (the first policy's by default)."""
         chosen = self.policies[0].reduce if reduce is None else reduce
-        capacity = tuple((v.checkpoint, self._capacity[v]) for v in self.policies if v.reduce == chosen)
+        capacity = tuple((p.checkpoint, self._capacity[p]) for p in self.policies if p.reduce == chosen)
         return Limits(self.ranks, self.node_size, self.model.heads, capacity, self.pad_multiple)
 
-    def plan_memory(self, plan: Plan) -> np.ndarray:
-        """int64[ranks]: peak bytes of every rank over the rounds of a plan."""
-        return closed_form.plan_memory(self, plan)
+    def microbatch_capacity(self, tokens: int) -> int:
+        """So many tokens of a micro-batch, or the run's own limit, rounded down to the padding."""
+        tokens = int(min(tokens, self._token_limit))
+        return tokens - tokens % self.pad_multiple
 
     def _tokens_that_fit(self, policy: MemoryPolicy) -> int:
-        room = self.engine.budget_bytes - self.engine.fixed_bytes(policy)
-        return max(0, int(room // self.engine.token_bytes(policy)))
+        free = self.budget_bytes - self.memory.fixed_bytes(policy)
+        return int(min(max(0, free // self.memory.token_bytes(policy)), self._token_limit))
 
-    # -- time -------------------------------------------------------------------
+    # -- documents and groups ---------------------------------------------------
 
     def padded_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """int64[n] tokens the documents occupy: lengths rounded up to the granule."""
+        """int64[n] tokens that documents occupy."""
         exact = np.asarray(lengths, dtype=np.int64)
         return -(-exact // self.pad_multiple) * self.pad_multiple
 
     def tables(
         self, lengths: Sequence[int] | np.ndarray, policy: MemoryPolicy, shapes: Sequence[GroupShape] | None = None
     ) -> CostTables:
-        """Everything planners compare, for documents of these lengths; of all shapes, or of these."""
-        return cost_tables(self, lengths, self._priced(policy), self.shapes if shapes is None else tuple(shapes))
+        """Everything planners compare, for documents of these lengths; of all shapes or these, on aligned blocks."""
+        policy, shapes = self._priced(policy), self.shapes if shapes is None else tuple(shapes)
+        tokens = self.padded_lengths(np.asarray(lengths))
+        places = [(shape, self.aligned_traffic(shape)) for shape in shapes]
+        cost = np.zeros((len(STREAMS), len(places), len(tokens)), dtype=np.int64)
+        for name, values in self.document_ns(tokens, places, policy).items():
+            for stream, parts in enumerate(STREAMS):
+                if name in parts:
+                    cost[stream] += values
+        cost[1, [not shape.overlaps_kv for shape in shapes]] = 0  # without a ring that stream is never the longest
+        fixed = [self._group_fixed_ns(shape, policy, traffic).stream_ns for shape, traffic in places]
+        return CostTables(
+            shapes=shapes,
+            degree=np.array([shape.degree for shape in shapes], dtype=np.int64),
+            cost=cost,
+            fixed=np.array(fixed, dtype=np.int64).T.copy(),
+            tokens=tokens,
+            capacity=0 if policy.resident else self.capacity(policy),  # pipeline stages have a limit of their own
+        )
 
-    def fixed_cost(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, int]:
-        """ns of a group before any document, part by part."""
-        key = (shape, policy, reach)
-        if key not in self._fixed:
-            self._fixed[key] = {n: _ns(v) for n, v in self.engine.fixed_ns(shape, policy, reach).items()}
-        return self._fixed[key]
+    def document_ns(
+        self, tokens: np.ndarray, places: Sequence[PricedShape], policy: MemoryPolicy
+    ) -> dict[str, np.ndarray]:
+        """int64[S, n] by part: ns that each document adds to a group of each shape.
+
+        Plain elementwise float64 operations only, each rounded on its own, so that the integers are the same on every
+        machine and whether documents are priced together or one by one.
+        """
+        engine, lengths = self.engine, tokens.astype(np.float64)
+        rates = [self._group_token_ns(shape, policy, traffic) for shape, traffic in places]
+        parts = {}
+        for name in rates[0]:
+            column = np.array([rate[name] for rate in rates])[:, None]
+            parts[name] = np.rint(column * lengths).astype(np.int64)
+        heads = {ring: engine.attention_ns(lengths, ring, policy) for ring in {shape.ring for shape, _ in places}}
+        calls = {shape: engine.kernel_call_ns(lengths, shape.kernel_calls, policy) for shape, _ in places}
+        attention = [heads[shape.ring] * engine.attention_share(shape) + calls[shape] for shape, _ in places]
+        parts["attention"] = np.rint(np.stack(attention)).astype(np.int64)
+        return parts
 
     def group_cost(self, group: Group, policy: MemoryPolicy) -> CostBreakdown:
-        """Named parts of one group's forward and backward, by where its ranks really lie."""
-        return self.group_costs([group], policy)[0]
+        """Forward and backward of one group by part, by where its ranks really lie."""
+        return CostBreakdown(*self.group_costs([group], policy)[0].tolist())
 
-    def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> list[CostBreakdown]:
-        """``group_cost`` of many groups, priced together.
-
-        A piece ``[a, b)`` of a document costs what ``[0, b)`` costs beyond ``[0, a)``, and in a ring what it takes
-        to share the keys and values of ``[0, a)`` again.
-        """
+    def group_costs(self, groups: Sequence[Group], policy: MemoryPolicy) -> np.ndarray:
+        """int64[groups, len(COST_COLUMNS)] ns: `group_cost` of many groups, priced together."""
         policy = self._priced(policy)
-        alike: dict[tuple[GroupShape, GroupTraffic], list[int]] = {}
+        same_place: dict[PricedShape, list[int]] = {}
         for i, group in enumerate(groups):
-            alike.setdefault(self.shape_and_traffic(group), []).append(i)
-        priced: list[CostBreakdown] = [CostBreakdown()] * len(groups)
-        for place, members in alike.items():
-            fixed = self.fixed_cost(place[0], policy, place[1])
-            sums = span_sums(self, [groups[i] for i in members], place, policy)
-            for row, i in enumerate(members):
-                added = {name: int(values[row]) for name, values in sums.items()}
-                priced[i] = CostBreakdown(**{name: fixed.get(name, 0) + added.get(name, 0) for name in fixed | added})
-        return priced
+            same_place.setdefault(self.shape_and_traffic(group), []).append(i)
+        table = np.zeros((len(groups), len(COST_COLUMNS)), dtype=np.int64)
+        for place, members in same_place.items():
+            table[members] = self._group_fixed_ns(place[0], policy, place[1])
+            for name, values in self._span_ns([groups[i] for i in members], place, policy).items():
+                table[members, COST_COLUMNS.index(name)] += values
+        return table
 
-    def shape_and_traffic(self, group: Group) -> tuple[GroupShape, GroupTraffic]:
-        """The row of the tables that a group is priced by, and where its messages go."""
+    def _span_ns(self, groups: Sequence[Group], place: PricedShape, policy: MemoryPolicy) -> dict[str, np.ndarray]:
+        """int64[G] by part: ns that the spans of each of these groups of one shape and traffic add up to.
+
+        A piece ``[a, b)`` adds what ``[0, b)`` costs beyond ``[0, a)``, so pieces add up to their document, and what
+        every further piece has of its own: the kernels are called once more, gradients of the prefix are added up, and
+        in a ring its keys and values are shared once more.
+        """
+        shape, traffic = place
+        edges = np.array([(s.start, s.stop) for g in groups for s in g.spans], dtype=np.int64).reshape(-1, 2)
+        edges = self.padded_lengths(edges)
+        tokens, inverse = np.unique(edges, return_inverse=True)
+        start, stop = inverse.reshape(-1, 2).T
+        owner = np.repeat(np.arange(len(groups)), [len(group.spans) for group in groups])
+        sums = {}
+        for name, values in self.document_ns(tokens, [place], policy).items():
+            sums[name] = np.zeros(len(groups), dtype=np.int64)
+            np.add.at(sums[name], owner, values[0, stop] - values[0, start])
+        prefix = edges[:, 0].astype(np.float64)
+        if prefix.any():
+            further = np.rint(self.engine.prefix_ns(prefix, shape, policy)).astype(np.int64)
+            np.add.at(sums["attention"], owner, further)
+        if prefix.any() and shape.ring > 1:
+            for name, rate in self.engine.prefix_token_ns(shape, policy, traffic).items():
+                np.add.at(sums[name], owner, np.rint(rate * prefix).astype(np.int64))
+        return sums
+
+    def _group_fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> CostBreakdown:
+        key = (shape, policy, traffic)
+        if key not in self._fixed_ns:
+            self._fixed_ns[key] = CostBreakdown(**{name: _ns(ns) for name, ns in self.engine.fixed_ns(*key).items()})
+        return self._fixed_ns[key]
+
+    def _group_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        key = (shape, policy, traffic)
+        if key not in self._token_ns:
+            self._token_ns[key] = self.engine.token_ns(*key)
+        return self._token_ns[key]
+
+    # -- shapes on ranks --------------------------------------------------------
+
+    def shape_and_traffic(self, group: Group) -> PricedShape:
+        """The row of the tables that prices a group, and where its messages go."""
         shape = GroupShape(group.ulysses, group.ring, group.method)
-        reach = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
-        return shape._replace(routed=reach.proxies > 0), reach
+        traffic = group_traffic(group.ranks, shape, self.cluster.nic_of_gpu, group.route, self.tensor)
+        return shape._replace(routed=traffic.proxies > 0), traffic
+
+    def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
+        """Traffic of the shape on any aligned block of the group family."""
+        ranks = tuple(range(shape.degree))
+        return group_traffic(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
 
     def route(self, shape: GroupShape, ranks: Sequence[int]) -> Route | None:
         """How a group's keys and values cross nodes: the proxies, and slices for ranks that are rather full.
 
-        None where the shape is not routed, the group stays in a node or a node has one card.
+        None where the shape is not routed, the group stays in a node or a node has one NIC.
         """
         if not shape.routed:
             return None
         key = (shape, tuple(ranks))
         if key not in self._routes:
-            self._routes[key] = self.engine.route(
-                shape, key[1], min((self._capacity[v] for v in self._fitting), default=PROBED)
-            )
+            tokens = min((self._capacity[policy] for policy in self._fitting), default=PROBE_CAPACITY)
+            self._routes[key] = self.engine.route(shape, key[1], tokens)
         return self._routes[key]
 
     def group(self, shape: GroupShape, ranks: Sequence[int], spans: Sequence[Span]) -> Group:
-        """A group of this shape on these ranks: what the tables price, as planners put it into a plan."""
+        """A group of this shape on these ranks, as planners put it into a plan."""
         own = tuple(ranks)
         return Group(own, shape.ulysses, shape.ring, tuple(spans), shape.method, self.route(shape, own))
+
+    # -- rounds, steps and plans ------------------------------------------------
 
     def round_times(
         self,
         work: StageMicroBatch,
         policy: MemoryPolicy,
-        stage: LayerRange | None = None,
-        priced: Sequence[CostBreakdown] | None = None,
+        layers: LayerRange | None = None,
+        priced: np.ndarray | None = None,
     ) -> RoundTimes:
-        """Time of a round: of every rank in all its groups, of every network card and link.
+        """Time of a round: of every rank in all its groups, of every NIC and NVLink port.
 
         Args:
             work: its groups may share ranks, and tokens may have a layout of their own in linear layers.
-            policy: whose checkpoint the work has.
-            stage: which part of the model the work is; None: all of it.
-            priced: parts of its groups, if they are known.
+            policy: with the checkpoint of the work.
+            layers: the stage's layers; None: the whole model.
+            priced: int64[groups, len(COST_COLUMNS)], costs of its groups if they are known.
         """
-        return rounds.round_times(self, work, self._priced(policy), stage, priced)
+        return plan_cost.round_times(self, work, self._priced(policy), layers, priced)
 
     def step_overhead_ns(self, policy: MemoryPolicy) -> int:
         """ns once per step: optimiser, reduction once per step, sum over replicas."""
         self._check(policy)
-        return _ns(self.engine.step_overhead(policy))
+        return _ns(self.engine.step_overhead(policy)[0])
 
     def step_communication_ns(self, policy: MemoryPolicy) -> int:
         """ns of the step's overhead that are communication: reduction once per step, sum over replicas."""
         self._check(policy)
-        return _ns(self.engine.step_communication(policy))
+        return _ns(self.engine.step_overhead(policy)[1])
+
+    def stage_overhead_ns(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[int, int]:
+        """(ns, of that communication) once per step, on `ranks` ranks that run these pipeline stages."""
+        total, communication = self.engine.stage_overhead(stages, ranks, shard_group)
+        return _ns(total), _ns(communication)
+
+    def stage_message_ns(self, tokens: int, here: Stage, there: Stage) -> int:
+        """ns of a message of so many tokens per rank between two pipeline stages; 0 without constants of links."""
+        return 0 if self.engine.links is None else self.engine.links.stage_message(tokens, here, there)
 
     def plan_ns(self, plan: Plan) -> int:
-        """Step time of a plan in closed form (one-stage pipelines)."""
-        return closed_form.plan_ns(self, plan)
-
-    def document_ns(
-        self, tokens: np.ndarray, places: Sequence[tuple[GroupShape, GroupTraffic]], policy: MemoryPolicy
-    ) -> dict[str, np.ndarray]:
-        """int64[S, n] per part: ns that each document adds to a group of each shape."""
-        return document_ns(self, tokens, places, policy)
-
-    def aligned_traffic(self, shape: GroupShape) -> GroupTraffic:
-        """Reach of the shape on any aligned block."""
-        ranks = tuple(range(shape.degree))
-        return group_traffic(ranks, shape, self.cluster.nic_of_gpu, self.route(shape, ranks), self.tensor)
-
-    def token_rates(self, shape: GroupShape, policy: MemoryPolicy, reach: GroupTraffic) -> dict[str, float]:
-        """ns that each token adds to a group, part by part, attention apart."""
-        key = (shape, policy, reach)
-        if key not in self._rates:
-            self._rates[key] = self.engine.token_ns(shape, policy, reach)
-        return self._rates[key]
+        """Step time of a plan of one-stage pipelines, in closed form."""
+        return plan_cost.plan_ns(self, plan)
 
     def _priced(self, policy: MemoryPolicy) -> MemoryPolicy:
         """The policy by whose constants this one takes as long: running a stage again is running its layers again."""
@@ -447,9 +374,46 @@ class CostModel:
         if policy.resident and any(policy.checkpoint == known.checkpoint for known in self.engine.policies):
             return  # the memory of a stage has other limits
         if self._capacity.get(policy, 0) < 1:
-            legal = ", ".join(str(v) for v in self.policies)
-            raise SeqloomError(f"policy {policy} is not possible here; choose one of {legal}")
+            legal = ", ".join(map(str, self.policies))
+            raise SeqloomError(f"memory policy {policy} is not possible here; choose one of {legal}")
 
 
 def _ns(value: float) -> int:
     return int(np.rint(value))
+
+
+def _require_tensor(cost: CostModel) -> None:
+    """Refuse a tensor parallel degree or a sharding that the model, the ranks or the profile do not allow."""
+    if isinstance(cost.profile, AdditiveProfile) and (cost.tensor > 1 or cost.sharding == Sharding.FREE):
+        what = f"tensor degree {cost.tensor}" if cost.tensor > 1 else "sharding free"
+        raise SeqloomError(f"profile {cost.profile.name} has no constants for {what}; leave the profile out")
+    cost.model.check_tensor(cost.tensor)
+    sizes = [size for size in cost.family.sizes if size in cost.cluster_cost.family.sizes]
+    if cost.tensor not in sizes:
+        rule = "tensor parallel groups are blocks of the group family"
+        raise _no_tensor_groups(cost, cost.ranks, cost.tensor, sizes, rule)
+
+
+def _no_tensor_groups(cost: CostModel, ranks: int, tensor: int, sizes: Sequence[int], rule: str) -> SeqloomError:
+    legal = [size for size in cost.model.tensor_degrees if size in sizes]
+    nearest = min(legal, key=lambda t: (abs(t - tensor), t))
+    where = f"tensor degree {tensor} on {ranks} ranks in nodes of {cost.node_size}"
+    return SeqloomError(f"{where}: {rule}; use {nearest}")
+
+
+def _too_small(cost: CostModel) -> SeqloomError:
+    """The error that says how much memory the model's state needs in plans of one stage."""
+    least = min(cost.memory.fixed_bytes(policy) for policy in cost.engine.policies) / GIB
+    budget = f"the budget is {cost.budget_bytes / GIB:.1f} GiB"
+    if cost.sharding == Sharding.FREE:
+        return SeqloomError(
+            f"{cost.model.name} does not fit in one stage: its parameters and gradients, split over {cost.tensor} "
+            f"tensor ranks, a part of the optimiser and buffers need {least:.1f} GiB per GPU, {budget}; use more "
+            f"stages or a larger tensor degree, take a smaller model, or raise the budget above {least:.1f} GiB"
+        )
+    way = "use more GPUs" if cost.shard_group_size == cost.ranks else "shard wider (sharding full)"
+    return SeqloomError(
+        f"{cost.model.name} does not fit: parameters, gradients, optimiser and buffers need {least:.1f} GiB per GPU "
+        f"(sharded over {cost.shard_group_size} ranks), {budget}; {way}, take a smaller model, "
+        f"or raise the budget above {least:.1f} GiB"
+    )

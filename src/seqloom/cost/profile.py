@@ -1,17 +1,18 @@
-"""Profiles: measured or published constants as data files, parsed strictly."""
+"""Profiles: measured or published constants of one kind of GPU and cluster, as data files, parsed strictly."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from seqloom.errors import SeqloomError, unknown_name
+from seqloom.reader import parse_json, read_list, read_object, read_string, refuse
 
 
 class Profile:
@@ -28,7 +29,6 @@ class Profile:
     @staticmethod
     def load(source: str | Path) -> AdditiveProfile | AnalyticProfile:
         """Read a shipped profile by name, or a profile file by its path (ending in ``.json``)."""
-
         if isinstance(source, Path) or str(source).endswith(".json"):
             path = Path(source)
             if not path.is_file():
@@ -51,17 +51,24 @@ class Profile:
     @staticmethod
     def for_device(device: str) -> AnalyticProfile:
         """The analytic profile that lists this device; compared by prefix, the longest match wins."""
-        found: list[tuple[int, str]] = []
-        for name in Profile.names():
-            profile = Profile.load(name)
+        found: list[tuple[int, str, AnalyticProfile]] = []
+        for profile in map(Profile.load, Profile.names()):
             if isinstance(profile, AnalyticProfile):
-                found += [(len(d), name) for d in profile.devices if device.lower().startswith(d.lower())]
+                listed = [d for d in profile.devices if device.lower().startswith(d.lower())]
+                found += [(len(d), profile.name, profile) for d in listed]
         if not found:
             raise SeqloomError(
                 f"no profile knows the device {device!r}; name one of {', '.join(Profile.names())} "
                 "or give the path of a profile file"
             )
-        return Profile.load(max(found)[1])  # type: ignore[return-value]
+        return max(found, key=lambda entry: entry[:2])[2]
+
+
+def require_analytic(profile: AdditiveProfile | AnalyticProfile) -> AnalyticProfile:
+    """The profile, if measurements can change its constants."""
+    if not isinstance(profile, AnalyticProfile):
+        raise SeqloomError(f"profile {profile.name} holds published constants; start from an analytic one, such as cpu")
+    return profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class AdditiveProfile(Profile):
     name: str
     node_size: int
     device: str  # the devices these constants hold for start with this name
-    granule: int  # lengths are rounded up to a multiple of this
+    pad_multiple: int  # lengths are rounded up to a multiple of this
     budget_gib: float
     state_bytes_per_parameter: float
     exchange_bytes: float  # all-to-all bytes per token, per layer and per unit of hidden width
@@ -141,128 +148,99 @@ class AnalyticProfile(Profile):
     sources: dict[str, str]
     document_us: float = 0.0  # per document, layer and kernel call: kernels that take one document at a time
     gathered_us: float = 0.0  # per MiB of float32 keys and values gathered in a layer: sorting, adding up gradients
-    piece_us: float = (
-        0.0  # per piece that has a prefix and layer: a kernel call more, forward and backward, and merging
-    )
+    piece_us: float = 0.0  # per piece that has a prefix, and layer: one more kernel call each way, and merging
     prefix_us: float = 0.0  # per MiB of float32 keys and values in front of a piece in a layer: adding up gradients
-    split_us: float = 0.0  # per unit and layer whose backward is split in halves, beyond what a whole one takes
+    split_us: float = 0.0  # per micro-batch and layer whose backward is split in halves (I, W)
     handover_us: float = 0.0  # from stage to stage, beyond a message's bytes and latency: until the next one notices it
     step_us: float = 0.0  # host time of a step beyond its rounds
-    alone: float = 1.0  # a rank's time while all others wait, of that while all are busy: they share memory and clock
+    solo_time_ratio: float = 1.0  # a rank's time while all others wait, over its time while all are busy
     overlap: float = 1.0  # share of ring messages and parameter traffic that hides behind computing
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a .json file, which ``Profile.load`` reads back."""
-        text = json.dumps({"kind": "analytic", **asdict(self)}, indent=2, allow_nan=False)
+        content = {JSON_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        text = json.dumps({"kind": "analytic", **content}, indent=2, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-# ---- merged: cost.parsing
-# Strict reading of profile files: unknown keys, missing keys and odd values are refused with the way out.
-
+# -- strict reading: unknown keys, missing keys and odd values are refused with the way out
 
 KINDS = {"additive": AdditiveProfile, "analytic": AnalyticProfile}
+JSON_KEYS = {"solo_time_ratio": "alone", "pad_multiple": "granule"}  # fields whose key in a file has another name
+SHARES = ("overlap", "alone")  # at most 1
 MAY_BE_ZERO = ("_us", "_ms", "workspace_gib", "overlap")  # costs that may be absent; rates and sizes may not
 
 
 def parse_profile(text: str, where: str) -> AdditiveProfile | AnalyticProfile:
     """Decode one profile; ``where`` names it in messages."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise SeqloomError(f"profile {where} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise SeqloomError(f"{where}: a profile is a JSON object, not {type(data).__name__}")
-    kind = data.pop("kind", None)
+    data = parse_json(text, where)
+    kind = data.pop("kind", None) if isinstance(data, dict) else refuse(data, where, "a JSON object")
     if kind not in KINDS:
         raise SeqloomError(f"{where}: kind is {kind!r}; it must be one of {', '.join(KINDS)}")
-    return _build(KINDS[kind], data, where)
+    return _read(KINDS[kind], data, where)
 
 
-def _build(cls: type, data: Any, where: str) -> Any:
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Read one value by its type."""
+    if is_dataclass(kind):
+        return _read_dataclass(kind, value, where)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        kinds = itertools.repeat(inner[0]) if inner[-1] is Ellipsis else iter(inner)
+        if inner[-1] is not Ellipsis and (not isinstance(value, list) or len(value) != len(inner)):
+            refuse(value, where, f"{len(inner)} values")
+        return read_list(value, where, lambda item, place: _read(next(kinds), item, place))
+    if origin is dict:
+        table = value if isinstance(value, dict) else refuse(value, where, "a JSON object")
+        return {_key(inner[0], key, where): _read(inner[1], entry, f"{where}.{key}") for key, entry in table.items()}
+    return read_string(value, where) if kind is str else _number(kind, value, where)
+
+
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
     """Build a dataclass from a mapping with exactly its keys."""
-    if not isinstance(data, Mapping):
-        raise SeqloomError(f"{where}: expected an object with keys {', '.join(f.name for f in fields(cls))}")
-    names = {field.name: field for field in fields(cls)}
-    for key in data:
-        if key not in names:
-            raise unknown_name(f"key in {where}:", str(key), names)
-    missing = [name for name, field in names.items() if name not in data and field.default is MISSING]
-    if missing:
-        raise SeqloomError(f"{where}: missing {', '.join(missing)}")
-    built = cls(**{key: _value(str(names[key].type), value, f"{where}.{key}") for key, value in data.items()})
+    by_key = {JSON_KEYS.get(field.name, field.name): field for field in fields(kind)}
+    needed = [key for key, field in by_key.items() if field.default is MISSING]
+    data = read_object(value, where, needed, [key for key in by_key if key not in needed])
+    types = _type_hints(kind)
+    values = {key: _read(types[by_key[key].name], entry, f"{where}.{key}") for key, entry in data.items()}
+    for share in SHARES:
+        if values.get(share, 0) > 1:
+            raise SeqloomError(f"{where}.{share} is {values[share]}; it is a share, from 0 to 1")
+    built = kind(**{by_key[key].name: value for key, value in values.items()})
     if isinstance(built, Curve):
         _check_curve(built, where)
-    for share in ("overlap", "alone") if isinstance(built, AnalyticProfile) else ():
-        if getattr(built, share) > 1:
-            raise SeqloomError(f"{where}.{share} is {getattr(built, share)}; it is a share, from 0 to 1")
+    if isinstance(built, AdditiveModel) and len(built.parameters_gi) < 2:
+        raise SeqloomError(f"{where}.parameters_gi: expected at least two [context, parameters] pairs")
     return built
 
 
-_NESTED = {"Curve": Curve, "Links": Links, "LinkRate": LinkRate}
+_type_hints = cache(get_type_hints)
 
 
-def _value(kind: str, value: Any, where: str) -> Any:
-    """Check one value against its annotation (a string, because annotations are deferred)."""
-    if kind in _NESTED:
-        return _build(_NESTED[kind], value, where)
-    if kind == "str":
-        return _expect(value, str, where)
-    if kind in ("int", "float"):
-        return _number(value, where, whole=kind == "int", zero=where.endswith(MAY_BE_ZERO))
-    if kind.startswith("tuple[tuple[int, float]"):
-        return tuple((_number(a, where, whole=True), _number(b, where)) for a, b in _pairs(value, where))
-    if kind.startswith("tuple["):
-        items = _expect(value, list, where)
-        inner = kind.removeprefix("tuple[").split(",")[0]
-        return tuple(_value(inner, item, f"{where}[{i}]") for i, item in enumerate(items))
-    table = _expect(value, dict, where)
-    if kind == "dict[int, float]":
-        return {_number(_integer(k, where), where, whole=True): _number(v, f"{where}.{k}") for k, v in table.items()}
-    if kind == "dict[str, AdditiveModel]":
-        return {key: _build(AdditiveModel, entry, f"{where}.{key}") for key, entry in table.items()}
-    return {key: _expect(entry, str, f"{where}.{key}") for key, entry in table.items()}
-
-
-def _expect(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, kind):
-        raise SeqloomError(f"{where} is {value!r}; expected a JSON {kind.__name__}")
-    return value
-
-
-def _integer(key: str, where: str) -> int:
-    if not key.isdigit():
+def _key(kind: type, key: str, where: str) -> Any:
+    if kind is int and not key.isdigit():
         raise SeqloomError(f"{where}: {key!r} is not a whole number")
-    return int(key)
+    return kind(key)
 
 
-def _number(value: Any, where: str, *, whole: bool = False, zero: bool = False) -> Any:
+def _number(kind: type, value: Any, where: str) -> Any:
     """A finite number above zero, or not below it."""
+    whole, zero = kind is int, where.endswith(MAY_BE_ZERO)
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (value == 0 and not zero) or (whole and value != int(value)):
-        kind, least = "whole" if whole else "finite", "0 or more" if zero else "above 0"
-        raise SeqloomError(f"{where} is {value!r}; expected a {kind} number, {least}")
-    return int(value) if whole else float(value)
-
-
-def _pairs(value: Any, where: str) -> list[tuple[Any, Any]]:
-    items = _expect(value, list, where)
-    if not all(isinstance(item, list) and len(item) == 2 for item in items) or len(items) < 2:
-        raise SeqloomError(f"{where}: expected at least two [context, parameters] pairs")
-    return [(item[0], item[1]) for item in items]
+        name, least = "whole" if whole else "finite", "0 or more" if zero else "above 0"
+        raise SeqloomError(f"{where} is {value!r}; expected a {name} number, {least}")
+    return kind(value)
 
 
 def _check_curve(curve: Curve, where: str) -> None:
     """Knots ascend, throughput is positive, and a longer document never takes less time."""
     if not (len(curve.lengths) == len(curve.forward) == len(curve.backward) >= 1):
         raise SeqloomError(f"{where}: lengths, forward and backward must be equally long and not empty")
-    if any(a >= b for a, b in itertools.pairwise(curve.lengths)) or curve.lengths[0] < 1:
+    if any(a >= b for a, b in itertools.pairwise(curve.lengths)):
         raise SeqloomError(f"{where}.lengths must ascend from 1 or more: {list(curve.lengths)}")
     for label in ("forward", "backward"):
-        rates = getattr(curve, label)
-        if min(rates) <= 0:
-            raise SeqloomError(f"{where}.{label} must be above 0 TFLOP/s")
-        points = [(length, length / rate) for length, rate in zip(curve.lengths, rates, strict=True)]
+        points = [(x, x / rate) for x, rate in zip(curve.lengths, getattr(curve, label), strict=True)]
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if y1 + (y1 - y0) / (x1 - x0) * x1 <= 0:  # slope of the time L * y(L) at the end of the segment
                 raise SeqloomError(f"{where}.{label}: {x1} tokens would take less time than {x0}; lower its TFLOP/s")

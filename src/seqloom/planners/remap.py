@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.profile import AdditiveProfile
 from seqloom.layout import balanced_token_counts, rebalance_layout
 from seqloom.plan import Plan, Remap, Round, StageMicroBatch
 
@@ -31,7 +30,7 @@ def with_remapping(plan: Plan, cost: CostModel) -> Plan:
         plan: made for this cost model; one with several stages stays as it is.
     """
     staged = any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
-    if staged or cost.shard_group_size == 1 or cost.tensor > 1 or isinstance(cost.profile, AdditiveProfile):
+    if staged or cost.shard_group_size == 1 or cost.tensor > 1 or cost.engine.links is None:
         return plan  # nothing can move, or nothing says what that costs
     changed = False
     pipelines = []

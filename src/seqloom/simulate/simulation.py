@@ -1,9 +1,4 @@
-"""A plan run on paper: its windows, its tasks, and when each of them starts and stops.
-
-Ranks that share memory and clock, as processes of one CPU do, are faster while others wait. A profile prices work as if
-all were busy and has a constant `alone` for the other end. Pipelines have ranks that wait, so they are run twice: with
-all prices as they are, which tells the share of time in which ranks work; and with prices for that share.
-"""
+"""Simulate a plan: step time, who works, who waits, memory, and the timeline."""
 
 from __future__ import annotations
 
@@ -15,76 +10,22 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.simulate.events import EventTable, NicTable, busy_ns, event_table, nic_table
+from seqloom.simulate.events import EventTable, NicTable, event_table, nic_table
 from seqloom.simulate.memory import peak_memory
+from seqloom.simulate.microbatch import FULL_SHARE, MicroBatchKey, MicroBatchTimes, end_ns, price
 from seqloom.simulate.tasks import TaskGraph, build_tasks
-from seqloom.simulate.windows import FULL_SHARE, MicroBatchKey, MicroBatchTimes, end_ns, price
-
-
-class DryRun(NamedTuple):
-    """Tasks are numbered as in the program's engine; ns."""
-
-    windows: dict[MicroBatchKey, MicroBatchTimes]
-    program: TaskGraph
-    starts: np.ndarray
-    stops: np.ndarray
-
-
-def dry_run(plan: Plan, cost: CostModel) -> DryRun:
-    """Price a plan and run its actions."""
-    windows = price(plan, cost)
-    found = _run(plan, cost, windows)
-    if cost.engine.solo_time_ratio == 1.0 or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
-        return found
-    busy = sum(int(window.total.sum()) for window in windows.values())
-    waiting = 1.0 - busy / max(busy, cost.ranks * int(found.stops.max(initial=0)), 1)
-    share = round(FULL_SHARE * (1.0 - (1.0 - cost.engine.solo_time_ratio) * waiting))
-    return _run(plan, cost, {place: window.scaled(share) for place, window in windows.items()})
-
-
-def _run(plan: Plan, cost: CostModel, windows: dict[MicroBatchKey, MicroBatchTimes]) -> DryRun:
-    program = build_tasks(plan, cost, windows)
-    return DryRun(windows, program, *program.engine.run(program.name))
-
-
-# ---- merged: simulate.predicted
-# One predicted step time for any plan: what planners compare, and what training records beside the measured time.
-
-
-def predicted_ns(plan: Plan, cost: CostModel) -> int:
-    """Step time of a plan in ns: `Simulation.step_ns`, by the closed form where there is one.
-
-    Plans of one stage have a closed form; plans with more stages are run on paper.
-    """
-    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
-        return cost.plan_ns(plan)
-    found = dry_run(plan, cost)
-    return int(found.stops.max(initial=0)) + end_ns(plan, cost, found.windows)[0]
-
-
-# ---- merged: simulate.simulation
-# Simulate a plan: step time, who works, who waits, memory, and the timeline.
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSummary:
-    """One round of one pipeline: its forward and backward.
-
-    Attributes:
-        pipeline: index of the pipeline.
-        round: index of the round in it.
-        time_ns: forward and backward of its longest component; stages one after the other.
-        held_ns: rank-ns of all ranks that take part, with or without tokens.
-        busy_ns: rank-ns of computing.
-        comm_ns: rank-ns of exposed communication.
-    """
+    """Forward and backward of one round of one pipeline."""
 
     pipeline: int
     round: int
-    time_ns: int
-    held_ns: int
-    busy_ns: int
-    comm_ns: int
+    time_ns: int  # of its longest component; stages one after the other
+    held_ns: int  # rank-ns of all ranks that take part, with or without tokens
+    busy_ns: int  # rank-ns of computing
+    comm_ns: int  # rank-ns of exposed communication
 
     @property
     def idle_share(self) -> float:
@@ -99,14 +40,12 @@ class RoundSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulation:
-    """What running a plan would look like under a cost model.
-
-    For every rank ``busy_ns + comm_ns + idle_ns == step_ns``.
+    """A simulated step. For every rank ``busy_ns + comm_ns + idle_ns == step_ns``.
 
     Attributes:
         step_ns: time of the step.
-        end_ns: how much of it is the end of the step (reduction once per step, optimiser), after all rounds; with what
-            free sharding moves and the rounds do not hide, before the first of them too.
+        end_ns: how much of it is the end of the step (reduction once per step, optimiser), after all rounds; with the
+            exposed resharding time of free sharding, before the first of them too.
         node_size: ranks of a node.
         events: who does what when.
         rounds: pipeline by pipeline.
@@ -115,10 +54,10 @@ class Simulation:
             messages between stages during which the rank does nothing else.
         idle_ns: int64[ranks] neither computing nor communicating.
         peak_memory: int64[ranks] bytes.
-        nic_busy_ns: int64[nodes, nics] time in which every network card is taken by exchanges of groups and remapping
+        nic_busy_ns: int64[nodes, nics] time in which every NIC is occupied by exchanges of groups and remapping
             (parameters and gradients not counted).
         link_busy_ns: int64[ranks] the same of every rank's NVLink port.
-        nics: when the cards of every node are in use.
+        nics: when the NICs of every node are in use.
     """
 
     step_ns: int
@@ -151,7 +90,7 @@ class Simulation:
 
     @property
     def nic_shares(self) -> tuple[float, float]:
-        """Share of the step in which a network card is taken: of the busiest one, and the mean of all."""
+        """Share of the step in which a NIC is occupied: of the busiest one, and the mean of all."""
         shares = self.nic_busy_ns / max(self.step_ns, 1)
         return float(shares.max()), float(shares.mean())
 
@@ -165,34 +104,43 @@ class Simulation:
 
 
 def simulate(plan: Plan, cost: CostModel) -> Simulation:
-    """Run a plan on paper.
+    """Run the actions of a plan in the event engine.
 
-    Plans of one stage whose rounds go forward and backward before the next take exactly
-    ``cost.plan_ns(plan)``. Does not validate the plan; rows of actions that wait for each other raise
-    `DeadlockError`.
+    Plans of one stage whose rounds go forward and backward before the next take exactly ``cost.plan_ns(plan)``. Does
+    not validate the plan; rows of actions that wait for each other raise `DeadlockError`.
     """
     _require_match(plan, cost)
-    windows, program, starts, stops = dry_run(plan, cost)
-    end, end_comm = end_ns(plan, cost, windows)
+    times, graph, starts, stops = dry_run(plan, cost)
+    end, end_comm = end_ns(plan, cost, times)
     step = int(stops.max(initial=0)) + end
-    events = event_table(program, windows, starts, cost.ranks, (end, end_comm))
-    comm, idle = _accounts(events, cost.ranks, step)
-    cluster = cost.cluster
-    nic, link = busy_ns(windows.values(), cluster.nodes, cluster.nics_per_node, cost.ranks)
+    events = event_table(graph, times, starts, cost.ranks, (end, end_comm))
+    comm, idle = _comm_and_idle_ns(events, cost.ranks, step)
+    nics = np.zeros((cost.cluster.nodes, cost.cluster.nics_per_node), dtype=np.int64)
     return Simulation(
         step_ns=step,
         end_ns=end,
         node_size=cost.node_size,
         events=events,
-        rounds=_rounds(windows),
+        rounds=_summaries(times),
         busy_ns=step - comm - idle,
         comm_ns=comm,
         idle_ns=idle,
         peak_memory=peak_memory(plan, cost),
-        nic_busy_ns=nic,
-        link_busy_ns=link,
-        nics=nic_table(program, windows, starts, cost.node_size),
+        nic_busy_ns=sum((batch.nic for batch in times.values()), nics),
+        link_busy_ns=sum((batch.link for batch in times.values()), np.zeros(cost.ranks, dtype=np.int64)),
+        nics=nic_table(graph, times, starts, cost.node_size),
     )
+
+
+def predicted_ns(plan: Plan, cost: CostModel) -> int:
+    """Step time of a plan in ns: `Simulation.step_ns`, by the closed form where there is one (plans of one stage).
+
+    Planners compare it, and training records it beside the measured time.
+    """
+    if all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return cost.plan_ns(plan)
+    run = dry_run(plan, cost)
+    return int(run.stops.max(initial=0)) + end_ns(plan, cost, run.times)[0]
 
 
 def _require_match(plan: Plan, cost: CostModel) -> None:
@@ -212,42 +160,58 @@ def _require_match(plan: Plan, cost: CostModel) -> None:
         )
 
 
-def _accounts(events: EventTable, ranks: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """(exposed communication, idle), int64[ranks] ns."""
-    working = np.zeros(ranks, dtype=np.int64)
-    comm = np.zeros(ranks, dtype=np.int64)
-    beside = events.beside
-    np.add.at(working, events.rank, np.where(beside, 0, events.stop - events.start))
+class DryRun(NamedTuple):
+    """Tasks that have run; they are numbered as in the engine. ns."""
+
+    times: dict[MicroBatchKey, MicroBatchTimes]
+    graph: TaskGraph
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+def dry_run(plan: Plan, cost: CostModel) -> DryRun:
+    """Price a plan and run its actions.
+
+    Ranks that share memory and clock, as processes of one CPU do, are faster while others wait. A profile prices work
+    as if all were busy and has a `solo_time_ratio` for the other end. Pipelines have ranks that wait, so they are run
+    twice: with all prices as they are, which tells the share of time in which ranks work; and with prices for that
+    share.
+    """
+    times, ratio = price(plan, cost), cost.engine.solo_time_ratio
+    first = _run(plan, cost, times)
+    if ratio == 1.0 or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return first
+    busy = sum(int(batch.total.sum()) for batch in times.values())
+    waiting = 1.0 - busy / max(busy, cost.ranks * int(first.stops.max(initial=0)), 1)
+    share = round(FULL_SHARE * (1.0 - (1.0 - ratio) * waiting))
+    return _run(plan, cost, {key: batch.scaled(share) for key, batch in times.items()})
+
+
+def _run(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBatchTimes]) -> DryRun:
+    graph = build_tasks(plan, cost, times)
+    return DryRun(times, graph, *graph.engine.run(graph.name))
+
+
+def _comm_and_idle_ns(events: EventTable, ranks: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """(exposed communication, idle), int64[ranks] ns.
+
+    Events are sorted by start. All ranks are put on one time axis, one step after the other: an event adds to the
+    covered time what it reaches beyond all before it.
+    """
+    working, comm, covered = np.zeros((3, ranks), dtype=np.int64)
+    np.add.at(working, events.rank, np.where(events.is_message, 0, events.stop - events.start))
     np.add.at(comm, events.rank, events.comm)
-    covered = covered_ns(events, ranks, step) if beside.any() else working
+    begin, stop = events.rank * step + events.start, events.rank * step + events.stop
+    reached = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]])
+    np.add.at(covered, events.rank, np.maximum(stop - np.maximum(begin, reached), 0))
     return comm + covered - working, step - covered
 
 
-def covered_ns(events: EventTable, ranks: int, step: int) -> np.ndarray:
-    """int64[ranks]: ns in which at least one event of the rank is going on. Events are sorted by start.
-
-    All ranks lie on one line, one step after the other: an event adds what it reaches beyond all before it.
-    """
-    begin, stop = events.rank * step + events.start, events.rank * step + events.stop
-    reach = np.maximum.accumulate(stop)
-    before = np.concatenate([[0], reach[:-1]])
-    added = np.maximum(stop - np.maximum(begin, before), 0)
-    covered = np.zeros(ranks, dtype=np.int64)
-    np.add.at(covered, events.rank, added)
-    return covered
-
-
-def _rounds(windows: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[RoundSummary, ...]:
+def _summaries(times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[RoundSummary, ...]:
     """Sum up every round over its stages."""
-    sums: dict[tuple[int, int], list[int]] = {}
-    for place, window in windows.items():
-        comm = int(window.comm.sum())
-        own = (
-            int(window.length.max()),
-            int((window.length * window.held).sum()),
-            int(window.total.sum()) - comm,
-            comm,
-        )
-        key = (place.pipeline, place.round)
-        sums[key] = [a + b for a, b in zip(sums.get(key, [0] * 4), own, strict=True)]
-    return tuple(RoundSummary(*key, *sums[key]) for key in sorted(sums))
+    sums: dict[tuple[int, int], np.ndarray] = {}
+    for key, batch in times.items():
+        comm, held = batch.comm.sum(), (batch.length * batch.ranks_held).sum()
+        own = np.array([batch.length.max(), held, batch.total.sum() - comm, comm])
+        sums[key.pipeline, key.round] = sums.get((key.pipeline, key.round), 0) + own
+    return tuple(RoundSummary(*key, *sums[key].tolist()) for key in sorted(sums))

@@ -54,11 +54,11 @@ def test_other_bandwidths_only_across_nodes():
 
 
 def test_parameters_follow_the_context():
-    at = {context: flexsp(max_length=context).fixed_bytes(VARIANT) for context in (4 * K, 100 * K, 192 * K)}
+    at = {context: flexsp(max_length=context).memory.fixed_bytes(VARIANT) for context in (4 * K, 100 * K, 192 * K)}
     assert at[4 * K] == pytest.approx(16 * 6.51 * K**3 / 64)
     assert at[100 * K] == pytest.approx(16 * (6.51 + 0.607 * 96 / 188) * K**3 / 64)
-    assert flexsp(max_length=None).fixed_bytes(VARIANT) == pytest.approx(16 * 7.85 * K**3 / 64)
-    assert flexsp(max_length=576 * K).fixed_bytes(VARIANT) == pytest.approx(16 * 8.583 * K**3 / 64)
+    assert flexsp(max_length=None).memory.fixed_bytes(VARIANT) == pytest.approx(16 * 7.85 * K**3 / 64)
+    assert flexsp(max_length=576 * K).memory.fixed_bytes(VARIANT) == pytest.approx(16 * 8.583 * K**3 / 64)
 
 
 def test_many_and_few_ranks():

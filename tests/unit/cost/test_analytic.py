@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.cost.communication import Communication, GroupTraffic, MessageCounts, aligned_group_traffic, group_traffic
+from seqloom.cost.communication import Communication, GroupTraffic, MessageCounts, group_traffic
 from seqloom.cost.compute import LengthCurve, causal_area
 from seqloom.cost.profile import Curve, Profile
 from seqloom.describe import Cluster, ModelSpec
@@ -61,12 +61,12 @@ def test_ulysses_traffic_by_hand():
     for u, kv in ((2, 8), (8, 8), (16, 16)):
         assert links.ulysses_bytes(GroupShape(u, 1), Checkpoint.NONE) == 32 * 2 * 128 * 2 * (2 * 32 + 2 * kv) / u
     inside, network, link = links.ulysses(
-        GroupShape(8, 1), aligned_group_traffic(GroupShape(8, 1), EIGHT), Checkpoint.NONE
+        GroupShape(8, 1), group_traffic(range(8), GroupShape(8, 1), EIGHT), Checkpoint.NONE
     )
     assert inside == pytest.approx(links.ulysses_bytes(GroupShape(8, 1), Checkpoint.NONE) * 7 / 8 / (450 * 0.73))
     assert network == 0 and link == inside
     shape = GroupShape(16, 1)
-    across, network, _ = links.ulysses(shape, aligned_group_traffic(shape, EIGHT), Checkpoint.NONE)
+    across, network, _ = links.ulysses(shape, group_traffic(range(shape.degree), shape, EIGHT), Checkpoint.NONE)
     assert across == network == pytest.approx(links.ulysses_bytes(shape, Checkpoint.NONE) / 2 / (50 * 0.76))
     assert links.ulysses(GroupShape(1, 8), GroupTraffic(), Checkpoint.NONE) == (0, 0, 0)
 
@@ -88,27 +88,29 @@ def test_shared_nics():
     eight = Communication(profile, Cluster.parse("8x8xA100-80G"), model)  # 8
     wide, ring = GroupShape(16, 1), GroupShape(1, 16)
     slow, fast = (
-        c.ulysses(wide, aligned_group_traffic(wide, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight)
+        c.ulysses(wide, group_traffic(range(wide.degree), wide, c.cluster.nic_of_gpu), Checkpoint.NONE)[0]
+        for c in (two, eight)
     )
     assert slow == pytest.approx(4 * fast)
     slow, fast = (
-        c.ring(ring, aligned_group_traffic(ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0] for c in (two, eight)
+        c.ring(ring, group_traffic(range(ring.degree), ring, c.cluster.nic_of_gpu), Checkpoint.NONE)[0]
+        for c in (two, eight)
     )
     assert slow == fast  # one GPU of the node has a NIC to itself
 
 
 def test_reach():
     paired = (0, 0, 1, 1, 2, 2, 3, 3)  # two GPUs per card
-    assert aligned_group_traffic(GroupShape(8, 1), EIGHT).ulysses == MessageCounts(near=7)
-    assert aligned_group_traffic(GroupShape(16, 1), EIGHT).ulysses == MessageCounts(near=7, sent=8, left=64, card=8)
-    assert aligned_group_traffic(GroupShape(16, 1), paired).ulysses == MessageCounts(near=7, sent=8, left=64, card=16)
-    assert aligned_group_traffic(GroupShape(8, 2), EIGHT).ring == MessageCounts(near=0, sent=1, left=8, card=1)
-    assert aligned_group_traffic(GroupShape(2, 8), EIGHT).ring == MessageCounts(near=1, sent=1, left=2, card=1)
-    assert aligned_group_traffic(GroupShape(2, 8), paired).ring == MessageCounts(near=1, sent=1, left=2, card=2)
-    assert aligned_group_traffic(GroupShape(2, 8), EIGHT).gather == MessageCounts(near=3, sent=4, left=32, card=4)
-    assert aligned_group_traffic(GroupShape(2, 8), EIGHT).once == MessageCounts(near=3, sent=1, left=8, card=1)
-    assert group_traffic((6, 7, 8, 9), GroupShape(4, 1), EIGHT).ulysses == MessageCounts(near=1, sent=2, left=4, card=2)
-    assert group_traffic((6, 7, 8, 9), GroupShape(2, 2), paired).ring == MessageCounts(near=0, sent=1, left=2, card=2)
+    assert group_traffic(range(8), GroupShape(8, 1), EIGHT).ulysses == MessageCounts(intra=7)
+    assert group_traffic(range(16), GroupShape(16, 1), EIGHT).ulysses == MessageCounts(7, 8, 64, 8)
+    assert group_traffic(range(16), GroupShape(16, 1), paired).ulysses == MessageCounts(7, 8, 64, 16)
+    assert group_traffic(range(16), GroupShape(8, 2), EIGHT).ring == MessageCounts(0, 1, 8, 1)
+    assert group_traffic(range(16), GroupShape(2, 8), EIGHT).ring == MessageCounts(1, 1, 2, 1)
+    assert group_traffic(range(16), GroupShape(2, 8), paired).ring == MessageCounts(1, 1, 2, 2)
+    assert group_traffic(range(16), GroupShape(2, 8), EIGHT).gather == MessageCounts(3, 4, 32, 4)
+    assert group_traffic(range(16), GroupShape(2, 8), EIGHT).gather_once == MessageCounts(3, 1, 8, 1)
+    assert group_traffic((6, 7, 8, 9), GroupShape(4, 1), EIGHT).ulysses == MessageCounts(1, 2, 4, 2)
+    assert group_traffic((6, 7, 8, 9), GroupShape(2, 2), paired).ring == MessageCounts(0, 1, 2, 2)
     assert group_traffic((3,), GroupShape(1, 1), EIGHT) == GroupTraffic()
 
 
@@ -127,7 +129,7 @@ def test_lanes_agree_with_parts(llama):
 
 def test_pieces_add_up(llama):
     def parts(*spans):
-        return llama.group_cost(Group((0, 1), 2, 1, spans), NONE).as_dict()
+        return llama.group_cost(Group((0, 1), 2, 1, spans), NONE)._asdict()
 
     whole, first, rest, empty = (
         parts(Span(0, 0, 9000)),
@@ -165,14 +167,14 @@ def test_memory_of_a_token_by_hand(llama):
     hidden, query, kv, lse = 4096, 4096, 1024, 4 * 32
     whole = 2 * (4 * hidden + query + 2 * kv + 2 * query + 3 * 14336) + lse
     others = 2 * 3 * hidden + 8 * (query + kv) + 24 * kv
-    assert llama.token_bytes(NONE) == 32 * whole + others
-    assert llama.token_bytes(SELECTIVE) == 32 * (2 * (hidden + 2 * query) + lse) + whole + others
-    assert llama.token_bytes(FULL) == 32 * 2 * hidden + whole + others
+    assert llama.memory.token_bytes(NONE) == 32 * whole + others
+    assert llama.memory.token_bytes(SELECTIVE) == 32 * (2 * (hidden + 2 * query) + lse) + whole + others
+    assert llama.memory.token_bytes(FULL) == 32 * 2 * hidden + whole + others
 
 
 def test_recomputation_trades_time_for_memory(llama):
     assert llama.capacity(NONE) < llama.capacity(SELECTIVE) < llama.capacity(FULL)
-    assert llama.token_bytes(NONE) > llama.token_bytes(SELECTIVE) > llama.token_bytes(FULL)
+    assert llama.memory.token_bytes(NONE) > llama.memory.token_bytes(SELECTIVE) > llama.memory.token_bytes(FULL)
     time = [llama.group_cost(Group((0,), 1, 1, (Span(0, 0, 20000),)), v).total_ns for v in (NONE, SELECTIVE, FULL)]
     assert time == sorted(time) and time[0] < time[1] < time[2]
 
@@ -181,7 +183,7 @@ def test_reducing_once_per_step(llama):
     later = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
     parameters = llama.model.parameters()
     assert llama.capacity(later) < llama.capacity(NONE)
-    assert llama.fixed_bytes(later) - llama.fixed_bytes(NONE) > 3.5 * parameters
+    assert llama.memory.fixed_bytes(later) - llama.memory.fixed_bytes(NONE) > 3.5 * parameters
     group = Group((0,), 1, 1, (Span(0, 0, 100),))
     assert llama.group_cost(group, later).reduce == 0 < llama.group_cost(group, NONE).reduce
     assert llama.step_overhead_ns(later) > llama.step_overhead_ns(NONE) > 0
@@ -195,7 +197,7 @@ def test_sharding_moves_the_traffic():
     later = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)
     gather = [c.group_cost(Group((0,), 1, 1, ()), later).gather for c in (full, hybrid, alone)]
     assert gather[0] > gather[1] > gather[2] == 0
-    assert full.fixed_bytes(NONE) < hybrid.fixed_bytes(NONE) < alone.fixed_bytes(later)
+    assert full.memory.fixed_bytes(NONE) < hybrid.memory.fixed_bytes(NONE) < alone.memory.fixed_bytes(later)
     assert full.step_overhead_ns(NONE) < hybrid.step_overhead_ns(NONE)
     assert {v.reduce for v in alone.policies} == {Reduce.STEP}
     with pytest.raises(SeqloomError, match=r"need .* GiB per GPU .* the budget is 2.0 GiB; shard wider"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostModel, Profile
-from seqloom.cost.calibrate import Trial, calibrate, non_negative, scale_constants
+from seqloom.cost.calibrate import Trial, calibrate, non_negative_least_squares, scale_constants
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
@@ -81,7 +81,7 @@ def test_non_negative_least_squares_is_optimal(seed):
     """Karush, Kuhn and Tucker: no slope where a coefficient is above 0, none that would help where it is 0."""
     rng = np.random.default_rng(seed)
     columns, times = rng.normal(size=(12, 6)) ** 2, rng.normal(size=12) + 1
-    found = non_negative(columns, times)
+    found = non_negative_least_squares(columns, times)
     slope = columns.T @ (times - columns @ found)
     assert found.min() >= 0
     assert np.abs(slope[found > 0]).max(initial=0) < 1e-8

@@ -7,6 +7,7 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding, Stage, StageMicroBatch
+from seqloom.simulate.memory import peak_memory
 
 VARIANT = MemoryPolicy(Checkpoint.SELECTIVE, Reduce.ROUND)
 
@@ -83,8 +84,8 @@ def test_a_rank_in_two_groups_runs_both():
 def test_memory_of_a_plan():
     cost = build(Sharding.FULL)
     plan = plan_of(cost, DOCUMENTS, ROUNDS)
-    memory = cost.plan_memory(plan)
-    fixed, token = cost.fixed_bytes(VARIANT), cost.token_bytes(VARIANT)
+    memory = peak_memory(plan, cost)
+    fixed, token = cost.memory.fixed_bytes(VARIANT), cost.memory.token_bytes(VARIANT)
     assert memory.tolist() == [fixed + int(15000 * token)] * 4 + [fixed + int(7500 * token)] * 4
     assert memory.max() <= cost.budget_bytes
 

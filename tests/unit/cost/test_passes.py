@@ -7,7 +7,6 @@ import pytest
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.resharding import exposed_reshard_ns, resident_parameters, unshard_times
-from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import move_between
 from seqloom.plan import Action, Checkpoint, LayerRange, Reduce, Stage, Weight, compute_layout, step_layout
@@ -168,8 +167,8 @@ def test_memory_is_what_the_layouts_hold(name, kept):
     found = simulate(plan, cost).peak_memory
     for line in plan.pipelines:
         for stage, own in enumerate(line.stages):
-            memory = StageMemory(cost.with_tensor(own.tensor), line.layer_ranges[stage])
-            each = memory.activation_bytes(kept, offload=False)
+            memory, layers = cost.with_tensor(own.tensor).memory, line.layer_ranges[stage]
+            each = memory.activation_bytes(layers, kept, offload=False)
             row = [action for action in line.actions[line.pp_rank_of(stage)] if str(action.kind) in "FB"]
             for rank in own.ranks:
                 most = live = 0.0
@@ -185,7 +184,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
                         live -= each.held * tokens
                         ends = table[rank] + (4 * 64 if head[rank] else 0)
                         most = max(most, live + each.backward * tokens + own_layer + ends)
-                state = memory.working_bytes() + 6 * shares[rank] + 2 * copies[rank] + head[rank]
+                state = memory.working_bytes(layers) + 6 * shares[rank] + 2 * copies[rank] + head[rank]
                 assert found[rank] == pytest.approx(state + most, abs=1)
 
 

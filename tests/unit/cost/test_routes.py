@@ -50,19 +50,19 @@ def test_shapes_have_every_method_that_makes_sense():
 
 def test_a_message_of_one_rank_by_hand():
     """One message, four proxies, NVLink 1 ns and card 8 ns: dispatch and combine 3/4 each, crossing 2."""
-    one = MessageCounts(near=0, sent=1, left=1, card=1)
+    one = MessageCounts(0, 1, 1, 1)
     assert direct_flow(one, 1.0, 8.0).time == 8.0
     assert routed_flow(one, one, 4, 1, 1.0, 8.0) == (0.75 + 2 + 0.75, 2, 1)
     # 4 slices: dispatch; dispatch and cross; all three twice; cross and combine; combine
     assert routed_flow(one, one, 4, 4, 1.0, 8.0).time == pytest.approx((0.75 + 2 + 2 * 2 + 2 + 0.75) / 4)
-    near = one._replace(near=1)  # a neighbour in the node: hidden behind what crosses
+    near = one._replace(intra=1)  # a neighbour in the node: hidden behind what crosses
     assert routed_flow(near, near, 4, 4, 1.0, 8.0).time == pytest.approx((0.75 + 2 + 2 * 2 + 2 + 0.75) / 4)
-    near = one._replace(near=2)  # two: longer than what crosses
+    near = one._replace(intra=2)  # two: longer than what crosses
     assert routed_flow(near, near, 4, 4, 1.0, 8.0).time == pytest.approx((0.75 + 2.75 + 2 * 3 + 2.75 + 0.75) / 4)
 
 
 def test_what_a_node_wants_twice_crosses_once():
-    crossing, wanted = MessageCounts(sent=1, left=2), MessageCounts(sent=2, left=4)
+    crossing, wanted = MessageCounts(inter=1, node_out=2), MessageCounts(inter=2, node_out=4)
     assert routed_flow(crossing, wanted, 2, 1, 0.0, 1.0).network == 1
     assert routed_flow(wanted, wanted, 2, 1, 0.0, 1.0).network == 2
 

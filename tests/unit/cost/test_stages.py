@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.plan_cost import COST_COLUMNS, scale_to_layers
-from seqloom.cost.stages import StageMemory, stage_overhead_ns, stage_parameters
+from seqloom.cost.memory import kv_cache_bytes, stage_parameters
+from seqloom.cost.plan_cost import scale_to_layers
+from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, LayerRange, Reduce
@@ -38,23 +39,16 @@ def test_pieces_add_up_to_their_document_and_to_what_a_ring_sends_again(edges, s
     ranks = tuple(range(shape[0] * shape[1]))
 
     def parts(*spans):
-        found = cost.group_costs([Group(ranks, *shape, (span,)) for span in spans], own)
-        return np.array([[getattr(one, name) for name in COST_COLUMNS] for one in found])
+        return cost.group_costs([Group(ranks, *shape, (span,)) for span in spans], own)
 
-    fixed = np.array([getattr(cost.group_cost(Group(ranks, *shape, ()), own), name) for name in COST_COLUMNS])
+    fixed = np.array(cost.group_cost(Group(ranks, *shape, ()), own))
     whole = parts(Span(0, 0, LENGTH))[0] - fixed
     pieces = parts(*(Span(0, a, b) for a, b in pairwise(edges))) - fixed
     again = pieces.sum(axis=0) - whole
     prefix = sum(edges[1:-1])
     added = {name: again[COST_COLUMNS.index(name)] for name in COST_COLUMNS}
-    assert {name for name, value in added.items() if value} <= {
-        "attention",
-        "ring",
-        "steps",
-        "network",
-        "link",
-        "kv_gather",
-    }
+    dearer = {name for name, value in added.items() if value}
+    assert dearer <= {"attention", "ring", "steps", "network", "link", "kv_gather"}
     forwards = 1.5 if checkpoint in (Checkpoint.FULL, Checkpoint.STAGE) else 1.0
     mib = prefix * 2 * 4 // shape[0] * 128 * 4 / 2**20
     calls = (len(edges) - 2) * forwards * cost.profile.piece_us
@@ -99,38 +93,37 @@ def test_rounds_of_stages_gather_and_reduce_nothing():
 def test_the_end_of_a_step_grows_with_a_stages_parameters_and_shrinks_with_its_islands():
     cost = cost_of()
     small, large = LayerRange(0, 2, 9), LayerRange(0, 6, 9)
-    assert stage_overhead_ns(cost, [small], 4, 4)[0] < stage_overhead_ns(cost, [large], 4, 4)[0]
-    assert stage_overhead_ns(cost, [small, LayerRange(6, 9, 9)], 4, 4)[0] > stage_overhead_ns(cost, [small], 4, 4)[0]
-    sharded, apart = stage_overhead_ns(cost, [small], 4, 4), stage_overhead_ns(cost, [small], 4, 1)
+    assert cost.stage_overhead_ns([small], 4, 4)[0] < cost.stage_overhead_ns([large], 4, 4)[0]
+    assert cost.stage_overhead_ns([small, LayerRange(6, 9, 9)], 4, 4)[0] > cost.stage_overhead_ns([small], 4, 4)[0]
+    sharded, apart = cost.stage_overhead_ns([small], 4, 4), cost.stage_overhead_ns([small], 4, 1)
     assert sharded[0] - sharded[1] < apart[0] - apart[1]  # the optimiser runs on a part
-    assert stage_overhead_ns(cost, [small], 1, 1)[1] == 0  # nobody to talk to
+    assert cost.stage_overhead_ns([small], 1, 1)[1] == 0  # nobody to talk to
     additive = CostModel(Cluster.parse("1x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100", max_length=192 * 1024)
-    assert stage_overhead_ns(additive, [small], 4, 4) == (0, 0)
+    assert additive.stage_overhead_ns([small], 4, 4) == (0, 0)
 
 
 def test_what_is_kept_falls_from_choice_to_choice():
-    memory = StageMemory(cost_of(), LayerRange(3, 6, 9))
+    memory, stage = cost_of().memory, LayerRange(3, 6, 9)
     order = [Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoint.STAGE]
-    held = [memory.activation_bytes(checkpoint, offload=False).held for checkpoint in order]
+    held = [memory.activation_bytes(stage, checkpoint, offload=False).held for checkpoint in order]
     assert held == sorted(held, reverse=True) and held[-1] == 2 * 1024  # the stage's input, bf16
     assert held[2] == 3 * held[3]  # one input per layer
-    assert all(memory.activation_bytes(checkpoint, offload=True).held == 0 for checkpoint in order)
-    whole = memory.activation_bytes(Checkpoint.NONE, offload=False)
+    assert all(memory.activation_bytes(stage, checkpoint, offload=True).held == 0 for checkpoint in order)
+    whole = memory.activation_bytes(stage, Checkpoint.NONE, offload=False)
     assert whole.deferred <= whole.held and whole.split == 0
-    again = memory.activation_bytes(Checkpoint.STAGE, offload=False)
+    again = memory.activation_bytes(stage, Checkpoint.STAGE, offload=False)
     assert again.backward >= whole.held and again.split == again.deferred == whole.deferred
 
 
 def test_only_the_last_stage_has_logits():
     cost = cost_of()
-    first, last = (StageMemory(cost, LayerRange(*layers, 9)) for layers in ((0, 3), (6, 9)))
-    assert last.working_bytes() - first.working_bytes() == cost.profile.head_chunk * 32000 * 6
+    first, last = (cost.memory.working_bytes(LayerRange(*layers, 9)) for layers in ((0, 3), (6, 9)))
+    assert last - first == cost.profile.head_chunk * 32000 * 6
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 4), (2, 1, 2), (4, 2, 1), (8, 1, 1), (1, 4, 4)])
 def test_keys_and_values_of_a_rank(ulysses, ring, heads):
     """4 key/value heads of 128 for 8 query heads, 3 layers."""
-    memory = StageMemory(cost_of(), LayerRange(0, 3, 9))
     group = Group(tuple(range(ulysses * ring)), ulysses, ring, ())
-    keys, gradients = memory.kv_cache_bytes(group, 1000)
+    keys, gradients = kv_cache_bytes(cost_of(), LayerRange(0, 3, 9), group, 1000)
     assert keys == 2 * 2 * heads * 128 * (1000 // ring) * 3 and gradients == 2 * keys

@@ -6,8 +6,8 @@ import pytest
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.communication import MessageCounts, group_traffic
-from seqloom.cost.plan_cost import COST_COLUMNS
-from seqloom.cost.stages import StageMemory, stage_parameters
+from seqloom.cost.memory import kv_cache_bytes, stage_parameters
+from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
@@ -66,9 +66,11 @@ def test_heads_are_exchanged_between_teams_only():
 def test_messages_of_teams_that_lie_in_two_nodes():
     cards = (0, 1, 2, 3)
     inside = group_traffic(tuple(range(8)), GroupShape(8, 1), cards, None, 2)
-    assert inside.team == MessageCounts(near=1) and inside.ulysses == MessageCounts(near=1, sent=2, left=8, card=2)
+    assert inside.tensor == MessageCounts(intra=1) and inside.ulysses == MessageCounts(
+        intra=1, inter=2, node_out=8, nic=2
+    )
     across = group_traffic(tuple(range(8)), GroupShape(8, 1), cards, None, 8)
-    assert across.team == MessageCounts(near=3, sent=4, left=16, card=4) and across.ulysses == MessageCounts()
+    assert across.tensor == MessageCounts(3, 4, 16, 4) and across.ulysses == MessageCounts()
     assert group_traffic(tuple(range(8)), GroupShape(4, 2), cards, None, 1) == group_traffic(
         tuple(range(8)), GroupShape(4, 2), cards
     )
@@ -154,35 +156,35 @@ def test_state_under_free_sharding_by_counting(tensor):
     assert stage_parameters(cost, LayerRange(0, 2, 9)) == 2 * layer + TABLE
     everything = 9 * (ATTENTION + FEED_FORWARD + 2 * 1024) + 2 * TABLE + 1024
     owned = -(-16 * everything // 8)
-    assert cost.engine.memory.state_bytes(Reduce.STEP) == 6 * (9 * layer + 2 * TABLE + 1024) + owned
-    memory = StageMemory(cost, LayerRange(2, 5, 9))
-    assert memory.state_bytes(1) == 6 * 3 * layer
-    assert memory.working_bytes() - int(cost.profile.workspace_gib * 1024**3) == owned + 4 * 2 * layer
-    on_four = StageMemory(cost.for_submesh(4, tensor), LayerRange(2, 5, 9))
-    assert on_four.working_bytes() == memory.working_bytes()  # masters lie on all ranks, not on the part's
+    memory, stage = cost.memory, LayerRange(2, 5, 9)
+    everywhere = memory.working_bytes(LayerRange(0, 9, 9))
+    assert memory.fixed_bytes(NONE) == 6 * (9 * layer + 2 * TABLE + 1024) + everywhere
+    assert memory.idle_bytes == owned and memory.state_bytes(stage, 1) == 6 * 3 * layer
+    assert memory.working_bytes(stage) - int(cost.profile.workspace_gib * 1024**3) == owned + 4 * 2 * layer
+    on_four = cost.for_submesh(4, tensor).memory
+    assert on_four.working_bytes(stage) == memory.working_bytes(stage)  # masters lie on all ranks, not on the part's
 
 
 def test_what_tensor_ranks_keep_of_a_token():
     """Both norms of the whole team, 2 bytes a value; and while a layer runs, partial sums to and from the team."""
     one, two = (
-        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).activation_bytes(Checkpoint.NONE, False)
-        for t in (1, 2)
+        cost_of().with_tensor(t).memory.activation_bytes(LayerRange(2, 5, 9), Checkpoint.NONE, False) for t in (1, 2)
     )
     assert two.held - one.held == 3 * 2 * 2 * 1024
     assert two.forward - one.forward == 2 * 2 * 2 * 1024
     assert two.deferred - one.deferred == 3 * 2 * 4 * 1024  # and gradients of both halves' outputs
     few = [
-        StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).activation_bytes(Checkpoint.FULL, False).held
+        cost_of().with_tensor(t).memory.activation_bytes(LayerRange(2, 5, 9), Checkpoint.FULL, False).held
         for t in (1, 4)
     ]
     assert few[0] == few[1] == 3 * 2 * 1024
-    tokens = [cost_of().with_tensor(t).token_bytes(NONE) for t in (1, 2)]
+    tokens = [cost_of().with_tensor(t).memory.token_bytes(NONE) for t in (1, 2)]
     assert tokens[1] - tokens[0] == 9 * 2 * 2 * 1024 + 2 * 2 * 2 * 1024
 
 
 def test_keys_of_a_document_in_pieces_are_those_of_a_ranks_heads():
     group = Group(tuple(range(4)), 4, 1, ())
-    kept = {StageMemory(cost_of().with_tensor(t), LayerRange(2, 5, 9)).kv_cache_bytes(group, 1000) for t in (1, 2, 4)}
+    kept = {kv_cache_bytes(cost_of().with_tensor(t), LayerRange(2, 5, 9), group, 1000) for t in (1, 2, 4)}
     assert kept == {(2 * 2 * 1 * 128 * 1000 * 3, 4 * 2 * 1 * 128 * 1000 * 3)}
 
 
@@ -192,9 +194,13 @@ def test_other_shardings_split_what_they_shard(sharding):
     split = cost_of(sharding=sharding).with_tensor(2)
     held = 9 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) + 2 * TABLE + 1024
     teams = {"full": 4, "hybrid": 2, "none": 1}[sharding]
-    assert split.engine.memory.state_bytes(Reduce.ROUND) == 18 * held // teams
+    policy = NONE if sharding == "none" else NONE._replace(reduce=Reduce.ROUND)
+    two = 2 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024)  # layers gathered at a time, with their gradients
+    gathered = 0 if sharding == "none" else 2 * (two + 2 * TABLE) + 4 * two
+    working = split.memory.working_bytes(LayerRange(0, 9, 9))
+    assert split.memory.fixed_bytes(policy) == 18 * held // teams + gathered + working
     assert split.shard_group_size == {"full": 8, "hybrid": 4, "none": 2}[sharding]
-    stage = StageMemory(split, LayerRange(2, 5, 9)).state_bytes(1 if sharding == "none" else 4)
+    stage = split.memory.state_bytes(LayerRange(2, 5, 9), 1 if sharding == "none" else 4)
     assert stage == 3 * ((ATTENTION + FEED_FORWARD) // 2 + 2 * 1024) * (18 if sharding == "none" else 6 + 16 // 2)
 
 

@@ -6,6 +6,7 @@ import pytest
 from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.planners.uniform import plan_adaptive, plan_static
+from seqloom.simulate.memory import peak_memory
 
 COST = CostModel(Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b"), "flexsp-a100")
 
@@ -34,4 +35,4 @@ def test_modern_clusters_choose_shape_and_variant(sharding):
     plan = plan_adaptive(lengths, cost)
     plan.validate()
     assert plan.hash == plan_adaptive(lengths, cost).hash and plan.planner == "adaptive"
-    assert (cost.plan_memory(plan) <= cost.budget_bytes).all()
+    assert (peak_memory(plan, cost) <= cost.budget_bytes).all()

@@ -10,9 +10,9 @@ from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.explain import cut_thresholds
 from seqloom.planners.zones import plan_zones
-from seqloom.planners.zones.fill import best_ranks, rank_times
+from seqloom.planners.zones.fill import SingleRankPrices, ZonePrices, best_ranks, rank_times
 from seqloom.planners.zones.planner import fill_rounds, plan_of, split_lpt, split_sorted
-from seqloom.planners.zones.prices import SingleRankPrices, ZonePrices
+from seqloom.simulate.memory import peak_memory
 from support.overlapping import shortest_overlapping_step
 
 TINY = cost_model("2x2xH200", "llama3-8b", capacity=16_384)
@@ -77,7 +77,7 @@ def test_any_cluster(cluster, sharding):
     plan.validate()
     assert plan.hash == plan_zones(lengths.copy(), cost).hash
     assert cost.plan_ns(plan) >= lower_bound(lengths, cost)
-    assert (cost.plan_memory(plan) <= cost.budget_bytes).all()
+    assert (peak_memory(plan, cost) <= cost.budget_bytes).all()
 
 
 def test_a_capacity_too_small_is_refused():

@@ -10,6 +10,7 @@ from seqloom.describe import Cluster, ModelSpec
 from seqloom.layout import Layout, Span
 from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Remap, Round, StageMicroBatch
 from seqloom.simulate import simulate
+from seqloom.simulate.memory import peak_memory
 
 VARIANT = MemoryPolicy(Checkpoint.FULL, Reduce.STEP)
 
@@ -85,5 +86,5 @@ def test_ranks_with_tokens_in_linear_layers_only_take_part(sharding, remap):
     assert found.busy_ns[:4].min() > found.busy_ns[4:].max() and found.comm_ns[:4].min() > found.comm_ns[4:].max()
     assert (found.busy_ns + found.comm_ns + found.idle_ns == found.step_ns).all()
     assert (found.link_busy_ns[:4] > 0).all() and not found.nic_busy_ns.any() and not len(found.nics)
-    memory = cost.plan_memory(plan)
+    memory = peak_memory(plan, cost)
     assert memory[0] > memory[1] == memory[3] > memory[4]

@@ -51,7 +51,7 @@ def plan_of(cost, hosts, rows, degree=8):
 def chunk_ns(cost, plan):
     """Forward and backward of a round on one of four equal stages."""
     total = cost.group_cost(plan.pipelines[0].rounds[0].groups[0], cost.policies[0])
-    return sum(value // 4 for name, value in total.as_dict().items() if name != "kv_gather")
+    return sum(value // 4 for name, value in total._asdict().items() if name != "kv_gather")
 
 
 @pytest.mark.parametrize("sharding", [Sharding.HYBRID, Sharding.FULL])
@@ -74,7 +74,7 @@ def test_a_v_runs_and_turns_round_without_a_message():
     sends = found.events.where(found.events.kind == EventKind.SEND_F)
     assert set(zip(sends.stage.tolist(), (sends.rank // 8).tolist(), strict=True)) == {(0, 0), (2, 1)}
     assert (found.busy_ns + found.comm_ns + found.idle_ns == found.step_ns).all()
-    inside = found.events.where(~found.events.beside)
+    inside = found.events.where(~found.events.is_message)
     same = inside.rank[1:] == inside.rank[:-1]
     assert (inside.start[1:] >= inside.stop[:-1])[same].all()  # one action of a host at a time
     assert set(inside.stage[inside.rank == 0].tolist()) == {0, 3, -1}

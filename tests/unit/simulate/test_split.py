@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from seqloom.cost import CostBreakdown
-from seqloom.cost.plan_cost import COST_COLUMNS
+from seqloom.cost.shapes import COST_COLUMNS
 from seqloom.plan import Checkpoint
-from seqloom.simulate.windows import FORWARD, computing_ns, forward_ns, weights_ns
+from seqloom.simulate.microbatch import FORWARD, computing_ns, forward_ns, weights_ns
 
 CASES = [
     CostBreakdown(),
@@ -25,7 +25,7 @@ def random_parts(seed):
 def tables(entries):
     """(int64[entries, parts], int64[entries] total ns)."""
     return (
-        np.array([list(entry.as_dict().values()) for entry in entries]),
+        np.array([list(entry) for entry in entries]),
         np.array([entry.total_ns for entry in entries]),
     )
 
@@ -58,5 +58,6 @@ def test_a_gather_that_hides_behind_the_backward_does_not_stretch_the_forward():
     assert forward_ns(*parts, Checkpoint.NONE).tolist() == [100]
 
 
-def test_every_part_in_a_lane_has_a_share():
-    assert set(COST_COLUMNS) - set(FORWARD[Checkpoint.NONE]) == {"reduce", "link"}
+def test_every_part_on_a_stream_has_a_share():
+    shares = dict(zip(COST_COLUMNS, FORWARD[Checkpoint.NONE], strict=True))
+    assert {name for name, share in shares.items() if not share} == {"reduce", "link"}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqloom.cost import CostModel
+from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import tokens_on_ranks
-from seqloom.cost.stages import StageMemory
 from seqloom.describe import Cluster, ModelSpec
 from seqloom.plan import ActionKind, LayerRange
 from seqloom.planners.pipeline import plan_pipeline
@@ -29,14 +29,14 @@ def alive(plan, cost, host, rank):
     """Bytes on a rank during and after every action of its host, from scratch each time."""
     pipeline = plan.pipelines[0]
     row = [a for a in pipeline.actions[host] if a.kind in (F, B, I, W)]
-    memories = [StageMemory(cost, LayerRange(*stage.layers, 8)) for stage in pipeline.stages]
+    layers = [LayerRange(*stage.layers, 8) for stage in pipeline.stages]
     spans = {}  # (document) -> rounds, first to last
     for r, current in enumerate(pipeline.rounds):
         for span in current.by_stage[0].spans():
             spans.setdefault(span.document, []).append(r)
     own = pipeline.stages_of(host)
-    state = sum(memories[s].state_bytes(len(pipeline.ranks_by_pp_rank[host])) for s in own)
-    state += max(memories[s].working_bytes() for s in own)
+    state = sum(cost.memory.state_bytes(layers[s], len(pipeline.ranks_by_pp_rank[host])) for s in own)
+    state += max(cost.memory.working_bytes(layers[s]) for s in own)
     for k, now in enumerate(row):
         done, units = set(row[:k]), 0.0
         for s in own:
@@ -45,7 +45,7 @@ def alive(plan, cost, host, rank):
             for u, entry in enumerate(pipeline.rounds):
                 work = entry.by_stage[s]
                 tokens = int(tokens_on_ranks(cost, work)[rank])
-                each = memories[s].activation_bytes(work.checkpoint, work.offload)
+                each = cost.memory.activation_bytes(layers[s], work.checkpoint, work.offload)
                 if (F in kind[u] or (current == u and now.kind == F)) and not kind[u] & {B, I}:
                     units += each.held * tokens
                 if I in kind[u] and W not in kind[u]:
@@ -62,7 +62,7 @@ def alive(plan, cost, host, rank):
                 )
                 if rank not in group.ranks:
                     continue
-                keys, gradients = memories[s].kv_cache_bytes(group, plan.documents[document])
+                keys, gradients = kv_cache_bytes(cost, layers[s], group, plan.documents[document])
                 first, last = rounds[0], rounds[-1]
                 going = now.kind in (B, I) and now.stage == s
                 if (F in kind[first] or (current == first and now.kind == F)) and not kind[first] & {B, I}:

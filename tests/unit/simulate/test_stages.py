@@ -83,7 +83,7 @@ def stage_ns(cost, plan, stages=4):
     """Forward and backward of a round on one stage, all stages being alike."""
     total = cost.group_cost(plan.pipelines[0].rounds[0].groups[0], cost.policies[0])
     assert total.head == 0
-    return sum(value // stages for name, value in total.as_dict().items() if name != "kv_gather")
+    return sum(value // stages for name, value in total._asdict().items() if name != "kv_gather")
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
@@ -122,7 +122,7 @@ def test_messages_take_time_and_run_beside_the_work():
     assert set(sends.stage.tolist()) == {0, 1, 2}
     assert (found.busy_ns + found.comm_ns + found.idle_ns == found.step_ns).all()
     assert (found.idle_ns >= 0).all()
-    inside = found.events.where(~found.events.beside)
+    inside = found.events.where(~found.events.is_message)
     exposed = found.comm_ns - np.bincount(inside.rank, weights=inside.comm, minlength=found.ranks)
     own = np.bincount(sends.rank, weights=sends.stop - sends.start, minlength=found.ranks)
     assert (exposed[:NODE] > 0).all() and (exposed[:NODE] < own[:NODE] * 2).all()
@@ -176,10 +176,10 @@ def test_messages_must_match(lost, message):
         simulate(broken, cost)
 
 
-def sharing(alone, split_us=0.0):
+def sharing(ratio, split_us=0.0):
     """Ranks of one machine, whose messages take no time."""
     free = LinkRate(1e9, 0.0, 0.0)
-    own = {"intra": Links(free, free, free), "alone": alone, "split_us": split_us, "layer_us": 5_000.0}
+    own = {"intra": Links(free, free, free), "solo_time_ratio": ratio, "split_us": split_us, "layer_us": 5_000.0}
     profile = replace(Profile.load("cpu"), **own, step_us=0.0)
     cluster = replace(Cluster.parse("1x4xCPU"), intra=replace(Cluster.parse("1x4xCPU").intra, latency_us=0.0))
     spec = ModelSpec("small", 8, 64, 4, 2, 16, 128, gated=True, vocabulary=256, tied=False)

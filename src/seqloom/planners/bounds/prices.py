@@ -14,16 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, GroupShape, MemoryPolicy
-from seqloom.cost.analytic import AnalyticEngine
 from seqloom.cost.communication import (
     ACTIVATION_BYTES,
     Communication,
     GroupTraffic,
     MessageCounts,
-    aligned_group_traffic,
+    group_traffic,
     remap_exchanges,
 )
-from seqloom.cost.profile import AdditiveProfile
 from seqloom.cost.shapes import STREAMS
 from seqloom.plan import Method, Remap
 from seqloom.planners.loops import NEVER
@@ -166,12 +164,11 @@ def _streams(parts: dict[str, float], overlaps: bool) -> list[float]:
 def candidate_shapes(cost: CostModel) -> list[tuple[GroupShape, tuple[GroupTraffic, ...]]]:
     """Rings and gathers of any size, with any Ulysses inside, each with traffics no worse than that of any placement.
 
-    Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Published
-    constants know their own shapes only. Where tensor-parallel teams split weights, of whole teams.
+    Above ``EVERY_SIZE`` ranks, of any size up to two nodes, then over whole nodes, four sizes per doubling. Without
+    constants of links, the profile's own shapes. Where tensor-parallel teams split weights, of whole teams.
     """
-    nic_of = cost.cluster.nic_of_gpu
-    if isinstance(cost.profile, AdditiveProfile):
-        return [(shape, (aligned_group_traffic(shape, nic_of),)) for shape in cost.shapes]
+    if cost.engine.links is None:
+        return [(shape, (cost.aligned_traffic(shape),)) for shape in cost.shapes]
     node, sizes = cost.node_size, [size for size in cost.family.sizes if size % cost.tensor == 0]
     every = cost.ranks if cost.ranks <= EVERY_SIZE else 2 * node
     degrees = set(range(1, every + 1)) | {node * k for k in _grid(cost.ranks // node)} | set(sizes)
@@ -199,10 +196,12 @@ def _least_traffics(shape: GroupShape, cost: CostModel) -> tuple[GroupTraffic, .
     node, nic_of, tensor = cost.node_size, cost.cluster.nic_of_gpu, cost.tensor
     nics = len(set(nic_of))
     if shape.ulysses > node:  # blocks of whole nodes: wherever they lie, all their messages leave
-        direct = aligned_group_traffic(shape, nic_of, tensor)
+        direct = group_traffic(range(shape.degree), shape, nic_of, None, tensor)
         return (direct, direct._replace(proxies=nics, slices=ENDLESS)) if shape.ring > 1 else (direct,)
     blocks = node // shape.ulysses
-    found = (aligned_group_traffic(shape, nic_of, tensor),) if shape.ring <= blocks else ()
+    found: tuple[GroupTraffic, ...] = ()
+    if shape.ring <= blocks:
+        found += (group_traffic(range(shape.degree), shape, nic_of, None, tensor),)
     if shape.ring > 1 and cost.ranks > node and shape.ring <= blocks * (cost.ranks // node):
         direct = _traffic_over_nodes(shape, blocks, cost.ranks // node, nics, tensor)
         found += (direct, direct._replace(proxies=nics, slices=ENDLESS))
@@ -221,14 +220,14 @@ def _traffic_over_nodes(shape: GroupShape, blocks: int, nodes: int, nics: int, t
     once = inner * min(-(-ring // count) * (count - 1) for count in counts)
 
     def traffic(sent: int, left: int) -> MessageCounts:
-        return MessageCounts(near=0, sent=0, left=left, card=max(sent, -(-left // nics)))
+        return MessageCounts(node_out=left, nic=max(sent, -(-left // nics)))
 
     return GroupTraffic(
-        ulysses=MessageCounts(near=inner // tensor - 1),
+        ulysses=MessageCounts(intra=inner // tensor - 1),
         ring=traffic(1, inner),
         gather=traffic(ring - fullest, left),
-        once=traffic(1, once),
-        team=MessageCounts(near=tensor - 1),
+        gather_once=traffic(1, once),
+        tensor=MessageCounts(intra=tensor - 1),
     )
 
 
@@ -237,12 +236,13 @@ def movable_ns(cost: CostModel, policy: MemoryPolicy) -> float:
 
     0 where nothing can move: shard groups of one rank, and profiles that have no price for it.
     """
-    if cost.shard_group_size == 1 or cost.tensor > 1 or not isinstance(cost.engine, AnalyticEngine):
+    links = cost.engine.links
+    if cost.shard_group_size == 1 or cost.tensor > 1 or links is None:
         return 0.0
     most = 0.0
     for remap in Remap:
         moved = sum(linear for linear, _ in cost.engine.layout_token_ns(policy, remap).values())
-        most = max(most, moved - remap_transfer_ns(cost, cost.engine.links, policy, remap))
+        most = max(most, moved - remap_transfer_ns(cost, links, policy, remap))
     return most
 
 

@@ -27,11 +27,10 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.communication import GroupTraffic
 from seqloom.cost.resharding import reshard_times, unshard_times_by_stage
 from seqloom.cost.shapes import STREAMS
-from seqloom.cost.stages import stage_overhead_ns
 from seqloom.plan import Pipeline, Plan, Reduce
 from seqloom.planners.bounds.one_stage import PRECISION, lower_bound
 from seqloom.planners.bounds.prices import ROUNDED, shape_rates
-from seqloom.simulate.windows import stage_layers, step_overhead
+from seqloom.simulate.microbatch import stage_layer_ranges, step_overhead
 
 
 def plan_bound(plan: Plan, cost: CostModel) -> int | None:
@@ -72,7 +71,7 @@ class ShapePrices(NamedTuple):
 def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
     """ns that no plan for the documents of `plan` on the stages of `pipeline` beats, for groups on aligned blocks."""
     prices = _aligned_prices(np.array(plan.documents, dtype=np.int64), cost)
-    layers = stage_layers(pipeline)
+    layers = stage_layer_ranges(pipeline)
     best, end = 0.0, 0
     for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
         own = [part for stage in pipeline.stages_of(pp_rank) if (part := layers[stage]) is not None]
@@ -80,7 +79,7 @@ def stages_bound(plan: Plan, pipeline: Pipeline, cost: CostModel) -> int:
         work, chain = prices.least(share, any(part.has_head for part in own), len(ranks))
         best = max(best, float(work.sum() / len(ranks)), float(chain.max()))
         shard_groups = plan.limits.shard_groups(plan.sharding, ranks)
-        end = max(end, stage_overhead_ns(cost, own, len(ranks), min(map(len, shard_groups)))[0])
+        end = max(end, cost.stage_overhead_ns(own, len(ranks), min(map(len, shard_groups)))[0])
     return int(best * (1 - PRECISION)) + end
 
 

@@ -8,7 +8,7 @@ never asks for more memory elsewhere than a micro-batch needs while it is worked
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,16 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
-from seqloom.cost.memory import copy_ns
+from seqloom.cost.memory import kv_cache_bytes, offload_ns, pp_rank_bytes
 from seqloom.cost.plan_cost import COST_COLUMNS, rank_costs, rank_times, scale_to_layers
-from seqloom.cost.stages import StageMemory, pp_rank_bytes
 from seqloom.plan import Action, ActionKind, Checkpoint, Group, LayerRange, Limits, Reduce, StageMicroBatch, sort_groups
 from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
-from seqloom.simulate.tasks import stage_message_ns
-from seqloom.simulate.windows import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
+from seqloom.schedules.memory import UnitMemory, memory_walk
+from seqloom.simulate.microbatch import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
 """Walks along a row of actions before it is given up."""
@@ -129,8 +128,8 @@ class MicroBatchCosts:
             parts[slowest], rank_ns[slowest], policy.checkpoint, self.cost.engine.matmul_share
         )
         if policy.offload:
-            held = StageMemory(self.cost, layers).activation_bytes(policy.checkpoint, offload=False).held
-            copied = np.array([copy_ns(held * tokens) for tokens in self.tokens.tolist()])
+            held = self.cost.memory.activation_bytes(layers, policy.checkpoint, offload=False).held
+            copied = np.array([offload_ns(held * tokens) for tokens in self.tokens.tolist()])
             length, forward, weights = extend_for_offload(length, forward, weights, copied)
         edges = (np.zeros_like(forward), forward, weights, np.full_like(forward, FULL_SHARE))
         return tuple(share_between(length, low, high) for low, high in pairwise(edges))
@@ -139,9 +138,8 @@ class MicroBatchCosts:
         """int64[groups, len(COST_COLUMNS)]: cost parts of all groups, all layers."""
         checkpoint = Checkpoint.FULL if checkpoint == Checkpoint.STAGE else checkpoint
         if checkpoint not in self._tables:
-            priced = self.cost.group_costs(self._groups, MemoryPolicy(checkpoint, Reduce.STEP, resident=True))
-            columns = [[getattr(parts, name) for name in COST_COLUMNS] for parts in priced]
-            self._tables[checkpoint] = np.array(columns, dtype=np.int64)
+            policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
+            self._tables[checkpoint] = self.cost.group_costs(self._groups, policy)
         return self._tables[checkpoint]
 
     @cached_property
@@ -157,13 +155,12 @@ class MicroBatchCosts:
     def message_ns(self) -> int:
         """ns of a message between stages: the median micro-batch's, between the first two."""
         order = np.argsort(self.tokens, kind="stable")
-        return stage_message_ns(self.cost, int(self.tokens[order[len(order) // 2]]), *self.layout.stages[:2])
+        return self.cost.stage_message_ns(int(self.tokens[order[len(order) // 2]]), *self.layout.stages[:2])
 
     @cached_property
     def kv_bytes(self) -> KVBytes:
         """Keys and values that stages hold for sequences in pieces."""
-        memories = [StageMemory(self.cost, layers) for layers in self.layout.layer_ranges]
-        shape = (3, len(memories), len(self.micro_batches.groups), self.layout.ranks_per_stage)
+        shape = (3, len(self.layout.layer_ranges), len(self.micro_batches.groups), self.layout.ranks_per_stage)
         begun, returning, done = found = np.zeros(shape, dtype=np.int64)
         for number, group in zip(self._owner.tolist(), self._groups, strict=True):
             ranks = list(group.ranks)
@@ -171,8 +168,8 @@ class MicroBatchCosts:
                 length = int(self.lengths[document])
                 if stop - start == length:
                     continue
-                for stage, memory in enumerate(memories):
-                    keys, gradients = memory.kv_cache_bytes(group, length)
+                for stage, layers in enumerate(self.layout.layer_ranges):
+                    keys, gradients = kv_cache_bytes(self.cost, layers, group, length)
                     begun[stage, number, ranks] += keys if start == 0 else 0
                     done[stage, number, ranks] += keys + gradients if start == 0 else 0
                     returning[stage, number, ranks] += gradients if stop == length else 0
@@ -193,10 +190,7 @@ class ActivationMemory:
         capacity = dict(limits.capacity)
         self._allowed = [(costs.tokens <= capacity[policy.checkpoint]).tolist() for policy in policies]
         per_token = np.array(
-            [
-                [StageMemory(cost, layers).activation_bytes(*policy) for layers in layout.layer_ranges]
-                for policy in policies
-            ]
+            [[cost.memory.activation_bytes(layers, *policy) for layers in layout.layer_ranges] for policy in policies]
         )
         by_kind = np.moveaxis(per_token, 2, 0)  # [kind of `ActivationBytes`, policy, stage]
         self._bytes = np.ceil(by_kind[..., None] * costs.tokens)
@@ -268,48 +262,37 @@ class ActivationMemory:
         return False
 
     def _peak(self, row: Sequence[Action], chosen: list[list[int]]) -> float:
-        live = most = 0.0
-        for action in row:
-            live, peak = self._step(action, chosen, live)
-            most = max(most, peak)
-        return most
+        return max((max(peak, after) for _, peak, after in self._walk(row, chosen)), default=0.0)
 
-    def _step(self, action: Action, chosen: list[list[int]], live: float) -> tuple[float, float]:
-        """(bytes after an action, peak while it runs)."""
-        s, u = action.stage, action.round or 0
-        policy = chosen[s][u]
-        held, forward, backward, deferred, split = (kind[policy][s][u] for kind in self._lists)
-        if action.kind is ActionKind.F:
-            live += held + self._kv[0][s][u]
-            return live, live + forward
-        if action.kind is ActionKind.W:
-            return live - deferred, live
-        live += self._kv[1][s][u]
-        halves = action.kind is ActionKind.I
-        peak = live + backward + (split if halves else 0)
-        live += (deferred if halves else 0) - held - self._kv[2][s][u]
-        return live, max(peak, live)
+    def _walk(self, row: Sequence[Action], chosen: list[list[int]]) -> Iterator[tuple[Action, float, float]]:
+        """Yield (action, bytes at its peak, bytes after it); policies may change on the way."""
+
+        def unit_of(action: Action) -> UnitMemory:
+            s, u = action.stage, action.round or 0
+            policy = chosen[s][u]
+            return UnitMemory(*(kind[policy][s][u] for kind in self._lists), *(column[s][u] for column in self._kv))
+
+        return memory_walk(row, unit_of)
 
     def _lower(
         self, row: Sequence[Action], chosen: list[list[int]], free: int, total: Sequence[list[list[int]]]
     ) -> bool:
         """Walk a row once; wherever it holds too much, let micro-batches store less. Return whether any does."""
-        live: float = 0
+        saved = 0.0
         in_flight: dict[tuple[int, int], None] = {}
         changed = False
-        for action in row:
+        for action, peak, after in self._walk(row, chosen):
             key = action.stage, action.round or 0
-            live, peak = self._step(action, chosen, live)
             if action.kind is ActionKind.F:
                 in_flight[key] = None
-            while peak > free:
+            while max(peak, after) - saved > free:
                 saving = self._cheapest(in_flight, chosen, total)
                 if saving is None:
                     return changed
-                s, u, policy, saved = saving
+                s, u, policy, bytes_saved = saving
                 chosen[s][u] = policy
                 changed = True
-                live, peak = live - saved, peak - saved
+                saved += bytes_saved
             if action.kind in (ActionKind.B, ActionKind.I):
                 in_flight.pop(key, None)
         return changed

@@ -1,0 +1,451 @@
+"""Cost engines: what a profile knows of times and memory, behind one protocol.
+
+An **analytic** profile has kernels and links, from which the time of any model on any cluster is composed. An
+**additive** profile has a published system's own constants (FlexSP's), exactly as they are, and no further terms:
+
+    T(group) = (1/d) sum_k (a1 s_k^2 + a2 s_k) + b1 + [d > 1] c L h sum_k s_k / (d v_d)
+
+with ``c`` = 16 bytes (4 all-to-alls, forward and backward, 2 bytes each), ``L`` layers, ``h`` hidden width and ``v_d``
+the effective bandwidth of degree ``d``. Degree 1 communicates nothing; there is no ``(d-1)/d``, nothing overlaps.
+
+Times are float64 ns by name of the part in `CostBreakdown`; `CostModel` rounds them once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seqloom.cost.communication import (
+    Communication,
+    Flow,
+    cp_model,
+    cp_shape,
+    group_traffic,
+    nic_proxies,
+    passes,
+    tensor_gathers,
+)
+from seqloom.cost.compute import Compute
+from seqloom.cost.memory import (
+    GIB,
+    GRADIENT_BYTES,
+    PARAMETER_BYTES,
+    AdditiveMemory,
+    AnalyticMemory,
+    MemoryModel,
+    layer_parameters,
+)
+from seqloom.cost.shapes import GroupShape, MemoryPolicy, candidate_shapes, with_methods
+from seqloom.errors import SeqloomError, unknown_name
+from seqloom.layout import Route
+from seqloom.plan import Checkpoint, Method, Reduce, Remap, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from seqloom.cost.communication import GroupTraffic
+    from seqloom.cost.model import CostModel
+    from seqloom.cost.profile import AdditiveModel, AdditiveProfile, AnalyticProfile
+    from seqloom.describe import Cluster, ModelSpec
+    from seqloom.plan import LayerRange
+
+MIB = 1024**2
+DEVICE_SHARE = 0.9  # of the device's memory, when no budget is given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostEngine(ABC):
+    """The protocol of engines. A method that is not abstract answers for engines without constants for the question.
+
+    Attributes:
+        profile: the constants.
+        memory: bytes of ranks.
+        links: times on the links; None without constants of links: then messages between stages are free, and tokens
+            have one layout.
+        budget_bytes: memory per device that plans may use.
+        shapes: all that it can price.
+        policies: all memory policies, whether they fit or not.
+        pad_multiple: lengths are rounded up to a multiple of this many tokens.
+        matmul_share: share of the part ``linear`` that is matrix products.
+        solo_time_ratio: a rank's time while all others wait, over its time while all are busy.
+    """
+
+    profile: AdditiveProfile | AnalyticProfile
+    memory: MemoryModel
+    links: Communication | None
+    budget_bytes: int
+    shapes: tuple[GroupShape, ...]
+    policies: tuple[MemoryPolicy, ...]
+    pad_multiple: int = 1
+    matmul_share: float = 1.0
+    solo_time_ratio: float = 1.0
+
+    @abstractmethod
+    def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns of a group before any document."""
+
+    @abstractmethod
+    def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns per token of the group, without attention."""
+
+    @abstractmethod
+    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
+        """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
+
+    @abstractmethod
+    def attention_share(self, shape: GroupShape) -> float:
+        """Share of `attention_ns` that falls on the rank with most heads."""
+
+    def kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
+        """float64[n] ns of so many kernel calls for each document, however many heads."""
+        return np.zeros(len(lengths))
+
+    def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
+        """float64[n] ns that so many tokens in front of a piece cost, beyond the query-key pairs that it reads."""
+        return np.zeros(len(prefix))
+
+    def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns per token in front of a piece that its keys and values take on the links."""
+        return {}
+
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
+        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks."""
+        return Flow(), Flow(), Flow()
+
+    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
+        """How the keys and values of a routed shape cross nodes; None where there is nothing to spread.
+
+        Args:
+            shape: of the group.
+            ranks: of the group, in order.
+            tokens: on each rank, for which the number of slices shall be best.
+        """
+        return None
+
+    def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
+        """ns per token of a rank, by part: (in the linear layout, in the attention layout)."""
+        raise SeqloomError(
+            f"profile {self.profile.name} has no constants for a second layout of tokens; "
+            "plan without remapping, or leave the profile out"
+        )
+
+    def split_overhead_ns(self, layers: int) -> int:
+        """ns that a backward through so many layers takes more in two halves (I, W) than in one."""
+        return 0
+
+    def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
+        """(ns, of that communication) once per step, in plans of one stage."""
+        return 0.0, 0.0
+
+    def stage_overhead(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[float, float]:
+        """(ns, of that communication) once per step, on `ranks` ranks that run these pipeline stages."""
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalyticEngine(CostEngine):
+    """Kernels and links of a profile, composed for any model and cluster."""
+
+    profile: AnalyticProfile
+    memory: AnalyticMemory
+    links: Communication
+    model: ModelSpec
+    compute: Compute
+    shard_ranks: int
+    tensor: int
+
+    @classmethod
+    def build(
+        cls, profile: AnalyticProfile, cost: CostModel, shard_ranks: int, budget_gib: float | None
+    ) -> AnalyticEngine:
+        """Compose the pieces for the cluster and model of a cost model, and list all candidate shapes."""
+        cluster, model, tensor, whole = cost.cluster, cost.model, cost.tensor, cost.cluster_cost
+        shards = max(1, shard_ranks // tensor)
+        owners = whole.ranks if cost.sharding == Sharding.FREE else 0
+        cluster_family = None if cost.ranks == whole.ranks else whole.family
+        plain = candidate_shapes(cost.family, model.heads, model.kv_heads, tensor, cluster_family)
+        nics = len(set(cluster.nic_of_gpu)) if tensor == 1 else 1  # tensor parallel stages have no routes
+        budget = DEVICE_SHARE * cluster.device.memory_gib if budget_gib is None else budget_gib
+        compute = Compute.build(profile, cluster, model)
+        reduces = (Reduce.ROUND, Reduce.STEP) if shards > 1 else (Reduce.STEP,)
+        checkpoints = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL)
+        return cls(
+            profile=profile,
+            model=model,
+            compute=compute,
+            links=Communication(profile, cluster, cp_model(model, tensor)),
+            memory=AnalyticMemory(profile, model, cost.context, shards, tensor, owners),
+            shard_ranks=shards,
+            budget_bytes=math.floor(budget * GIB),
+            shapes=with_methods(plain, cluster.gpus_per_node, nics),
+            policies=tuple(MemoryPolicy(checkpoint, reduce) for reduce in reduces for checkpoint in checkpoints),
+            matmul_share=compute.matmul_share,
+            solo_time_ratio=profile.solo_time_ratio,
+            tensor=tensor,
+        )
+
+    def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns of a group before any document.
+
+        A round gathers the parameters for forward and for backward, and reduces the gradients unless that waits for
+        the end of the step. The share of this and of a ring's latency that computing does not hide counts twice:
+        on its own stream, and as exposed time.
+        """
+        profile, checkpoint, layers = self.profile, policy.checkpoint, self.model.layers
+        cp = cp_shape(shape, self.tensor)
+        steps = passes(checkpoint) * (shape.ring - 1) * profile.ring_step_us if shape.overlaps_kv else 0.0
+        ring = self.links.ring_latency(cp, traffic, checkpoint) if shape.overlaps_kv else 0.0
+        kv_gather = 0.0 if shape.overlaps_kv else self.links.kv_gather_latency(cp, traffic, checkpoint)
+        gather = 0.0 if policy.resident else 2 * self._collective(PARAMETER_BYTES)
+        waits = policy.resident or policy.reduce == Reduce.STEP
+        reduce = 0.0 if waits else self._collective(GRADIENT_BYTES)
+        return {
+            "fixed": (profile.round_us + layers * profile.layer_us) * 1e3 + self._exposed * (gather + reduce),
+            "steps": layers * steps * 1e3 + self._exposed * ring,
+            "ulysses": self.links.ulysses_latency(cp, traffic, checkpoint),
+            "ring": ring,
+            "gather": gather,
+            "reduce": reduce,
+            "kv_gather": kv_gather,
+            "tensor": self.links.tensor_latency(self.tensor, traffic, checkpoint),
+        }
+
+    def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """ns per token of the group, without attention."""
+        ulysses, kv, tensor = self.flows(shape, policy, traffic)
+        sums = self.compute.tensor_sums(self.tensor, tensor_gathers(policy.checkpoint))
+        rates = self._kv_ns(shape, kv)
+        rates["kv_gather"] += 0.0 if shape.overlaps_kv else self.links.gathered_kv(cp_shape(shape, self.tensor))
+        return rates | {
+            "linear": (self.compute.linear(policy.checkpoint) + sums) / shape.degree,
+            "head": self.compute.head() / shape.degree,
+            "ulysses": ulysses.time,
+            "network": ulysses.network + kv.network + tensor.network,
+            "link": ulysses.link + kv.link + tensor.link,
+            "tensor": tensor.time,
+        }
+
+    def prefix_token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """Keys and values in front of a piece are shared again, and their gradients sent back."""
+        return self._kv_ns(shape, self.flows(shape, policy, traffic)[1])
+
+    def _kv_ns(self, shape: GroupShape, kv: Flow) -> dict[str, float]:
+        """ns per token of sharing keys and values, by part."""
+        ring = kv.time if shape.overlaps_kv else 0.0
+        return {
+            "steps": self._exposed * ring,
+            "ring": ring,
+            "network": kv.network,
+            "kv_gather": 0.0 if shape.overlaps_kv else kv.time,
+            "link": kv.link,
+        }
+
+    def flows(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> tuple[Flow, Flow, Flow]:
+        """Traffic per token of the group: all-to-all of heads, keys and values by the shape's method, tensor ranks.
+
+        A tensor rank has tensor times as many tokens of 1 / tensor of the heads: as many values as if it had its own
+        tokens of all heads.
+        """
+        checkpoint, cp = policy.checkpoint, cp_shape(shape, self.tensor)
+        share = self.links.kv_gather if shape.method == Method.GATHER else self.links.ring
+        heads, keys = self.links.ulysses(cp, traffic, checkpoint), share(cp, traffic, checkpoint)
+        return heads, keys, self.links.tensor(shape, traffic, checkpoint)
+
+    def route(self, shape: GroupShape, ranks: Sequence[int], tokens: int) -> Route | None:
+        """One proxy near each NIC of every node, and the best number of slices."""
+        nic_of = self.links.cluster.nic_of_gpu
+        proxies = nic_proxies(ranks, nic_of)
+        traffic = group_traffic(tuple(ranks), shape, nic_of, Route(proxies))
+        if not shape.routed or traffic.proxies < 2:
+            return None
+        return Route(proxies, self.links.slices(shape, traffic, tokens * shape.degree))
+
+    def layout_token_ns(self, policy: MemoryPolicy, remap: Remap) -> dict[str, tuple[float, float]]:
+        """Around attention all linear layers move, around the feed-forward only these."""
+        linear, head = self.compute.linear(policy.checkpoint), self.compute.head()
+        if remap == Remap.ATTENTION:
+            return {"linear": (linear, 0.0), "head": (head, 0.0)}
+        moved = self.compute.feed_forward(policy.checkpoint)
+        return {"linear": (moved, linear - moved), "head": (0.0, head)}
+
+    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
+        """float64[n] ns of all heads of each document on one of ``ring`` ranks."""
+        return self.compute.attention(lengths, ring, policy.checkpoint)
+
+    def attention_share(self, shape: GroupShape) -> float:
+        """Share of the heads on the fullest Ulysses rank."""
+        return -(-self.links.model.heads // (shape.ulysses // self.tensor)) / self.model.heads
+
+    def kernel_call_ns(self, lengths: np.ndarray, calls: int, policy: MemoryPolicy) -> np.ndarray:
+        """float64[n] ns of so many kernel calls for each document, however many heads."""
+        again = 4 / 3 if policy.checkpoint == Checkpoint.FULL else 1.0
+        each = self.model.layers * calls * again * self.profile.document_us * 1e3
+        return np.where(lengths > 0, each, 0.0)
+
+    def prefix_ns(self, prefix: np.ndarray, shape: GroupShape, policy: MemoryPolicy) -> np.ndarray:
+        """float64[n] ns: kernels are called once more and their results merged; gradients of the prefix are added up.
+
+        A rank meets all tokens of the prefix that a layer's window shows, of its own heads.
+        """
+        calls = self.kernel_call_ns(prefix, shape.kernel_calls, policy)
+        again = 3 / 2 if policy.checkpoint == Checkpoint.FULL else 1.0
+        merging = self.model.layers * again * self.profile.piece_us * 1e3
+        met = sum(layers * np.minimum(prefix, window or np.inf) for window, layers in self.compute.windows)
+        return calls + np.where(prefix > 0, merging, 0.0) + self.links.prefix(cp_shape(shape, self.tensor)) * met
+
+    def split_overhead_ns(self, layers: int) -> int:
+        """ns that a backward through so many layers takes more in two halves."""
+        return round(layers * self.profile.split_us * 1e3)
+
+    def step_overhead(self, policy: MemoryPolicy) -> tuple[float, float]:
+        """Gradients that were not reduced every round, the sum over replicas, the optimiser, the host."""
+        parameters, layers = self.memory.rank_parameters, self.model.layers
+        sizes = (GRADIENT_BYTES,) if policy.reduce == Reduce.STEP else ()
+        ranks = self.links.cluster.ranks // self.tensor
+        return self._overhead(parameters, layers, ranks, self.shard_ranks, sizes)
+
+    def stage_overhead(self, stages: Sequence[LayerRange], ranks: int, shard_group: int) -> tuple[float, float]:
+        """Parameters gathered before the first micro-batch, gradients scattered and summed after the last, optimiser.
+
+        Tensor ranks share with their peers in other tensor parallel groups.
+        """
+        memory = self.memory
+        parameters = sum(layer_parameters(self.model, memory.context, layers, self.tensor) for layers in stages)
+        layers = sum(layers.stop - layers.first for layers in stages)
+        ranks, shard_ranks = (max(1, number // self.tensor) for number in (ranks, shard_group))
+        return self._overhead(parameters, layers, ranks, shard_ranks, (PARAMETER_BYTES, GRADIENT_BYTES))
+
+    def _overhead(
+        self, parameters: int, layers: int, ranks: int, shard_ranks: int, sizes: tuple[int, ...]
+    ) -> tuple[float, float]:
+        """(ns, of that communication). Under free sharding messages depend on the whole plan: see `resharding`."""
+        memory, rest = self.memory, self.profile.step_us * 1e3
+        if memory.owners:
+            return rest + self.compute.optimiser(memory.parameters / memory.owners), 0.0
+        moved = sum(self.links.collective(size * parameters, shard_ranks, layers) for size in sizes)
+        moved += self.links.replica_sum(GRADIENT_BYTES * parameters, shard_ranks, layers, ranks)
+        return moved + (rest + self.compute.optimiser(parameters / shard_ranks)), moved
+
+    @property
+    def _exposed(self) -> float:
+        """Share of the traffic beside computing that takes time of its own."""
+        return 1.0 - self.profile.overlap
+
+    def _collective(self, bytes_per_parameter: int) -> float:
+        size = bytes_per_parameter * self.memory.rank_parameters
+        return self.links.collective(size, self.shard_ranks, self.model.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdditiveEngine(CostEngine):
+    """Published constants: linear, attention, ulysses and fixed, all on the compute stream."""
+
+    profile: AdditiveProfile
+    constants: AdditiveModel
+
+    @classmethod
+    def build(
+        cls, profile: AdditiveProfile, cost: CostModel, shard_ranks: int, budget_gib: float | None
+    ) -> AdditiveEngine:
+        """Check that the constants hold for the cluster and model of a cost model, and size the state.
+
+        Parameters are interpolated (and beyond the ends extrapolated) linearly between the published contexts.
+        """
+        constants = _published(profile, cost.model)
+        _check_cluster(profile, cost.cluster)
+        parameters = interpolate(constants.parameters_gi, cost.context)
+        state = math.ceil(profile.state_bytes_per_parameter * parameters * GIB / shard_ranks)
+        budget = profile.budget_gib if budget_gib is None else budget_gib
+        listed = (1, *profile.bandwidth_mib_per_ms)
+        degrees = [size for size in cost.family.sizes if size in listed and size <= constants.heads]
+        return cls(
+            profile=profile,
+            constants=constants,
+            memory=AdditiveMemory(state, shard_ranks, constants.mib_per_token * MIB),
+            links=None,
+            policies=(MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND),),  # as they were measured
+            budget_bytes=math.floor(budget * GIB),
+            shapes=tuple(GroupShape(degree, 1) for degree in degrees),
+            pad_multiple=profile.pad_multiple,
+        )
+
+    def fixed_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """b1."""
+        return {"fixed": self.constants.fixed_ms * 1e6}
+
+    def token_ns(self, shape: GroupShape, policy: MemoryPolicy, traffic: GroupTraffic) -> dict[str, float]:
+        """a2 and the all-to-all."""
+        model, degree = self.constants, shape.degree
+        exchange = 0.0
+        if degree > 1:
+            volume = self.profile.exchange_bytes * model.layers * model.hidden
+            exchange = volume / MIB / (degree * self._bandwidth(shape, traffic)) * 1e6  # ms -> ns
+        return {"linear": model.linear_ms * 1e6 / degree, "ulysses": exchange}
+
+    def attention_ns(self, lengths: np.ndarray, ring: int, policy: MemoryPolicy) -> np.ndarray:
+        """a1."""
+        return self.constants.quadratic_ms * 1e6 * (lengths * lengths)
+
+    def attention_share(self, shape: GroupShape) -> float:
+        """1/d."""
+        return 1.0 / shape.degree
+
+    def _bandwidth(self, shape: GroupShape, traffic: GroupTraffic) -> float:
+        """MiB/ms of the degree; a small group astride two nodes gets that of the least degree that crosses."""
+        table = self.profile.bandwidth_mib_per_ms
+        if shape.ring > 1 or shape.degree not in table:
+            legal = ", ".join(str(degree) for degree in (1, *table))
+            raise SeqloomError(
+                f"profile {self.profile.name} has no constants for a group of ulysses {shape.ulysses} x ring "
+                f"{shape.ring}; use Ulysses of degree {legal}, or leave the profile out"
+            )
+        crossing = [degree for degree in table if degree > self.profile.node_size]
+        astride = traffic.ulysses.node_out > 0 and shape.degree <= self.profile.node_size
+        return table[min(crossing)] if astride and crossing else table[shape.degree]
+
+
+def interpolate(points: tuple[tuple[int, float], ...], x: float) -> float:
+    """Piecewise linear through ``points``; the end segments go on beyond the ends."""
+    i = min(max(sum(x >= knot for knot, _ in points) - 1, 0), len(points) - 2)
+    (x0, y0), (x1, y1) = points[i], points[i + 1]
+    return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
+
+
+def _published(profile: AdditiveProfile, model: ModelSpec) -> AdditiveModel:
+    """The profile's entry for this model, provided that it is the same model."""
+    if model.name not in profile.models:
+        raise SeqloomError(
+            f"{unknown_name(f'model for profile {profile.name}:', model.name, profile.models)} "
+            f"(this profile holds published constants of {', '.join(profile.models)} only; "
+            "leave the profile out to price another model)"
+        )
+    entry = profile.models[model.name]
+    for field in ("layers", "hidden", "heads"):
+        here, there = getattr(model, field), getattr(entry, field)
+        if here != there:
+            raise SeqloomError(
+                f"profile {profile.name} holds constants of a {model.name} with {field} {there}, "
+                f"this one has {here}; leave the profile out to price it"
+            )
+    return entry
+
+
+def _check_cluster(profile: AdditiveProfile, cluster: Cluster) -> None:
+    """Published bandwidths are by degree, so nodes must be like the authors'; a single smaller node will do."""
+    size = profile.node_size
+    if not cluster.device.name.lower().startswith(profile.device.lower()):
+        raise SeqloomError(
+            f"profile {profile.name} was measured on {profile.device}, not {cluster.device.name}; "
+            f"take a cluster such as 8x{size}x{profile.device}-40G, or leave the profile out"
+        )
+    if cluster.gpus_per_node != size and not (cluster.nodes == 1 and cluster.gpus_per_node < size):
+        raise SeqloomError(
+            f"profile {profile.name} was measured on nodes of {size} GPUs, this cluster has nodes of "
+            f"{cluster.gpus_per_node}; take any number of nodes of {size}, one node of at most {size}, "
+            "or leave the profile out"
+        )

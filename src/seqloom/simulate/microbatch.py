@@ -1,0 +1,399 @@
+"""Time of every micro-batch on every stage: who waits for whom, and where forward, backward and weight half end.
+
+Groups join the shard groups that they touch. The ranks of joined shard groups form a component: they start together and
+leave together, when the slowest of them is done. Until then the others wait.
+
+    rank 0   |FFFFFBBBBBBBBBB|        component 0: one group over ranks 0 and 1, another on rank 2;
+    rank 1   |FFFFFBBBBBBBBBB|        rank 3 has no tokens and waits
+    rank 2   |FFFBBBBBB      |
+    rank 3   |               |
+
+The cost model prices forward and backward together. All groups of a component are cut at the same share of their time,
+that of the rank that works longest, so a component's forward and backward are exactly as long as both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from seqloom.cost import CostModel, MemoryPolicy
+from seqloom.cost.memory import offload_ns
+from seqloom.cost.plan_cost import RoundTimes, columns, round_components, tokens_on_ranks
+from seqloom.cost.resharding import exposed_reshard_ns, unshard_times_by_stage
+from seqloom.cost.shapes import COST_COLUMNS, STREAMS
+from seqloom.plan import ActionKind, Checkpoint, LayerRange, Pipeline, Plan, StageMicroBatch
+
+# -- forward, input half and weight half of a time ------------------------------
+
+COMPUTING = columns(name for name in STREAMS[0] if name not in ("ulysses", "kv_gather", "remap", "tensor"))
+"""Columns in which the GPU computes; the rest of a rank's time is exposed communication."""
+_UNITS = 1260  # divisible by 2, 3, 4, 5, 7 and 9: shares are integers
+_SHARES = {  # forward of forward and backward, under checkpoint none, selective, full: recomputing is backward
+    "linear": (1 / 3, 1 / 4, 1 / 4),  # backward is twice forward
+    "head": (1 / 3, 1 / 3, 1 / 3),  # never recomputed
+    "attention": (2 / 7, 2 / 7, 2 / 9),  # backward is 2.5 times forward
+    "steps": (1 / 2, 1 / 2, 1 / 3),
+    "ulysses": (1 / 2, 2 / 5, 1 / 3),  # two exchanges in forward, two in backward, and those that are repeated
+    "ring": (1 / 4, 1 / 4, 1 / 5),  # K and V travel in both; dK and dV in backward, in float32
+    "kv_gather": (1 / 4, 1 / 4, 1 / 5),
+    "remap": (1 / 2, 2 / 5, 1 / 3),
+    "tensor": (1 / 2, 1 / 3, 1 / 3),  # recomputing repeats a whole forward
+    "gather": (1 / 2, 1 / 2, 1 / 2),  # once for forward and once for backward; gradients are reduced in backward
+    "network": (1 / 3, 1 / 3, 1 / 3),
+    "fixed": (1 / 2, 1 / 2, 1 / 3),
+}
+_COLUMN = {Checkpoint.SELECTIVE: 1, Checkpoint.FULL: 2, Checkpoint.STAGE: 2}
+FORWARD = {c: [round(_UNITS * _SHARES.get(n, (0, 0, 0))[_COLUMN.get(c, 0)]) for n in COST_COLUMNS] for c in Checkpoint}
+"""Share of each column that is forward, in units of 1/1260, by checkpoint."""
+
+_BITS = 20  # shares of a time are in units of 2**-20: products with times up to 2**43 ns (two hours) stay in int64
+FULL_SHARE = 1 << _BITS
+
+
+def computing_ns(parts: np.ndarray) -> np.ndarray:
+    """int64[ranks]: ns in which the GPU computes."""
+    return parts[:, COMPUTING].sum(axis=1)
+
+
+def forward_ns(parts: np.ndarray, total: np.ndarray, checkpoint: Checkpoint) -> np.ndarray:
+    """int64[ranks]: ns of the forward of ranks that take `total` ns.
+
+    Its longest stream, as far as the backward keeps room for its own computing: a gather that does not fit behind the
+    forward is hidden by the backward.
+    """
+    early = parts * np.array(FORWARD[checkpoint]) // _UNITS
+    compute, ring, network = (early[:, columns(stream)].sum(axis=1) for stream in STREAMS)
+    ring = np.where(parts[:, COST_COLUMNS.index("ring")] > 0, ring, 0)
+    late = computing_ns(parts) - computing_ns(early)
+    return np.minimum(np.maximum(np.maximum(compute, ring), network), total - late)
+
+
+def weights_ns(parts: np.ndarray, checkpoint: Checkpoint, matmul_share: float) -> np.ndarray:
+    """int64[ranks]: ns of the weight half of the backward: as many matrix products as the forward of linear layers has.
+
+    The head's are not among them: its chunks of logits are gone after the input half.
+    """
+    linear = COST_COLUMNS.index("linear")
+    forward = parts[:, linear] * FORWARD[checkpoint][linear] // _UNITS
+    return forward * round(matmul_share * (1 << 16)) >> 16
+
+
+def forward_and_weight_cuts(
+    parts: np.ndarray, load: np.ndarray, checkpoint: Checkpoint, matmul_share: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where forward ends and the weight half begins, as shares of 2**-20, of ranks with these parts and this time."""
+    forward, weights = (
+        (time << _BITS) // np.maximum(load, 1)
+        for time in (forward_ns(parts, load, checkpoint), weights_ns(parts, checkpoint, matmul_share))
+    )
+    return forward, np.maximum(FULL_SHARE - weights, forward)
+
+
+def extend_for_offload(
+    length: np.ndarray, forward: np.ndarray, weights: np.ndarray, copy_ns: int | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(length, forward, weights) with forward and the input half not shorter than the copy that runs beside each."""
+    ends = [length * share >> _BITS for share in (forward, weights)]
+    early = np.maximum(ends[0], copy_ns)
+    late = early + np.maximum(ends[1] - ends[0], copy_ns)
+    longer = late + length - ends[1]
+    if np.array_equal(longer, length):
+        return length, forward, weights
+    return longer, -(-(early << _BITS) // np.maximum(longer, 1)), -(-(late << _BITS) // np.maximum(longer, 1))
+
+
+def share_between(time: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The part of a time from one share to another, in units of 2**-20; parts that follow each other add up."""
+    return (time * high >> _BITS) - (time * low >> _BITS)
+
+
+# -- one micro-batch on one stage -----------------------------------------------
+
+
+class MicroBatchKey(NamedTuple):
+    """A micro-batch on a stage of a plan."""
+
+    pipeline: int
+    stage: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionTimes:
+    """F, B, I or W of a micro-batch. ns from the start of the action; members as in `MicroBatchTimes`."""
+
+    duration: np.ndarray  # int64[components]
+    start: np.ndarray  # int64[members]
+    stop: np.ndarray  # int64[members]
+    comm: np.ndarray  # int64[members] exposed communication
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatchTimes:
+    """A micro-batch on a stage, priced. Members are pairs of a group and one of its ranks, as in `RoundTimes`. ns."""
+
+    rank: np.ndarray  # int64[members]
+    group: np.ndarray  # int64[members] index of the group in its `StageMicroBatch`
+    degree: np.ndarray  # int64[members] ranks of the group
+    before: np.ndarray  # int64[members] time of the rank's earlier groups of this round
+    total: np.ndarray  # int64[members] forward and backward of the group
+    comm: np.ndarray  # int64[members] exposed communication of the group
+    component: np.ndarray  # int64[members]
+    length: np.ndarray  # int64[components] forward and backward of the slowest rank, NIC or link
+    forward: np.ndarray  # int64[components] where forward ends, in units of 2**-20 of the length
+    weights: np.ndarray  # int64[components] where the weight half begins
+    split_overhead: int  # what the weight half takes more where it runs by itself
+    shard_groups: tuple[tuple[int, ...], ...]  # of every component
+    ranks_held: np.ndarray  # int64[components] ranks, also those without tokens
+    nic: np.ndarray  # int64[nodes, nics] how long each NIC is occupied
+    link: np.ndarray  # int64[ranks] how long each NVLink port is occupied
+
+    @classmethod
+    def of(
+        cls,
+        work: StageMicroBatch,
+        times: RoundTimes,
+        shard_groups: ShardGroups,
+        matmul_share: float,
+        copy_ns: int = 0,
+        split_overhead: int = 0,
+        meeting: tuple[int, ...] = (),
+    ) -> MicroBatchTimes:
+        """Find out who waits for whom.
+
+        Args:
+            work: the stage's share of the round.
+            times: its price.
+            shard_groups: of the plan; all ranks of a shard group that the round touches take part in it.
+            matmul_share: share of linear layers' time that is matrix products.
+            copy_ns: ns of copying activations to host memory, behind the forward, and back, behind the backward.
+            split_overhead: ns that the halves of a backward take more than a whole one.
+            meeting: ranks that meet before and after every pass.
+        """
+        rank, group, load = times.member_rank, times.member_group, times.rank_ns
+        component, joined = round_components(work, shard_groups.of_rank, meeting)
+        member = component[rank]
+        slowest = np.array([rank[member == k][load[rank[member == k]].argmax()] for k in range(len(joined))])
+        cuts = forward_and_weight_cuts(times.parts[slowest], load[slowest], work.checkpoint, matmul_share)
+        length, forward, weights = extend_for_offload(times.component_ns(component), *cuts, copy_ns)
+        degrees = np.array([*(len(each.ranks) for each in work.groups), 1])  # the last: ranks without a group
+        before = _earlier(rank, times.member_ns)
+        return cls(
+            rank=rank,
+            group=group,
+            degree=degrees[group],
+            before=before,
+            total=times.member_ns,
+            comm=_exposed(times, before),
+            component=member,
+            length=length,
+            forward=forward,
+            weights=weights,
+            split_overhead=split_overhead,
+            shard_groups=tuple(map(tuple, joined)),
+            ranks_held=np.array([sum(shard_groups.sizes[i] for i in numbers) for numbers in joined], dtype=np.int64),
+            nic=times.nic_ns,
+            link=times.link_ns,
+        )
+
+    def scaled(self, share: int) -> MicroBatchTimes:
+        """All times multiplied with a share in units of 2**-20."""
+        times = ("before", "total", "comm", "length", "split_overhead")
+        return replace(self, **{name: getattr(self, name) * share >> _BITS for name in times})
+
+    def action(self, kind: ActionKind) -> ActionTimes:
+        """Times of F, B, I or W.
+
+        The cuts are rounded down on the time a rank has spent so far, so that a rank's actions add up to its time to
+        the nanosecond and none of them outlasts the component's.
+        """
+        none, whole = np.zeros_like(self.forward), np.full_like(self.forward, FULL_SHARE)
+        low, high = {
+            ActionKind.F: (none, self.forward),
+            ActionKind.B: (self.forward, whole),
+            ActionKind.I: (self.forward, self.weights),
+            ActionKind.W: (self.weights, whole),
+        }[kind]
+        duration = share_between(self.length, low, high)
+        low, high, most = (each[self.component] for each in (low, high, duration))
+        start = np.minimum(share_between(self.before, low, high), most)
+        stop = np.minimum(share_between(self.before + self.total, low, high), most)
+        comm = np.minimum(share_between(self.comm, low, high), stop - start)
+        if kind is ActionKind.W and self.split_overhead:
+            more = self.split_overhead
+            duration, start, stop = duration + more, start + more * (self.before > 0), stop + more
+        return ActionTimes(duration, start, stop, comm)
+
+
+def _earlier(rank: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """int64[members]: time of the rank's earlier members."""
+    order = np.argsort(rank, kind="stable")
+    sums = np.cumsum(time[order]) - time[order]
+    _, first = np.unique(rank[order], return_index=True)
+    before = np.empty_like(sums)
+    before[order] = sums - np.repeat(sums[first], np.diff(np.append(first, len(rank))))
+    return before
+
+
+def _exposed(times: RoundTimes, before: np.ndarray) -> np.ndarray:
+    """int64[members] exposed communication: a rank's time that is not computing, by its members' shares."""
+    waits = (times.rank_ns - computing_ns(times.parts))[times.member_rank]
+    whole = np.maximum(times.rank_ns, 1)[times.member_rank].astype(np.float64)
+    low, high = ((waits * (edge / whole)).astype(np.int64) for edge in (before, before + times.member_ns))
+    return high - low
+
+
+# -- all micro-batches of a plan ------------------------------------------------
+
+
+def stage_layer_ranges(pipeline: Pipeline) -> list[LayerRange | None]:
+    """Layers of every stage; None: the whole model."""
+    return [None] if len(pipeline.stages) == 1 else [*pipeline.layer_ranges]
+
+
+class ShardGroups(NamedTuple):
+    """The shard groups of a plan, numbered over all pipelines."""
+
+    of_rank: dict[int, int]
+    sizes: list[int]
+
+
+def price(plan: Plan, cost: CostModel) -> dict[MicroBatchKey, MicroBatchTimes]:
+    """Price every micro-batch of every stage; on identical stages once."""
+    of_rank = {rank: i for i, ranks in enumerate(plan.shard_groups) for rank in ranks}
+    shard_groups = ShardGroups(of_rank, list(map(len, plan.shard_groups)))
+    times = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        identical = IdenticalStages.of(cost, pipeline, of_rank)
+        layers, resident = identical.layers, len(pipeline.stages) > 1 or bool(identical.unsharded)
+        batches: dict[tuple[MemoryPolicy, int], dict[Hashable, list[tuple[int, int]]]] = {}
+        for s, stage in enumerate(pipeline.stages):
+            for r, work in enumerate(current.by_stage[s] for current in pipeline.rounds):
+                batch = batches.setdefault((MemoryPolicy(work.checkpoint, plan.reduce, resident), stage.tensor), {})
+                batch.setdefault(identical.key(s, r, work), []).append((s, r))
+        for (policy, tensor), same in batches.items():
+            own = cost.with_tensor(tensor)
+            works = [pipeline.rounds[r].by_stage[s] for (s, r), *_ in same.values()]
+            table = own.group_costs([group for work in works for group in work.groups], policy)
+            costs = np.split(table, np.cumsum([len(work.groups) for work in works])[:-1])
+            for work, priced, places in zip(works, costs, same.values(), strict=True):
+                s = places[0][0]
+                first = MicroBatchTimes.of(
+                    work,
+                    own.round_times(work, policy, layers[s], priced),
+                    shard_groups,
+                    own.engine.matmul_share,
+                    copy_ns=_copy_ns(own, work, layers[s]),
+                    split_overhead=own.engine.split_overhead_ns(_layer_count(own, layers[s])),
+                    meeting=pipeline.stages[s].ranks if s in identical.unsharded else (),
+                )
+                times |= {MicroBatchKey(p, other, r): identical.moved(first, s, other) for other, r in places}
+    return times
+
+
+def _layer_count(cost: CostModel, layers: LayerRange | None) -> int:
+    return cost.model.layers if layers is None else layers.stop - layers.first
+
+
+def _copy_ns(cost: CostModel, work: StageMicroBatch, layers: LayerRange | None) -> int:
+    """ns of copying the activations of a micro-batch to host memory, on its fullest rank."""
+    if not work.offload or layers is None:
+        return 0
+    held = cost.memory.activation_bytes(layers, work.checkpoint, offload=False).held
+    return offload_ns(held * int(tokens_on_ranks(cost, work).max()))
+
+
+@dataclass(frozen=True, slots=True)
+class IdenticalStages:
+    """Stages of a pipeline that differ only in their ranks: a micro-batch is priced on one and moved to the others.
+
+    Pipeline ranks mostly have as many ranks each, at the same places of their nodes. A micro-batch whose groups lie
+    alike on two stages takes as long on both if they have as many layers.
+    """
+
+    layers: list[LayerRange | None]
+    first_rank: list[int]  # of every stage
+    first_shard_group: list[int]  # of every stage
+    node_size: int
+    aligned: bool  # whether all pipeline ranks lie in their nodes in the same way
+    unsharded: frozenset[int]  # stages that are unsharded for every pass
+
+    @classmethod
+    def of(cls, cost: CostModel, pipeline: Pipeline, shard_group_of: dict[int, int]) -> IdenticalStages:
+        """Compare the ranks of one pipeline."""
+        blocks, size = pipeline.ranks_by_pp_rank, cost.node_size
+        width, start = len(blocks[0]), blocks[0][0]
+        even = all(block == tuple(range(start + i * width, start + (i + 1) * width)) for i, block in enumerate(blocks))
+        first = [blocks[pipeline.pp_rank_of(stage)][0] for stage in range(len(pipeline.stages))]
+        return cls(
+            layers=stage_layer_ranges(pipeline),
+            first_rank=first,
+            first_shard_group=[shard_group_of[rank] for rank in first],
+            node_size=size,
+            aligned=even and start % width == 0 and (size % width == 0 or width % size == 0),
+            unsharded=frozenset(unshard_times_by_stage(cost, pipeline)),
+        )
+
+    def key(self, stage: int, number: int, work: StageMicroBatch) -> Hashable:
+        """What two micro-batches of one policy and tensor degree have in common if they take as long."""
+        layers = self.layers[stage]
+        routed = work.linear is not None or any(group.route is not None for group in work.groups)
+        if not self.aligned or layers is None or routed:
+            return stage, number
+        first = self.first_rank[stage]
+        groups = tuple(
+            (group.ranks[0] - first, group.ranks[-1] - first, group.ulysses, group.ring, group.method, group.spans)
+            for group in work.groups
+        )
+        return layers.stop - layers.first, layers.has_head, work.offload, stage in self.unsharded, groups
+
+    def moved(self, times: MicroBatchTimes, stage: int, other: int) -> MicroBatchTimes:
+        """The times of a stage on the ranks of an identical one."""
+        ranks = self.first_rank[other] - self.first_rank[stage]
+        numbers = self.first_shard_group[other] - self.first_shard_group[stage]
+        if not ranks:
+            return times
+        return replace(
+            times,
+            rank=times.rank + ranks,
+            shard_groups=tuple(tuple(number + numbers for number in joined) for joined in times.shard_groups),
+            nic=np.roll(times.nic, ranks // self.node_size, axis=0),
+            link=np.roll(times.link, ranks),
+        )
+
+
+# -- once per step --------------------------------------------------------------
+
+
+def end_ns(plan: Plan, cost: CostModel, times: dict[MicroBatchKey, MicroBatchTimes]) -> tuple[int, int]:
+    """(ns, of that communication) of a step beside its rounds, with the exposed resharding time."""
+    overlap_windows = []
+    for p, pipeline in enumerate(plan.pipelines):
+        ends = [times[MicroBatchKey(p, 0, r)] for r in (0, len(pipeline.rounds) - 1) if pipeline.rounds]
+        first, last = (int(each.length.min()) for each in ends) if ends else (0, 0)
+        overlap_windows.append((first, last))
+    exposed = exposed_reshard_ns(cost, plan.pipelines, overlap_windows)
+    total, communication = step_overhead(plan, cost)
+    return total + exposed, communication + exposed
+
+
+def step_overhead(plan: Plan, cost: CostModel) -> tuple[int, int]:
+    """(ns, of that communication) of the end of a step on the slowest pipeline rank, whatever the rounds."""
+    costs = [(0, 0)]
+    for pipeline in plan.pipelines:
+        if len(pipeline.stages) > 1:
+            for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
+                stages = pipeline.stages_of(pp_rank)  # of one tensor degree, or priced by that of the first
+                own = cost.with_tensor(pipeline.stages[stages[0]].tensor)
+                narrowest = min(map(len, plan.limits.shard_groups(plan.sharding, ranks)))
+                costs.append(own.stage_overhead_ns([pipeline.layer_ranges[s] for s in stages], len(ranks), narrowest))
+            continue
+        own, resident = cost.with_tensor(pipeline.stages[0].tensor), bool(unshard_times_by_stage(cost, pipeline))
+        for checkpoint in {current.by_stage[0].checkpoint for current in pipeline.rounds}:
+            policy = MemoryPolicy(checkpoint, plan.reduce, resident)
+            costs.append((own.step_overhead_ns(policy), own.step_communication_ns(policy)))
+    return max(costs)
