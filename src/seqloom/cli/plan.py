@@ -333,8 +333,8 @@ def _level_table(packing: Packing) -> Table:
     from seqloom.api import MS
     from seqloom.view.format import bar, milliseconds, percent, table_of
 
-    names = ("pack of", "shape", "keeps", "packs", "steps", "sequences", "step ms", "tokens %", "")
-    table = table_of(names, left=("keeps", ""))
+    names = ("pack of", "shape", "checkpoint", "packs", "steps", "sequences", "step ms", "tokens %", "")
+    table = table_of(names, left=("checkpoint", ""))
     for level, figures in zip(packing.levels, _level_figures(packing), strict=True):
         share = figures["tokens"] / int(packing.lengths.sum())
         table.add_row(
