@@ -9,7 +9,6 @@ others to another) in each pass.
 from __future__ import annotations
 
 import statistics
-import sys
 
 import record
 from common import Check, options, show, show_checks
@@ -50,7 +49,7 @@ def both_passes(choices: dict, tensors, sweeps: int) -> dict[str, list[float]]:
 
 def every_cut(lengths: list[int], kernels, shape) -> dict[str, object]:
     """Every kernel alone, and every pair with every cut; the best of both passes are picked apart."""
-    from seqloom.attention.kernels.dispatch import PreparedParts
+    from seqloom.attention.kernels.dispatch import PreparedSplit
     from seqloom.attention.masks import Segments
 
     segments = Segments.packed(lengths)
@@ -60,7 +59,7 @@ def every_cut(lengths: list[int], kernels, shape) -> dict[str, object]:
             below = segments.q_len < cut
             if below.any() and not below.all():
                 shares = [(kernels[short], segments.select(below)), (kernels[long], segments.select(~below))]
-                choices[f"{short} below {cut}, then {long}"] = PreparedParts.of(shares, shares, shape)
+                choices[f"{short} below {cut}, then {long}"] = PreparedSplit.of(shares, shares, shape)
     return choices
 
 
@@ -71,7 +70,9 @@ def nearness(lengths: list[int], dispatcher, shape, tensors) -> dict[str, object
     """
     from seqloom.attention.masks import Segments
 
-    kernels = {kernel.ability.name: kernel for kernel in dispatcher.kernels if kernel.ability.name != "reference"}
+    kernels = {
+        kernel.capabilities.name: kernel for kernel in dispatcher.kernels if kernel.capabilities.name != "reference"
+    }
     choices = every_cut(lengths, kernels, shape)
     times = both_passes(choices, tensors, 1)
     best = [min(times, key=lambda name, k=k: times[name][k]) for k in (0, 1)]
@@ -85,18 +86,16 @@ def nearness(lengths: list[int], dispatcher, shape, tensors) -> dict[str, object
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--packs", type=int, default=2, help="per source and head count")
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.dispatch import default_dispatcher
     from seqloom.attention.kernels.interface import AttentionShape
 
     figures, checks, rows = {}, [], []
-    dispatcher = default(torch.device("cuda", 0))
+    dispatcher = default_dispatcher(torch.device("cuda", 0))
     for heads, kv_heads in ((32, 32), (32, 8)):
         shape = AttentionShape(heads, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
         inputs, near = tensors(TOKENS, heads, kv_heads), {}
@@ -108,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         figures[label] = near
         of_best = [float(row["of best"]) for row in near.values()]
         rows += [(f"{label} {name}", f"{row['of best']:.3f}", " | ".join(row["best"])) for name, row in near.items()]
-        checks.append(Check(f"{label}, best choice / dispatcher, worst pack", min(of_best), 0.95, at_least=True))
+        checks.append(Check(f"{label}, best choice / dispatcher, worst pack", min(of_best), 0.95, min_lengths=True))
     show("time of the best choice / time of the dispatcher's", ("pack", "ratio", "best forward | backward"), rows)
     show_checks(checks)
     record.write(arguments.out, __file__, arguments, figures, checks)

@@ -6,7 +6,6 @@ python benchmarks/gpu_host.py --out benchmarks/results/gpu_host.json
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 import record
@@ -24,7 +23,7 @@ class Timed:
     """A kernel that counts the host time inside its own calls; what an attention call takes more is the engine's."""
 
     def __init__(self, kernel) -> None:
-        self.kernel, self.ability, self.seconds = kernel, kernel.ability, 0.0
+        self.kernel, self.capabilities, self.seconds = kernel, kernel.capabilities, 0.0
 
     def prepare(self, segments, shape):
         return _TimedCalls(self, self.kernel.prepare(segments, shape))
@@ -115,18 +114,16 @@ def host_cost(lengths: list[int], dispatcher, shape, tensors) -> dict[str, float
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.dispatch import default_dispatcher
     from seqloom.attention.kernels.interface import AttentionShape
 
     figures, checks = {}, []
-    dispatcher = default(torch.device("cuda", 0))
+    dispatcher = default_dispatcher(torch.device("cuda", 0))
     shape = AttentionShape(32, 8, 128, torch.bfloat16, torch.device("cuda", 0), 128**-0.5)
     for name, lengths in PACKS.items():
         figures[name] = cost = host_cost(lengths, dispatcher, shape, tensors(sum(lengths), 32, 8))

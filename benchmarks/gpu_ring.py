@@ -8,7 +8,6 @@ measured again and again between the groups, so that a clock that drifts is on b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -82,17 +81,15 @@ def group_run(ulysses: int, ring: int, inputs, kernels, pools):
 
 def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__)
-    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     arguments = parser.parse_args(argv)
-    if not record.has_gpu():
-        sys.exit("this benchmark needs torch and a CUDA device")
+    record.require_gpu()
     import torch
     from gpu_rivals import tensors
 
-    from seqloom.attention.kernels.dispatch import default
+    from seqloom.attention.kernels.dispatch import default_dispatcher
     from seqloom.dist import Ranks
 
-    kernels = default(torch.device("cuda", 0))
+    kernels = default_dispatcher(torch.device("cuda", 0))
     figures, checks, rows = {}, [], []
     pools = {world: Ranks(world) for world in sorted({1, *(ulysses * ring for ulysses, ring in SHAPES)})}
     for heads, kv_heads in ((32, 32), (32, 8)):

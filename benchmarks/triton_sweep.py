@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from attention_timing import DIM, make_packs, median_ms, pairs_of, tensors_for, varlen_ms
 
-from seqloom.attention.kernels.interface import AttentionShape
+from seqloom.attention.kernels.interface import AttentionShape, Saved
 from seqloom.attention.kernels.triton_attention import Config, TritonSegments
 from seqloom.attention.masks import Segments
 
@@ -56,9 +56,10 @@ def call_of(kind: str, config: Config, segments: Segments, heads: tuple[int, int
     out, lse = saved or (dout, torch.zeros(heads[0], len(q), device="cuda"))
     delta = (out.float() * dout.float()).sum(-1).T.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    inputs = Saved(q, k, v, out, lse)
     if kind == "dq":
-        return lambda: prepared.queries_into(dout, q, k, v, out, lse, delta, dq)
-    return lambda: prepared.keys_into(dout, q, k, v, lse, delta, dk, dv)
+        return lambda: prepared.dq_into(dout, inputs, delta, dq)
+    return lambda: prepared.dkdv_into(dout, inputs, delta, dk, dv)
 
 
 def compile_one(job: tuple[str, Config, tuple[int, int]]) -> None:

@@ -31,7 +31,8 @@ from seqloom.cost.shapes import ordered, useful_shapes
 from seqloom.describe import sample
 from seqloom.plan import Plan, Round
 from seqloom.planners import RIVALS, make_plan, plan_batches
-from seqloom.planners.published import plan_te_cp, plan_zeppelin
+from seqloom.planners.published.context_parallel import plan_te_cp
+from seqloom.planners.published.zeppelin import plan_zeppelin
 from seqloom.simulate import simulate
 
 CLUSTERS = {"A": "A800", "B": "H800", "C": "H200"}

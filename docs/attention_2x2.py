@@ -1,13 +1,19 @@
-"""Draw who holds what in a 2 x 2 group, as text and as a picture, computed from `Group`.
+"""Figures and tables of docs/attention.md: tokens and tiles of a 2 x 2 group, and the support matrix of the kernels.
 
-python docs/attention_2x2.py     writes docs/attention-2x2.svg and prints the text of docs/attention.md
+python docs/attention_2x2.py     writes docs/attention-2x2.svg and renews docs/attention.md between its markers
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+
+from seqloom.attention import Segments
+from seqloom.attention.kernels import AttentionShape, Capabilities
+from seqloom.attention.kernels.dispatch import KERNELS
 from seqloom.layout import Span
 from seqloom.plan import Group
 from seqloom.plan.group import even_ranges
@@ -173,10 +179,82 @@ def _text(x: int, y: int, words: str, kind: str = "") -> str:
     return f'<text x="{x}" y="{y}"{f" class={chr(34)}{kind}{chr(34)}" * bool(kind)} xml:space="preserve">{words}</text>'
 
 
+SUPPORTED, REFUSED, UNTESTED = "supported", "refused", "untested"
+ENGINE = "engine"
+"""The column of `attention(...)`: some kernel supports it."""
+
+
+class Feature(NamedTuple):
+    """One row: an example that has the feature. Fields left out are those that every kernel takes."""
+
+    name: str
+    segments: Segments = Segments.packed([512, 512])
+    device: str | None = None
+    dtype: torch.dtype | None = None
+    dim: int = 128
+    kv_heads: int = 8
+
+
+FEATURES = (
+    Feature("CPU", device="cpu"),
+    Feature("CUDA", device="cuda"),
+    *(
+        Feature(str(dtype).removeprefix("torch."), dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    ),
+    *(Feature(f"head dim {dim}", dim=dim) for dim in (64, 80, 100, 128, 192, 256, 512)),
+    Feature("grouped-query heads (GQA)", kv_heads=2),
+    Feature("one key/value head (MQA)", kv_heads=1),
+    Feature("causal, packed documents"),
+    Feature("full (not causal), packed documents", Segments.packed([512, 512], causal=False)),
+    Feature("sliding window", Segments.packed([512, 512], window=128)),
+    Feature("piece with its prefix", Segments.of([(0, 256, 0, 512, 256)])),
+    Feature("any offset", Segments.of([(0, 256, 0, 512, 100)])),
+    Feature("tile without mask", Segments.of([(0, 256, 0, 512, 512)])),
+)
+NEVER = ("dropout", "logit soft-cap", "bias, ALiBi", "attention sinks", "values wider or narrower than keys")
+"""Options that the engine refuses before any kernel is asked."""
+
+
+def support_matrix() -> str:
+    """Return the matrix in Markdown: a row per feature, a column per kernel, the engine last.
+
+    Every cell is the kernel's answer to an example: it supports it, supports it but no test of this project runs it
+    (untested), or refuses it.
+    """
+    kernels = {name: entry.make().capabilities for name, entry in KERNELS.items()}
+    columns = [*kernels, ENGINE]
+    rows = [(feature.name, _answers(feature, kernels)) for feature in FEATURES]
+    rows += [(name, dict.fromkeys(columns, REFUSED)) for name in NEVER]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(cells[column] for column in columns) + " |" for name, cells in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _answers(feature: Feature, kernels: Mapping[str, Capabilities]) -> dict[str, str]:
+    """Ask every kernel, and the engine, which has what its best kernel has."""
+    cells = {name: _answer(kernel, feature) for name, kernel in kernels.items()}
+    cells[ENGINE] = next(answer for answer in (SUPPORTED, UNTESTED, REFUSED) if answer in cells.values())
+    return cells
+
+
+def _answer(kernel: Capabilities, feature: Feature) -> str:
+    """Ask one kernel, on its own device and in its own dtype where the feature names none."""
+    shape = AttentionShape(
+        heads=8,
+        kv_heads=feature.kv_heads,
+        dim=feature.dim,
+        dtype=feature.dtype or kernel.dtypes[0],
+        device=torch.device(feature.device or kernel.devices[0]),
+        scale=feature.dim**-0.5,
+    )
+    if kernel.unsupported(feature.segments, shape) is not None:
+        return REFUSED
+    return SUPPORTED if kernel.tested else UNTESTED
+
+
 def renewed(page: str) -> str:
     """Return the page with everything between markers made anew."""
-    from seqloom.attention.kernels.support import support_matrix
-
     parts = {"holdings": _indented(holdings()), "tiles": _indented(tiles()), "support": support_matrix()}
     for name, text in parts.items():
         before, rest = page.split(f"<!-- {name} -->\n")

@@ -32,7 +32,7 @@ settings.load_profile("test")  # the option --hypothesis-profile comes later and
 def fork_server():
     """The process that workers and ranks of this session are forks of: it loads torch and transformers once for all."""
     multiprocessing.set_forkserver_preload(
-        ["seqloom.testing.workers", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
+        ["seqloom.dist.torch_transport", "seqloom.train.launch", "seqloom.integrations.transformers.loading"]
     )
     forkserver.ensure_running()
 
@@ -66,7 +66,7 @@ def gloo_processes(fork_server):
     Under xdist every worker that needs a pool has one. With --dist worksteal that is usually the first alone, since
     tests/distributed is collected first.
     """
-    from seqloom.testing.workers import Workers  # imports torch, which other tests do not pay for
+    from support.workers import Workers  # imports torch, which other tests do not pay for
 
     with Workers(8) as pool:
         yield pool
@@ -84,13 +84,13 @@ def gloo_pool(gloo_processes):
 
 
 @pytest.fixture
-def held_tickets():
-    """The tickets that are held. What earlier tests have left to the garbage collector is not among them."""
-    from seqloom.attention import operator as tickets
+def live_handles():
+    """Opaque handles that are alive. What earlier tests have left to the garbage collector is not among them."""
+    from seqloom.models import compile as handles
 
     gc.collect()
-    assert not tickets._held
-    return tickets._held
+    assert not handles._handles
+    return handles._handles
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Private operators and names of torch, each behind a typed function, and a check that they are still what they were.
+"""Private operators and names of torch, each behind a typed function, and a check that torch has not changed them.
 
-Everything else in Seqloom calls torch through its public names. Layouts here are the operators' own.
+Everything else in Seqloom calls torch through its public names. Layouts of tensors are the operators' own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCHEMAS = (
 
 
 class Gradients(NamedTuple):
-    """Of queries, keys and values."""
+    """Gradients of queries, keys and values."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -77,77 +77,56 @@ def cpu_flash_backward(
     return Gradients(*operator(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale))
 
 
-class PackedLengths(NamedTuple):
-    """Sequences one after the other: where each begins, and the longest."""
+class VarlenArguments(NamedTuple):
+    """Arguments of flash attention over packed sequences, by the names of flash-attn.
 
-    cumulative_q: torch.Tensor
-    """int32[n + 1], on the device."""
-    cumulative_k: torch.Tensor
-    longest_q: int
-    longest_k: int
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32[n + 1] on the device, where sequences begin.
+        max_seqlen_q, max_seqlen_k: longest sequence.
+        causal: the last query of a sequence sees all its keys, the one before all but the last, and so on.
+        window_size_left, window_size_right: keys seen before and after a query; -1: all.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+
+
+def flash_mask(causal: bool, window: int | None) -> tuple[bool, int, int]:
+    """Return (causal, window_size_left, window_size_right) for a window in tokens, the query itself included."""
+    if window is None:
+        return causal, -1, 0 if causal else -1
+    return False, window - 1, 0
 
 
 def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: PackedLengths,
-    *,
-    causal: bool,
-    window: int | None,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: VarlenArguments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run torch's flash attention over packed sequences on a GPU and return (out, lse).
 
     Args:
         q, out: [queries, heads, dim]; lse: [heads, queries], float32.
         k, v: [keys, kv_heads, dim].
-        causal: the last query of a sequence sees all its keys, the one before all but the last, and so on.
-        window: tokens a query sees, itself included; needs `causal`.
+        arguments: of the sequences.
     """
+    *lengths, scale, causal, left, right = arguments
+    windows = {"window_size_left": left, "window_size_right": right}
     operator = torch.ops.aten._flash_attention_forward
-    masked = flash_mask(causal, window)
-    left, right = masked.left, masked.right
-    return operator(
-        q, k, v, *lengths, 0.0, masked.causal, False, scale=scale, window_size_left=left, window_size_right=right
-    )[:2]
+    return operator(q, k, v, *lengths, 0.0, causal, False, scale=scale, **windows)[:2]
 
 
-def flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lengths: PackedLengths,
-    *,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> Gradients:
-    """Run the backward of `flash_forward`."""
-    operator = torch.ops.aten._flash_attention_backward
-    masked = flash_mask(causal, window)
-    options = {"scale": scale, "window_size_left": masked.left, "window_size_right": masked.right}
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    unused = torch.empty(0, device=q.device)
-    return Gradients(*operator(dout, q, k, v, out, lse, *lengths, 0.0, masked.causal, state, unused, **options))
-
-
-class FlashMask(NamedTuple):
-    """How flash attention spells a mask: causal, or the keys seen before and after a query; -1 is all of them."""
-
-    causal: bool
-    left: int
-    right: int
-
-
-def flash_mask(causal: bool, window: int | None) -> FlashMask:
-    """Spell a mask for flash attention, torch's or that of the packages."""
-    if window is None:
-        return FlashMask(causal, -1, 0 if causal else -1)
-    return FlashMask(False, window - 1, 0)
+def flash_backward(dout: torch.Tensor, saved: tuple[torch.Tensor, ...], arguments: VarlenArguments) -> Gradients:
+    """Run the backward of `flash_forward`; `saved` is q, k, v, out and lse."""
+    *lengths, scale, causal, left, right = arguments
+    windows = {"window_size_left": left, "window_size_right": right}
+    operator, device = torch.ops.aten._flash_attention_backward, dout.device
+    rng_state, unused = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+    return Gradients(*operator(dout, *saved, *lengths, 0.0, causal, rng_state, unused, scale=scale, **windows))
 
 
 def check_operators(expected: Iterable[str] = SCHEMAS) -> None:
@@ -173,14 +152,14 @@ def check_operators(expected: Iterable[str] = SCHEMAS) -> None:
 
 
 def _serves(found: str, expected: str) -> bool:
-    """Whether calls written for `expected` mean the same to `found`: equal, but for added keywords with defaults."""
+    """Return whether calls written for `expected` mean the same to `found`: equal, but for added keyword defaults."""
     arguments, _, returns = expected.rpartition(") -> ")
     now, _, returns_now = found.rpartition(") -> ")
     added = now.removeprefix(arguments).split(", ")
     return now.startswith(arguments) and returns_now == returns and added[0] == "" and all("=" in a for a in added[1:])
 
 
-def mark_rows(tensor: torch.Tensor, axis: int) -> None:
+def mark_dynamic(tensor: torch.Tensor, axis: int) -> None:
     """Tell torch.compile that the length of an axis will change, so that a graph should not depend on it."""
     from torch._dynamo import maybe_mark_dynamic  # loads the compiler; only when it is needed
 
@@ -188,18 +167,18 @@ def mark_rows(tensor: torch.Tensor, axis: int) -> None:
 
 
 def occupy_gpu(cycles: int) -> None:
-    """Keep the current GPU busy for so many clock cycles, about half a nanosecond each; the host goes on."""
+    """Keep the current GPU busy for `cycles` clock cycles, about half a nanosecond each, without blocking the host."""
     torch.cuda._sleep(cycles)
 
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
-    """Give a process group the timeout of the whole job; torch gives every new one its own default."""
+    """Give a process group the timeout of the default group; torch gives every new one its own default."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     world = dist.group.WORLD
     assert world is not None  # there is a group, so there is a job
     _set_pg_timeout(world._get_backend(device).options._timeout, group)
 
 
-def laid_out_like(like: DTensor, own: torch.Tensor) -> DTensor:
-    """Return a distributed tensor of the same whole, of which this rank has `own`; ten times faster than from_local."""
-    return type(like)(own, like._spec, requires_grad=False)
+def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with the mesh and placements of `like` and this shard; ten times faster than from_local."""
+    return type(like)(local, like._spec, requires_grad=False)

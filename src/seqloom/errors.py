@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class SeqloomError(ValueError):
@@ -23,6 +25,21 @@ def unknown_name(kind: str, name: str, options: Iterable[str]) -> SeqloomError:
     nearest = [option for option in legal if option.lower() in near]
     hint = f"did you mean {', '.join(nearest)}?" if nearest else f"known: {', '.join(legal)}"
     return SeqloomError(f"unknown {kind} {name!r}; {hint}")
+
+
+def import_extra(purpose: str, extra: str, *modules: str, otherwise: str = "") -> Any:
+    """Import a package of an optional extra, and modules of it; return the first, or say how to install it.
+
+    `purpose` begins the message and `otherwise` ends it: another way out.
+    """
+    try:
+        loaded = [importlib.import_module(module) for module in modules]
+        return loaded[0]
+    except ImportError as error:
+        raise SeqloomError(
+            f"{purpose} needs the package {modules[0]!r} ({error}); install the extra {extra!r}: "
+            f"pip install 'seqloom[{extra}]'{otherwise}"
+        ) from None
 
 
 # ---- merged: plan.error

@@ -6,17 +6,17 @@ import torch
 from seqloom.engine.executor import evaluate, run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.layout import Route, Span
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.params.fsdp import FSDPParameters
 from seqloom.params.resharding import ReshardingParameters
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
-from seqloom.testing.workers import Workers
 from support.steps import Found, Step, one_stage_plan, tiny_spec
 from support.tiny_models import documents, gradients, one_by_one, targets, tiny_model
 from support.transports import CountingTransport
 from support.two_layouts import shifted
+from support.workers import Workers
 
 pytestmark = pytest.mark.distributed
 torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def traffic(transport, plan, keeps):
         counting.reset()
         for context in contexts:
             if context is not None:
-                LossOf(adapter)(*STEP.rows()(context), context).backward()
+                ModelWithLoss(adapter)(*STEP.rows()(context), context).backward()
         sent = [counting.traffic(verb) for verb in ("all_to_all", "exchange", "all_gather", "all_reduce")]
         found.append([(each.calls, each.bytes) for each in sent])
     return found

@@ -253,7 +253,7 @@ def refused(transport, step):
 def test_bad_input_is_refused(gloo_pool):
     found = gloo_pool.run(refused, STEP, ranks=8)[5]
     assert "nodes of None" in found["no node size"] and "nodes of 3" in found["odd nodes"]
-    assert "use FreeLayout" in found["free"]
+    assert "use ReshardingParameters" in found["free"]
     assert "load the model there" in found["meta"] and "torch.float32', 'torch.float64" in found["dtypes"]
 
 

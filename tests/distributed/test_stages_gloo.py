@@ -11,7 +11,7 @@ from seqloom.dist import bind_single_rank
 from seqloom.engine.executor import run_step
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.params.fsdp import FSDPParameters
@@ -44,14 +44,14 @@ def placed(layers, hosts, sharding=Sharding.FULL, order=None, node_size=2):
 
 def run_units(transport, step, placement, parameters, weights=None):
     """All forwards, then all backwards: rank i of every host has every document whose number is i in turn."""
-    each = len(placement.hosts[0])
-    place = placement.hosts[placement.host_of(transport.rank)].index(transport.rank)
+    each = len(placement.ranks_by_pp_rank[0])
+    place = placement.ranks_by_pp_rank[placement.pp_rank_of(transport.rank)].index(transport.rank)
     ids, labels = step.documents()
     numbers = range(place, len(ids), each)
     contexts = {number: bind_single_rank((len(ids[number]),)) for number in numbers}
     peer = lambda stage: placement.stages[stage].ranks[place]  # noqa: E731
     mine = [stage for stage in range(len(placement.stages)) if peer(stage) == transport.rank]
-    parts, total = dict(zip(mine, placement.parts_of(transport.rank), strict=True)), 0.0
+    parts, total = dict(zip(mine, placement.layer_ranges(placement.pp_rank_of(transport.rank)), strict=True)), 0.0
     open_units, kept, sent = {}, {}, []
     for stage in mine:
         parameters.unshard(parts[stage])
@@ -166,7 +166,7 @@ def test_models_of_transformers_in_stages(gloo_pool, lora):
     """A tied head, or parameters that are not trained; documents in pieces, backwards in halves."""
     step, plan = fixed_step("seq1f1b-zb", 4, 2, (2, 1, 3))
     adapter, context = of_transformers(step, lora), bind_single_rank(step.lengths)
-    loss = LossOf(adapter)(*step.rows()(context), context) / step.valid
+    loss = ModelWithLoss(adapter)(*step.rows()(context), context) / step.valid
     loss.backward()
     wanted = {name: each.grad for name, each in adapter.module.named_parameters() if each.requires_grad}
     norm = torch.stack([each.norm() for each in wanted.values()]).norm()
@@ -255,7 +255,7 @@ def refused(transport, step):
     odd = placed((3, 2), 2, Sharding.HYBRID, node_size=3)
     extra = step.model_adapter()
     extra.module.shift = torch.nn.Parameter(torch.zeros(3))
-    whole = replace(step.model_adapter(), body=None, whole="it is a test")
+    whole = replace(step.model_adapter(), body=None, single_stage_reason="it is a test")
     cases = {"ranks": (adapter, half), "nodes": (adapter, odd), "extra": (extra, placed((3, 2), 2))}
     cases |= {"whole": (whole, placed((3, 2), 2))}
     for name, (given, placement) in cases.items():

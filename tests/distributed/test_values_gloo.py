@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.models import ModelAdapter, Transformer
-from seqloom.models.deferred_init import DeferredParameters
+from seqloom.models.adapter import DeferredParameters
 from seqloom.params import FSDPParameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.plan import Sharding, Stage
 from support.steps import tiny_spec
@@ -39,12 +39,12 @@ def read(transport, layout):
     def watched(name):
         most[0] = max(most[0], whole(model))
         asked.append(name)
-        return model.drawn(SEED, name)
+        return model.initial_value(SEED, name)
 
     adapter = replace(ModelAdapter.of(model), deferred=DeferredParameters(watched, torch.device("cpu")))
-    found = {name: each.clone() for name, each in place(transport, adapter, layout).values()}
+    found = {name: each.clone() for name, each in place(transport, adapter, layout).full_parameters()}
     there = ModelAdapter.of(Transformer(SPEC, seed=SEED, dtype=torch.float64))
-    wanted = {name: each.clone() for name, each in place(transport, there, layout).values()}
+    wanted = {name: each.clone() for name, each in place(transport, there, layout).full_parameters()}
     same = found.keys() == wanted.keys() and all(torch.equal(each, wanted[name]) for name, each in found.items())
     return same, most[0], asked
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,9 +10,8 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.attention.kernels.dispatch import ENTRIES
-from seqloom.attention.kernels.support import support_matrix
-from seqloom.attention.tiles import Chunks, ring_tiles
+from seqloom.attention.kernels.dispatch import KERNELS
+from seqloom.attention.tiles import ZigzagChunks, ring_tiles
 from seqloom.cost import Profile
 from seqloom.cost.communication import Communication
 from seqloom.cost.shapes import GroupShape
@@ -61,7 +58,7 @@ def test_the_picture_is_what_its_script_draws(drawing):
 def test_the_steps_of_the_figure_are_those_of_the_ring(drawing):
     """Every pair of tokens of document A that the ring computes, by the step in which it does."""
     group = Group(drawing.GROUP.ranks, drawing.GROUP.ulysses, drawing.GROUP.ring, drawing.GROUP.spans[:1])
-    chunks = [Chunks.of(group, index) for index in range(group.ring)]
+    chunks = [ZigzagChunks.of(group, index) for index in range(group.ring)]
     tokens = [
         [t for _, start, stop in group.ring_spans(index) for t in range(start, stop)] for index in range(group.ring)
     ]
@@ -140,21 +137,28 @@ def test_the_figures_of_the_picture_are_counted(drawing):
 # -- kernels, example, files --------------------------------------------------------------------------------------
 
 
-def test_the_support_matrix_is_what_the_kernels_answer():
-    assert between("support").strip() == support_matrix().strip()
+def test_the_support_matrix_is_what_the_kernels_answer(drawing):
+    assert between("support").strip() == drawing.support_matrix().strip()
+    head, _, *lines = drawing.support_matrix().splitlines()
+    names = [cell.strip() for cell in head.split("|")[2:-1]]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    matrix = {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
+    assert names == [*KERNELS, "engine"]
+    assert {name for name, cell in matrix["CPU"].items() if cell == "supported"} == {"cpu_flash", "reference", "engine"}
+    assert matrix["sliding window"]["cudnn"] == "refused"
+    assert matrix["causal, packed documents"]["flash_attn_2"] == "untested"
+    assert set(matrix["dropout"].values()) == {"refused"}
 
 
 def test_every_kernel_is_explained_in_the_order_of_preference():
     table = PAGE[PAGE.index("| kernel | what it is |") : PAGE.index("The dispatcher is itself")]
     cells = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
-    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == list(ENTRIES)
+    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == list(KERNELS)
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-def test_the_example_runs(block, tmp_path):
-    result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_the_example_runs(block, run_block):
+    lines = run_block("python", block).splitlines()
     assert [line.split("|")[0] for line in lines] == [
         "0 0[0:4) 0[12:14) ",
         "1 0[14:16) 1[0:2) 1[6:8) ",

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.dispatch import Dispatcher, available
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
+from seqloom.attention.kernels.dispatch import Dispatcher, available_kernels
 from seqloom.dist import Communicators, TorchTransport
 from seqloom.layout import Span
 from seqloom.plan import Group, GroupFamily
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case, Inputs, assemble, attend, worst
+from support.oracle import difference
 from support.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones
 
 pytestmark = [
@@ -32,8 +32,10 @@ masks = pytest.mark.parametrize("mask", MASKS, ids=str)
 def kernels():
     """Every kernel of this GPU; cuDNN for whatever it takes, and the others for the rest."""
     return {
-        "all": Dispatcher(available(torch.device("cuda", 0))),
-        "triton": Dispatcher(tuple(one for one in available(torch.device("cuda", 0)) if one.ability.name == "triton")),
+        "all": Dispatcher(available_kernels(torch.device("cuda", 0))),
+        "triton": Dispatcher(
+            tuple(one for one in available_kernels(torch.device("cuda", 0)) if one.capabilities.name == "triton")
+        ),
     }
 
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from seqloom.attention import attention
 from seqloom.attention.context_parallel import KVCache
-from seqloom.attention.kernels.dispatch import Dispatcher, available
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
+from seqloom.attention.kernels.dispatch import Dispatcher, available_kernels
 from seqloom.dist import SingleRankTransport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case, assemble, attend, worst
 from support.carry_cases import PiecesCase, attend_pieces
+from support.oracle import difference
 from support.strategies_carry import pieces_cases
 
 pytestmark = [
@@ -31,8 +31,8 @@ SHAPES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3))
 @pytest.fixture(scope="module")
 def kernels():
     """Every kernel of this GPU together, and single ones."""
-    found = available(torch.device("cuda", 0))
-    single = {name: [one for one in found if one.ability.name == name] for name in KERNELS[1:]}
+    found = available_kernels(torch.device("cuda", 0))
+    single = {name: [one for one in found if one.capabilities.name == name] for name in KERNELS[1:]}
     return {"all": Dispatcher(found)} | {name: Dispatcher(tuple(some)) for name, some in single.items() if some}
 
 

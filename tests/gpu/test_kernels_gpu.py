@@ -1,12 +1,19 @@
-"""Every kernel of a GPU against the truth, on what its ability takes, and the dispatcher on everything."""
+"""Every kernel of a GPU against the truth, on what it supports, and the dispatcher on everything."""
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels import dispatch as registry
-from seqloom.attention.kernels.dispatch import Dispatcher
+from seqloom.attention.kernels.dispatch import (
+    KERNELS as REGISTRY,
+)
+from seqloom.attention.kernels.dispatch import (
+    Dispatcher,
+    available_kernels,
+    make_kernel,
+    unavailable_kernels,
+)
 from seqloom.attention.kernels.interface import AttentionShape
 from seqloom.attention.masks import Segments
 from seqloom.profiling.kernels import TimingSettings, time_kernels
@@ -14,8 +21,8 @@ from support.segment_cases import SCALE, Case, kernel_errors, segment_cases
 
 pytestmark = pytest.mark.gpu
 
-NAMES = [name for name, ability in registry.all_abilities().items() if "cuda" in ability.devices]
-KERNELS = {name: registry.make_kernel(name) for name in NAMES}  # they keep what they build
+KERNELS = {name: make_kernel(name) for name in REGISTRY}  # they keep what they build
+NAMES = [name for name, kernel in KERNELS.items() if "cuda" in kernel.capabilities.devices]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -35,13 +42,13 @@ def cuda() -> torch.device:
 )
 @settings(max_examples=15)
 def test_any_segments(cuda, name, dtype, case, heads, dim):
-    why = registry.missing(cuda).get(name)
+    why = unavailable_kernels(cuda).get(name)
     kernel = KERNELS[name]
     shape = AttentionShape(*heads, dim, dtype, cuda, SCALE * 0.3)
-    why = why or kernel.ability.refuse_shape(shape)
+    why = why or kernel.capabilities.unsupported_shape(shape)
     if why is not None:
         pytest.skip(why)
-    segments = case.segments.select(kernel.ability.takes(case.segments))
+    segments = case.segments.select(kernel.capabilities.supports(case.segments))
     assume(len(segments))
     # Through the dispatcher, which says in the simplest way what a kernel shall do.
     errors = kernel_errors(Dispatcher((kernel,)), case._replace(segments=segments), shape)
@@ -53,13 +60,13 @@ def test_any_segments(cuda, name, dtype, case, heads, dim):
 def test_packs_with_gaps(cuda, name, mask):
     """Documents of every size, some rows between them in no segment."""
     kernel = KERNELS[name]
-    shape = AttentionShape(4, 2, 64, kernel.ability.dtypes[0], cuda, 0.125)
+    shape = AttentionShape(4, 2, 64, kernel.capabilities.dtypes[0], cuda, 0.125)
     rows, start = [], 3
     for length in (1, 130, 17, 500, 64, 2, 257):
         rows.append((start, start + length, start, start + length, 0))
         start += length + length % 2
     segments = Segments.of(rows, **mask)
-    why = registry.missing(cuda).get(name) or kernel.ability.refusal(segments, shape)
+    why = unavailable_kernels(cuda).get(name) or kernel.capabilities.unsupported(segments, shape)
     if why is not None:
         pytest.skip(why)
     errors = kernel_errors(Dispatcher((kernel,)), Case(segments, start + 5, start + 5), shape)
@@ -70,14 +77,14 @@ def test_packs_with_gaps(cuda, name, mask):
 @settings(max_examples=30)
 def test_the_dispatcher_of_this_gpu(cuda, case, floor):
     shape = AttentionShape(4, 2, 64, torch.bfloat16, cuda, 0.125)
-    dispatcher = Dispatcher(registry.available(cuda), at_least={"cudnn": floor, "triton": floor // 2})
+    dispatcher = Dispatcher(available_kernels(cuda), min_lengths={"cudnn": floor, "triton": floor // 2})
     errors = kernel_errors(dispatcher, case, shape)
     assert max(errors.values()) < TOLERANCE[torch.bfloat16], errors
 
 
 def test_this_gpu_can_be_measured(cuda):
     shape = AttentionShape(8, 2, 128, torch.bfloat16, cuda, 0.1)
-    kernels = [kernel for kernel in registry.available(cuda) if kernel.ability.name != "reference"]
+    kernels = [kernel for kernel in available_kernels(cuda) if kernel.capabilities.name != "reference"]
     measurement = time_kernels(kernels, shape, TimingSettings((256, 8_192), tokens=65_536, repeats=5))
-    assert [times.kernel for times in measurement.times] == [kernel.ability.name for kernel in kernels]
+    assert [times.kernel for times in measurement.times] == [kernel.capabilities.name for kernel in kernels]
     assert all(times.causal[1].forward_ns > 0 and times.full[1].backward_ns > 0 for times in measurement.times)

@@ -53,16 +53,16 @@ def body(transport):
     """Values there and gradients back, three times; what was given is dropped, and its memory used again, at once."""
     layouts = optimiser_layout(WEIGHTS, CASE.ranks), compute_layout(WEIGHTS, CASE.pipelines)
     resharder = Resharder(WEIGHTS, *layouts, InStream(transport), device="cuda", node_size=4)
-    bundles, found = range(len(resharder.bundles)), []
+    buckets, found = range(len(resharder.buckets)), []
     for turn in range(3):
         masters = on_gpu(CASE.kept(CASE.wholes(turn), transport.rank))
         copies = {}
-        for flight in [resharder.start_copy(bundle, masters, torch.float32) for bundle in bundles]:
+        for flight in [resharder.start_copy(bucket, masters, torch.float32) for bucket in buckets]:
             copies |= flight.wait()
         started = []
-        for bundle in reversed(bundles):
-            given = {weight: each * 2 for weight, each in copies.items() if weight in resharder.bundles[bundle]}
-            started.append(resharder.start_reduce(bundle, given, torch.float32))
+        for bucket in reversed(buckets):
+            given = {weight: each * 2 for weight, each in copies.items() if weight in resharder.buckets[bucket]}
+            started.append(resharder.start_reduce(bucket, given, torch.float32))
             sizes = [each.numel() for each in given.values()]
             del given
             for size in sizes:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from seqloom.dist import SingleRankTransport, bind_single_rank
 from seqloom.models import defer_weight_gradients
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.params import PipelineFSDP, Placement
 from seqloom.plan import Sharding, Stage
 from support.steps import Step, tiny_spec
@@ -41,7 +41,7 @@ def network_of(dtype, device=DEVICE):
 def gradients_in(dtype, device=DEVICE):
     """What one process finds in a dtype."""
     adapter, context, ids, labels = network_of(dtype, device)
-    (LossOf(adapter)(ids, labels, context) / STEP.valid).backward()
+    (ModelWithLoss(adapter)(ids, labels, context) / STEP.valid).backward()
     return {name: each.grad.double().cpu() for name, each in adapter.module.named_parameters()}
 
 
@@ -60,7 +60,7 @@ def test_two_stages_on_one_gpu(job):
     whole = sum(each.numel() for each in adapter.module.parameters())
     placement = Placement((Stage((0,), (0, 1)), Stage((0,), (1, 4))), Sharding.FULL, 1)
     parameters = PipelineFSDP(adapter, SingleRankTransport(), placement, param_dtype=torch.bfloat16)
-    first, last = placement.parts_of(0)
+    first, last = placement.layer_ranges(0)
     before = bytes_now()
     for part in (first, last):
         parameters.unshard(part)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist.threads import Ranks
 from seqloom.layout import Span
 from seqloom.plan import Group, Method
-from seqloom.testing.oracle import difference
 from support.attention_cases import Case, Inputs, assemble, attend, worst
+from support.oracle import difference
 from support.strategies_attention import SHAPES, cases, cases_of_many_groups, cases_of_zones, head_counts, masks
 
 torch.set_num_threads(1)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist.threads import Ranks
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
-from seqloom.testing.oracle import difference
 from support.attention_cases import assemble, attend, worst
 from support.carry_cases import attend_pieces, evaluate_pieces
+from support.oracle import difference
 from support.strategies_carry import pieces_cases
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqloom.attention.tiles import Chunks, Tile, gather_schedule, ring_tiles
+from seqloom.attention.tiles import Tile, ZigzagChunks, gather_schedule, ring_tiles
 from seqloom.layout import Span
 from seqloom.plan import Group, Method, Plan
 from seqloom.plan.rules.groups import ChunkTiles, chunk_tiles, group_tiles, wrong_chunks
@@ -43,7 +43,7 @@ def test_a_group_computes_every_pair_once_where_the_query_is(group: Group) -> No
 def test_the_engine_computes_the_same_pairs(group: Group, method: Method) -> None:
     spans = tuple(Span(document, 0, stop - start) for document, start, stop in group.spans)
     group = replace(group, spans=spans, method=method)
-    chunks = [Chunks.of(group, index) for index in range(group.ring)]
+    chunks = [ZigzagChunks.of(group, index) for index in range(group.ring)]
     ids = [document for document, _, _ in sorted(spans)]
     found: list[tuple[int, Pair]] = []
     for own in chunks:
@@ -62,7 +62,7 @@ def test_the_engine_computes_the_same_pairs(group: Group, method: Method) -> Non
     assert Counter(found) == Counter(computed(group))
 
 
-def positions(chunks: Chunks, ids: list[int]) -> list[tuple[int, int]]:
+def positions(chunks: ZigzagChunks, ids: list[int]) -> list[tuple[int, int]]:
     """Document and position of every row that a ring index holds."""
     rows = []
     for d, document in enumerate(ids):

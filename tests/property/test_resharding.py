@@ -22,15 +22,15 @@ node_sizes = st.sampled_from((None, 1, 2, 4))
 
 
 def brought(resharder: Resharder, held: Held, dtype: torch.dtype, into: Held | None = None) -> Held:
-    """Move values of all bundles, all of them in flight at once."""
-    started = [resharder.start_copy(bundle, held, dtype, into=into) for bundle in range(len(resharder.bundles))]
+    """Move values of all buckets, all of them in flight at once."""
+    started = [resharder.start_copy(bucket, held, dtype, into=into) for bucket in range(len(resharder.buckets))]
     return {weight: tensor for flight in started for weight, tensor in flight.wait().items()}
 
 
 def summed(resharder: Resharder, held: Held, dtype: torch.dtype, into: Held | None = None) -> Held:
-    """Sum gradients of all bundles, from the last to the first; waits are in another order than starts."""
+    """Sum gradients of all buckets, from the last to the first; waits are in another order than starts."""
     started = [
-        resharder.start_reduce(bundle, held, dtype, into=into) for bundle in reversed(range(len(resharder.bundles)))
+        resharder.start_reduce(bucket, held, dtype, into=into) for bucket in reversed(range(len(resharder.buckets)))
     ]
     return {weight: tensor for flight in reversed(started) for weight, tensor in flight.wait().items()}
 

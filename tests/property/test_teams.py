@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqloom.attention.kernels.reference import Reference
+from seqloom.attention.kernels.cpu import Reference
 from support.attention_cases import assemble, attend, worst
 from support.carry_cases import attend_pieces
 from support.strategies_attention import cases, cases_of_many_groups

@@ -6,6 +6,7 @@ worst(found, case.truth(tensors))
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,12 +15,15 @@ import numpy as np
 import torch
 
 from seqloom.attention import attention_with_lse
-from seqloom.attention.kernels import Kernel
+from seqloom.attention.kernels import AttentionShape, Kernel, PreparedAttention
+from seqloom.attention.kernels.dispatch import default_dispatcher
+from seqloom.attention.kernels.interface import Gradients, Saved
+from seqloom.attention.masks import Segments
 from seqloom.dist import Context, all_gather_rows, attention_context, bind, reduce_scatter_rows
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, GroupFamily, Method, StageMicroBatch
-from seqloom.testing.oracle import Truth, attention_truth, difference
+from support.oracle import Truth, attention_truth, difference
 
 AXES = (0, 1, 0, 0, 0)
 """Along which axis of out, lse, dq, dk and dv the tokens lie."""
@@ -134,7 +138,7 @@ def attend_in_teams(
     return out, lse.T
 
 
-class Part(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results and where its tokens are in the pack, int64[tokens]."""
 
     rows: torch.Tensor
@@ -143,7 +147,7 @@ class Part(NamedTuple):
 
 def attend(
     transport: Transport, case: Case, inputs: Inputs, kernels: Kernel | None = None, device: str | None = None
-) -> Part:
+) -> RankResult:
     """Run one rank's share, forward and backward, on the inputs' device or another."""
     if device is not None:
         inputs = Inputs(*(x.to(device) for x in inputs))
@@ -156,10 +160,10 @@ def attend(
     mask = {"causal": case.causal, "window": case.window, "scale": case.scale}
     out, lse = attend_in_teams(q, k, v, context, case.tensor, **mask, kernels=kernels)
     gradients = torch.autograd.grad(out, (q, k, v), inputs.dout[rows])
-    return Part(rows.cpu(), Truth(*(x.detach().cpu() for x in (out, lse, *gradients))))
+    return RankResult(rows.cpu(), Truth(*(x.detach().cpu() for x in (out, lse, *gradients))))
 
 
-def assemble(parts: Iterable[Part]) -> Truth:
+def assemble(parts: Iterable[RankResult]) -> Truth:
     """Put the results of all ranks into the order of the pack; every token must be there once."""
     parts = list(parts)
     rows = torch.cat([part.rows for part in parts])
@@ -173,3 +177,25 @@ def assemble(parts: Iterable[Part]) -> Truth:
 def worst(found: Truth, truth: Truth) -> float:
     """Return the largest relative difference of output, log-sum-exp and gradients."""
     return max(difference(*pair) for pair in zip(found, truth, strict=True))
+
+
+class CountingKernel:
+    """The kernels of the CPU, which count their calls."""
+
+    def __init__(self) -> None:
+        self.inner, self.calls = default_dispatcher(torch.device("cpu")), Counter()
+        self.capabilities = self.inner.capabilities
+
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedAttention:
+        prepared, calls = self.inner.prepare(segments, shape), self.calls
+
+        class Counted:
+            def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                calls["forward"] += 1
+                return prepared.forward(*tensors)
+
+            def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+                calls["backward"] += 1
+                return prepared.backward(dout, saved)
+
+        return Counted()

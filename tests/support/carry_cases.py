@@ -20,10 +20,10 @@ from seqloom.attention.kernels import Kernel
 from seqloom.dist.token_layout import Context, bind
 from seqloom.dist.transport import Transport
 from seqloom.layout import Span
-from seqloom.models.recompute import run_layer
+from seqloom.models.recompute import run_checkpointed
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
-from seqloom.testing.oracle import Truth
-from support.attention_cases import AXES, Case, Inputs, Part, attend_in_teams, of_teams
+from support.attention_cases import AXES, Case, Inputs, RankResult, attend_in_teams, of_teams
+from support.oracle import Truth
 
 Order = tuple[tuple[str, int], ...]
 """F or B, and the round."""
@@ -38,7 +38,7 @@ class PiecesCase:
         rounds: the groups of every round.
         order: forwards ascend; a piece goes backward after all later pieces of its document.
         checkpoint: of every round.
-        keep_exchanged: see `run_layer`.
+        keep_exchanged: see `run_checkpointed`.
         layers: with inputs and a state of their own.
     """
 
@@ -87,7 +87,7 @@ class PiecesCase:
         return self.whole.truth(inputs)
 
     def bind(self, transport: Transport, kv_cache: KVCache, device: torch.device | str = "cpu") -> list[Context]:
-        """Bind all rounds to one carry."""
+        """Bind all rounds to one KV cache."""
         options: dict[str, Any] = {"device": device, "pieces": self.pieces, "kv_cache": kv_cache}
         options |= {"node_size": self.whole.node_size, "tensor": self.whole.tensor}
         return [bind(StageMicroBatch(groups, self.checkpoint), transport, **options) for groups in self.rounds]
@@ -114,15 +114,15 @@ def attend_pieces(
     inputs: Sequence[Inputs],
     kernels: Kernel | None = None,
     device: str | None = None,
-) -> list[Part]:
-    """Run one rank's share of all rounds and layers; return that of every layer. Nothing may be left in the carry."""
+) -> list[RankResult]:
+    """Run one rank's share of all rounds and layers; return that of every layer. Nothing may be left in the cache."""
     if device is not None:
         inputs = [Inputs(*(x.to(device) for x in each)) for each in inputs]
     kv_cache, numbers = KVCache(), range(len(inputs))
     contexts = case.bind(transport, kv_cache, inputs[0].q.device)
     forward = partial(_forward, case, kernels)
     units: dict[tuple[int, int], _Unit] = {}
-    parts: list[list[Part]] = [[] for _ in inputs]
+    parts: list[list[RankResult]] = [[] for _ in inputs]
     for kind, number in case.order:
         if kind == "F":
             keeps = case.checkpoint != Checkpoint.STAGE
@@ -136,7 +136,7 @@ def attend_pieces(
     return [_joined(own) for own in parts]
 
 
-def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inputs]) -> list[Part]:
+def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inputs]) -> list[RankResult]:
     """The same without a backward: gradients are zero."""
     kv_cache, found = KVCache(backward=False), [[] for _ in inputs]
     with torch.no_grad():
@@ -144,7 +144,7 @@ def evaluate_pieces(transport: Transport, case: PiecesCase, inputs: Sequence[Inp
             for n, given in enumerate(inputs):
                 unit = _forward(case, None, context, given, n, False)
                 zeros = (x.new_zeros(x.shape) for x in unit.given)
-                found[n].append(Part(unit.rows, Truth(unit.out, unit.lse, *zeros)))
+                found[n].append(RankResult(unit.rows, Truth(unit.out, unit.lse, *zeros)))
     kv_cache.check_empty()
     return [_joined(own) for own in found]
 
@@ -160,16 +160,18 @@ def _forward(
         return attend_in_teams(q * 1, k * 1, v * 1, context, case.whole.tensor, **mask)
 
     with torch.set_grad_enabled(keeps):
-        out, lse = run_layer(body, (q, k, v, context), {}, keep_exchanged=case.keep_exchanged)
+        out, lse = run_checkpointed(body, (q, k, v, context), {}, keep_exchanged=case.keep_exchanged)
     return _Unit(rows, given, out, lse)
 
 
-def _backward(unit: _Unit, inputs: Inputs) -> Part:
+def _backward(unit: _Unit, inputs: Inputs) -> RankResult:
     gradients = torch.autograd.grad(unit.out, unit.given, inputs.dout[unit.rows])
-    return Part(unit.rows.cpu(), Truth(*(x.detach().cpu() for x in (unit.out, unit.lse, *gradients))))
+    return RankResult(unit.rows.cpu(), Truth(*(x.detach().cpu() for x in (unit.out, unit.lse, *gradients))))
 
 
-def _joined(parts: Sequence[Part]) -> Part:
+def _joined(parts: Sequence[RankResult]) -> RankResult:
     """The rounds of a rank as one part."""
     fields = zip(*(part.found for part in parts), strict=True)
-    return Part(torch.cat([part.rows for part in parts]), Truth(*starmap(torch.cat, zip(fields, AXES, strict=True))))
+    return RankResult(
+        torch.cat([part.rows for part in parts]), Truth(*starmap(torch.cat, zip(fields, AXES, strict=True)))
+    )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
 from seqloom.attention.masks import Segments
-from seqloom.testing.oracle import Truth, difference
+from support.oracle import Truth, difference
 
 SCALE = 0.37
 
@@ -82,14 +82,13 @@ def random_tensors(case: Case, shape: AttentionShape, seed: int = 0) -> Tensors:
 
 
 def visible_pairs(case: Case) -> torch.Tensor:
-    """Say which query row sees which key row, bool[q rows, k rows], pair by pair from the definition."""
+    """Return which query row sees which key row, bool[q rows, k rows], from the definition."""
     mask = torch.zeros(case.q_rows, case.k_rows, dtype=torch.bool)
+    causal, window = case.segments.causal, case.segments.window
     for q_start, q_stop, k_start, k_stop, offset in case.segments.rows():
-        for row in range(q_start, q_stop):
-            for key in range(k_start, k_stop):
-                behind = row - q_start + offset - (key - k_start)
-                hidden = case.segments.causal and behind < 0
-                mask[row, key] = not hidden and (case.segments.window is None or behind < case.segments.window)
+        query, key = torch.arange(q_stop - q_start)[:, None], torch.arange(k_stop - k_start)
+        visible = (key <= query + offset) | (not causal)
+        mask[q_start:q_stop, k_start:k_stop] = visible & (window is None or query + offset - key < (window or 0))
     return mask
 
 

@@ -73,13 +73,13 @@ class Step:
 
     lengths: tuple[int, ...]
     spec: ModelSpec
-    details: TransformerOptions = TransformerOptions()  # noqa: RUF009 - frozen
+    options: TransformerOptions = TransformerOptions()  # noqa: RUF009 - frozen
     dtype: torch.dtype = torch.float64
     masked: float = 0.3
 
     def model(self) -> Transformer:
         """Return the model, its attention far from uniform."""
-        model = Transformer(self.spec, self.details, seed=2, dtype=self.dtype)
+        model = Transformer(self.spec, self.options, seed=2, dtype=self.dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 12 if parameter.ndim == 2 else 1
@@ -212,10 +212,10 @@ def steps(draw: st.DrawFn, *, longest: int = 30) -> Step:
         tied=draw(st.booleans()),
         windows=tuple(windows),
     )
-    details = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
+    options = TransformerOptions(qk_norm=draw(st.booleans()), qkv_bias=draw(st.booleans()))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
     masked = draw(st.sampled_from((0.0, 0.4, 1.1)))
-    return Step(tuple(lengths), spec, details, masked=masked)
+    return Step(tuple(lengths), spec, options, masked=masked)
 
 
 @st.composite

@@ -1,11 +1,13 @@
-"""Attention over packed documents that are spread over ranks: by heads, by positions, or both."""
+"""Attention over packed documents that are spread over ranks: by heads (Ulysses), by positions (ring), or both."""
 
 from seqloom.attention.api import attention, attention_with_lse, packed_attention
+from seqloom.attention.context_parallel import KVCache
 from seqloom.attention.masks import Segments
 from seqloom.attention.plan import AttentionSpec, prepare_attention, warm_up_attention
 
 __all__ = [
     "AttentionSpec",
+    "KVCache",
     "Segments",
     "attention",
     "attention_with_lse",

@@ -1,4 +1,4 @@
-"""Unified attention: Ulysses inside, ring outside, over all groups of a rank, as one autograd node.
+"""Attention over packed documents that are spread over ranks, as one autograd node: Ulysses inside, ring outside.
 
 q, k, v of own tokens, all heads
     -> Ulysses exchange ->  all tokens of the ring index, own heads
@@ -6,16 +6,15 @@ q, k, v of own tokens, all heads
     -> Ulysses exchange ->  output of own tokens, all heads
 
 Groups come in the order of the work, the same on all ranks. Documents that lie on this rank alone are computed while
-others wait for messages, see `fillers.py`.
-
-Where the model's tokens lie in another layout than attention's, q, k and v cross over before, and the output after.
+others wait for messages, see `context_parallel/overlap.py`. Where the model's tokens lie in another layout than
+attention's, q, k and v are redistributed before, and the output after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,17 +22,19 @@ from torch.autograd.function import once_differentiable
 from seqloom.attention.context_parallel.kv_cache import PrefixAttention
 from seqloom.attention.context_parallel.overlap import (
     ContextParallelAttention,
-    GroupCall,
+    GroupAttention,
+    LocalRuns,
     OverlapQueue,
-    Pieces,
     Tensors,
 )
-from seqloom.attention.kernels.interface import Gradients, Kernel, Prepared, Saved
+from seqloom.attention.kernels.interface import Gradients, Kernel, PreparedAttention, Saved
 from seqloom.attention.lse import sum_dtype
-from seqloom.attention.plan import Call, bound_calls
+from seqloom.attention.plan import AttentionOptions, plan_attention
 from seqloom.dist.rows import put, take
-from seqloom.dist.token_layout import Context, bind_single_rank, redistribute_tokens
+from seqloom.dist.token_layout import Context, TokenRedistribute, bind_single_rank
 from seqloom.errors import SeqloomError
+
+Groups = tuple[GroupAttention, ...]
 
 
 def attention(
@@ -55,29 +56,30 @@ def attention(
     All ranks of a group call it, forward and backward, also those without tokens.
 
     Args:
-        q: [tokens, heads, dim], rows as `context.spans` says.
+        q: [tokens, heads, dim], rows as in `context.spans`.
         k, v: [tokens, kv_heads, dim]; query head h reads kv head h // (heads // kv_heads).
-        context: what `bind` made of the round; in a layer that `compile_layers` has compiled, its ticket.
-        causal: a token sees itself and what is before it; otherwise its whole document.
-        window: how many tokens it sees at most, itself included.
-        scale: logits are multiplied by it; None: dim ** -0.5.
-        kernels: what computes; None: the best this device has.
+        context: of the round, from `bind`; in a layer that `compile_layers` has compiled, its opaque handle.
+        causal: a token sees itself and the tokens before it; otherwise its whole document.
+        window: tokens it sees at most, itself included.
+        scale: softmax scale, by which logits are multiplied; None: dim ** -0.5.
+        kernels: computes attention; None: the best of this device.
         dropout: only 0: the result must not depend on the plan.
         softcap: only None.
         layer: number of the layer in the model, another one for every attention of it; needed where a document is in
-            pieces, whose keys are kept by layer.
+            pieces, whose keys are cached by layer.
 
     Returns:
         [tokens, heads, dim].
     """
-    call = Call(causal, window, scale, kernels, dropout, softcap)
     if isinstance(context, torch.Tensor):
-        return _in_graph(q, k, v, context, call)
-    calls, crossing = bound_calls(q, k, v, context, call, layer), context.attention_redistribute
-    if crossing is None:
-        return _Attention.apply(q, k, v, calls, False)
-    out = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, False)
-    return redistribute_tokens(crossing.reversed(), out)[0]
+        if kernels is not None:
+            raise SeqloomError(
+                f"kernels={kernels!r} in a compiled layer: a graph cannot hold them; leave them out, or do not compile"
+            )
+        # `models.compile` has registered the operator: it also makes the handles.
+        return torch.ops.seqloom.attention(q, k, v, context, causal, window, scale, dropout, softcap)[0]
+    options = AttentionOptions(causal, window, scale, kernels, dropout, softcap)
+    return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), False)
 
 
 def attention_with_lse(
@@ -92,184 +94,12 @@ def attention_with_lse(
     kernels: Kernel | None = None,
     layer: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attention`, and the log of the sum of exponentials of the logits, [heads, tokens], without gradient.
+    """Return `attention`, and the log-sum-exp of the logits, [heads, tokens], without gradient.
 
     Costs one exchange more where there is Ulysses.
     """
-    call = Call(causal, window, scale, kernels)
-    calls, crossing = bound_calls(q, k, v, context, call, layer), context.attention_redistribute
-    if crossing is None:
-        return _Attention.apply(q, k, v, calls, True)
-    out, lse = _Attention.apply(*redistribute_tokens(crossing, q, k, v), calls, True)
-    return redistribute_tokens(crossing.reversed(), out)[0], crossing.to_source(lse.T)[0].T
-
-
-def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ticket: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return `attention` as one operator of a compiled graph, see `operator.py`; who makes a ticket has loaded it."""
-    if call.kernels is not None:
-        raise SeqloomError(
-            f"kernels={call.kernels!r} in a compiled layer: a graph cannot hold them; leave them out, or do not compile"
-        )
-    options = (call.causal, call.window, call.scale, call.dropout, call.softcap)
-    return torch.ops.seqloom.attention(q, k, v, ticket, *options)[0]
-
-
-def forward_groups(
-    calls: tuple[GroupCall, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, with_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
-    """Return out [tokens, heads, dim] of all groups, lse [heads, tokens] if asked for, and what backward needs."""
-    if len(calls) == 1 and calls[0].alone:  # without messages every microsecond of the host counts
-        inner = cast("Prepared", calls[0].inner)
-        out, lse = calls[0].answer(lambda: inner.forward(q, k, v))
-        saved = Saved(q, k, v, _as(out, q.dtype), lse)
-        return saved.out, lse if with_lse else None, [saved]
-    inputs = [(q, k, v)] if len(calls) == 1 else [tuple(take(x, call.rows) for x in (q, k, v)) for call in calls]
-    aside = OverlapQueue(lambda filler: _pieces(calls[filler.call]).forward(filler.piece, *inputs[filler.call]))
-    if len(calls) == 1:
-        out, saved = _forward_group(calls, 0, inputs[0], aside)
-        return out, _local_lse(calls[0], saved) if with_lse else None, [saved]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[1], len(q)), dtype=sum_dtype(q.dtype), device=q.device) if with_lse else None
-    kept = []
-    for number, call in enumerate(calls):
-        part, saved = _forward_group(calls, number, inputs[number], aside)
-        put(out, call.rows, part)
-        if call.exchange is None and isinstance(call.rows, slice):
-            saved = saved._replace(out=out.detach()[call.rows])  # the same numbers, held once
-        if lse is not None:
-            put(lse.T, call.rows, _local_lse(call, saved).T)
-        kept.append(saved)
-    return out, lse, kept
-
-
-def _forward_group(
-    calls: tuple[GroupCall, ...], number: int, inputs: Tensors, aside: OverlapQueue
-) -> tuple[torch.Tensor, Saved]:
-    """Return the output [rows, heads, dim] of a group's rows, and what backward needs."""
-    call, inner = calls[number], calls[number].inner
-    q, k, v = inputs if call.exchange is None else call.exchange.to_heads(*inputs)
-
-    def compute() -> Tensors:
-        if isinstance(inner, Pieces):
-            outs, sums = zip(*aside.results(number, len(inner.ahead)), strict=True)
-            return _joined(outs), _joined(sums, dim=1)
-        if isinstance(inner, ContextParallelAttention):
-            return inner.forward(q, k, v, lambda exchange: aside.run(call.fillers.ahead.get(exchange, ())))
-        return inner.forward(q, k, v)
-
-    out, lse = call.answer(compute)
-    saved = Saved(q, k, v, _as(out, q.dtype), lse)
-    if isinstance(inner, PrefixAttention):
-        saved = inner.saved(saved, delivered=call.exchange is not None)
-    return saved.out if call.exchange is None else call.exchange.to_tokens(saved.out), saved
-
-
-def backward_groups(calls: tuple[GroupCall, ...], dout: torch.Tensor, kept: list[Saved]) -> Gradients:
-    """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]."""
-    if len(calls) == 1 and calls[0].alone:
-        dq, dk, dv = cast("Prepared", calls[0].inner).backward(dout, kept[0])
-        return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
-    given = [dout] if len(calls) == 1 else [take(dout, call.rows) for call in calls]
-    aside = OverlapQueue(
-        lambda filler: _pieces(calls[filler.call]).backward(filler.piece, given[filler.call], kept[filler.call])
-    )
-    if len(calls) == 1:
-        return _backward_group(calls, 0, dout, kept[0], aside)
-    whole: list[torch.Tensor] = []
-    for number, (call, saved) in enumerate(zip(calls, kept, strict=True)):
-        parts = _backward_group(calls, number, given[number], saved, aside)
-        if not whole:
-            whole = [part.new_empty((len(dout), *part.shape[1:])) for part in parts]
-        for total, part in zip(whole, parts, strict=True):
-            put(total, call.rows, part)
-    return whole[0], whole[1], whole[2]
-
-
-def _backward_group(
-    calls: tuple[GroupCall, ...], number: int, dout: torch.Tensor, saved: Saved, aside: OverlapQueue
-) -> Gradients:
-    """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
-    call, inner, dtype = calls[number], calls[number].inner, saved.q.dtype
-    if isinstance(inner, Pieces):
-        dq, dk, dv = (_joined(parts) for parts in zip(*aside.results(number, len(inner.back)), strict=True))
-        return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
-    if call.exchange is not None:
-        (dout,) = call.exchange.to_heads(dout)
-    if isinstance(inner, ContextParallelAttention):
-        found = inner.backward(dout, saved, lambda exchange: aside.run(call.fillers.back.get(exchange, ())))
-    else:
-        found = inner.backward(dout, saved)
-    if call.exchange is not None:
-        return call.exchange.gradients_to_tokens(*found, dtype)
-    dq, dk, dv = found
-    return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
-
-
-def _pieces(call: GroupCall) -> Pieces:
-    """Only local calls are in pieces, and only pieces are fillers."""
-    return cast("Pieces", call.inner)
-
-
-def _joined(parts: tuple[torch.Tensor, ...], dim: int = 0) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-class _Attention(torch.autograd.Function):
-    """The one node of an attention call."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: tuple[GroupCall, ...], with_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
-        out, lse, kept = forward_groups(calls, q, k, v, with_lse)
-        ctx.calls = calls
-        ctx.kv_shape = k.shape
-        ctx.save_for_backward(*chain.from_iterable(kept))
-        if lse is None:
-            return out
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        # Only where a graph of the backward is asked for does anybody need torch's guard, which costs every layer.
-        run = _Attention._once if torch.is_grad_enabled() else _Attention._gradients
-        return run(ctx, *grad_outputs)
-
-    @staticmethod
-    @once_differentiable
-    def _once(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        return _Attention._gradients(ctx, *grad_outputs)
-
-    @staticmethod
-    def _gradients(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        dout, tensors, width = grad_outputs[0], ctx.saved_tensors, len(Saved._fields)
-        kept = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
-        if not kept:  # no group of this rank holds a token, nor does the rank
-            return torch.zeros_like(dout), dout.new_zeros(ctx.kv_shape), dout.new_zeros(ctx.kv_shape), None, None
-        return *backward_groups(ctx.calls, last_contiguous(dout), kept), None, None
-
-
-def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`Tensor.to`, without asking torch where there is nothing to do: this runs in every layer."""
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _local_lse(call: GroupCall, saved: Saved) -> torch.Tensor:
-    """[heads, rows] of a group's own rows, all heads."""
-    if call.exchange is None:
-        return saved.lse
-    return call.exchange.to_tokens(saved.lse.T.unsqueeze(-1)).squeeze(-1).T
-
-
-def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Kernels want the last axis contiguous; the others may be strided."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-# ---- merged: attention.packed
-# Attention over packed documents on one device: the call that replaces a varlen or a document-masked one.
+    options = AttentionOptions(causal, window, scale, kernels)
+    return _Attention.apply(q, k, v, context, plan_attention(q, k, v, context, options, layer), True)
 
 
 def packed_attention(
@@ -283,10 +113,10 @@ def packed_attention(
     scale: float | None = None,
     kernels: Kernel | None = None,
 ) -> torch.Tensor:
-    """Return the attention of every document over itself.
+    """Return the attention of every packed document over itself, on one device: replaces a varlen call.
 
-    Does the index work of the pack at every call. A model of many layers binds once instead (`bind_alone`, or `bind`
-    for several ranks) and gives the context to `attention`.
+    Does the index work of the pack at every call. A model of many layers binds once instead (`bind_single_rank`, or
+    `bind` for several ranks) and passes the context to `attention`.
 
     Args:
         q: [tokens, heads, dim].
@@ -302,19 +132,270 @@ def packed_attention(
         if cu_seqlens.device.type != "cpu":
             raise SeqloomError(
                 f"cu_seqlens on {cu_seqlens.device}: it must be on the host, reading it would wait for the GPU; "
-                "keep the list of lengths, or bind once per batch with bind_alone"
+                "keep the list of lengths, or bind once per batch with bind_single_rank"
             )
         cu_seqlens = cu_seqlens.tolist()
     ends = [int(end) for end in cu_seqlens]
     if not ends or ends[0] != 0 or ends[-1] != len(q) or ends != sorted(ends):
-        raise SeqloomError(f"cu_seqlens {_short(ends)} for {len(q)} tokens: it must rise from 0 to {len(q)}")
-    lengths = [stop - start for start, stop in pairwise(ends)]
-    context = bind_single_rank(lengths, device=q.device)
+        shown = str(ends) if len(ends) <= 6 else f"[{', '.join(map(str, ends[:3]))}, .., {ends[-1]}]"
+        raise SeqloomError(f"cu_seqlens {shown} for {len(q)} tokens: it must rise from 0 to {len(q)}")
+    context = bind_single_rank([stop - start for start, stop in pairwise(ends)], device=q.device)
     return attention(q, k, v, context, causal=causal, window=window, scale=scale, kernels=kernels)
 
 
-def _short(ends: list[int]) -> str:
-    """[0, 5, 9, .., 400] for a long list."""
-    if len(ends) <= 6:
-        return str(ends)
-    return f"[{', '.join(map(str, ends[:3]))}, .., {ends[-1]}]"
+class _Attention(torch.autograd.Function):
+    """The autograd node of an attention call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, groups: Groups, with_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out, lse, saved = attention_forward(q, k, v, context, groups, with_lse)
+        ctx.groups, ctx.redistribute, ctx.kv_heads = groups, context.attention_redistribute, k.shape[1]
+        ctx.save_for_backward(*chain.from_iterable(saved))
+        if lse is None:
+            return out
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
+        # Only a backward of the backward needs torch's guard, which costs every layer.
+        run = _Attention._once if torch.is_grad_enabled() else _Attention._gradients
+        return run(ctx, *grad_outputs)
+
+    @staticmethod
+    @once_differentiable
+    def _once(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return _Attention._gradients(ctx, *grad_outputs)
+
+    @staticmethod
+    def _gradients(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        tensors, width = ctx.saved_tensors, len(Saved._fields)
+        saved = [Saved(*tensors[start : start + width]) for start in range(0, len(tensors), width)]
+        gradients = attention_backward(grad_outputs[0], saved, ctx.groups, ctx.redistribute, ctx.kv_heads)
+        return *gradients, None, None, None
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, groups: Groups, with_lse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
+    """Run the forward of a planned call, outside of autograd.
+
+    Returns:
+        out [tokens, heads, dim], lse [heads, tokens] if asked for, and what the backward of every group needs.
+    """
+    q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+    redistribute, saved_attention = context.attention_redistribute, cast("SavedAttention", context.saved_attention)
+    if saved_attention is not None and saved_attention.replaying:
+        return saved_attention.replay(q, k, v, groups, redistribute)
+    if redistribute is not None:
+        q, k, v = redistribute.forward(q, k, v)
+    out, lse, saved = _forward_groups(q, k, v, groups, with_lse)
+    if redistribute is not None:
+        (out,) = redistribute.reversed().forward(out)
+        lse = None if lse is None else redistribute.to_source(lse.T)[0].T
+    if saved_attention is not None:
+        saved_attention.record(out, lse, saved, groups, redistribute)
+    return out, lse, saved
+
+
+def attention_backward(
+    dout: torch.Tensor, saved: list[Saved], groups: Groups, redistribute: TokenRedistribute | None, kv_heads: int
+) -> Gradients:
+    """Return dq, dk, dv of all tokens from dout [tokens, heads, dim]; the inverse of `attention_forward`."""
+    dout = last_contiguous(dout)
+    if redistribute is not None:
+        (dout,) = redistribute.to_target(dout)
+    if groups:
+        gradients = _backward_groups(dout, saved, groups)
+    else:  # no group of this rank holds a token, nor does the rank
+        shape = (len(dout), kv_heads, dout.shape[2])
+        gradients = torch.zeros_like(dout), dout.new_zeros(shape), dout.new_zeros(shape)
+    if redistribute is None:
+        return gradients
+    dq, dk, dv = redistribute.backward(*gradients)
+    return dq, dk, dv
+
+
+def last_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with a contiguous last axis, as kernels want it; the other axes may be strided."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def _forward_groups(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, with_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
+    if len(groups) == 1 and groups[0].kernel_only:  # without messages every microsecond of the host counts
+        out, lse = cast("PreparedAttention", groups[0].inner).forward(q, k, v)
+        saved = Saved(q, k, v, _as(out, q.dtype), lse)
+        return saved.out, lse if with_lse else None, [saved]
+    inputs = [(q, k, v)] if len(groups) == 1 else [tuple(take(x, group.rows) for x in (q, k, v)) for group in groups]
+    queue = OverlapQueue(lambda task: _runs(groups[task.group]).forward(task.run, *inputs[task.group]))
+    if len(groups) == 1:
+        out, saved = _forward_group(groups, 0, inputs[0], queue)
+        return out, _local_lse(groups[0], saved) if with_lse else None, [saved]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[1], len(q)), dtype=sum_dtype(q.dtype), device=q.device) if with_lse else None
+    found = []
+    for number, group in enumerate(groups):
+        part, saved = _forward_group(groups, number, inputs[number], queue)
+        put(out, group.rows, part)
+        if group.ulysses is None and isinstance(group.rows, slice):
+            saved = saved._replace(out=out.detach()[group.rows])  # the same numbers, held once
+        if lse is not None:
+            put(lse.T, group.rows, _local_lse(group, saved).T)
+        found.append(saved)
+    return out, lse, found
+
+
+def _forward_group(groups: Groups, number: int, inputs: Tensors, queue: OverlapQueue) -> tuple[torch.Tensor, Saved]:
+    """Return the output [rows, heads, dim] of a group's rows, and what its backward needs."""
+    group, inner = groups[number], groups[number].inner
+    q, k, v = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
+    if isinstance(inner, LocalRuns):
+        outs, sums = zip(*queue.results(number, len(inner.forward_runs)), strict=True)
+        out, lse = _cat(outs), _cat(sums, dim=1)
+    elif isinstance(inner, ContextParallelAttention):
+        tasks = group.schedule.forward
+        out, lse = inner.forward(q, k, v, lambda exchange: queue.run(tasks.get(exchange, ())))
+    else:
+        out, lse = inner.forward(q, k, v)
+    saved = _saved_for_backward(group, Saved(q, k, v, _as(out, q.dtype), lse))
+    return saved.out if group.ulysses is None else group.ulysses.to_tokens(saved.out), saved
+
+
+def _saved_for_backward(group: GroupAttention, saved: Saved) -> Saved:
+    if isinstance(group.inner, PrefixAttention):
+        return group.inner.saved_for_backward(saved, exchanged=group.ulysses is not None)
+    return saved
+
+
+def _backward_groups(dout: torch.Tensor, saved: list[Saved], groups: Groups) -> Gradients:
+    if len(groups) == 1 and groups[0].kernel_only:
+        dq, dk, dv = cast("PreparedAttention", groups[0].inner).backward(dout, saved[0])
+        return _as(dq, dout.dtype), _as(dk, dout.dtype), _as(dv, dout.dtype)
+    douts = [dout] if len(groups) == 1 else [take(dout, group.rows) for group in groups]
+    queue = OverlapQueue(
+        lambda task: _runs(groups[task.group]).backward(task.run, douts[task.group], saved[task.group])
+    )
+    if len(groups) == 1:
+        return _backward_group(groups, 0, dout, saved[0], queue)
+    totals: list[torch.Tensor] = []
+    for number, group in enumerate(groups):
+        parts = _backward_group(groups, number, douts[number], saved[number], queue)
+        if not totals:
+            totals = [part.new_empty((len(dout), *part.shape[1:])) for part in parts]
+        for total, part in zip(totals, parts, strict=True):
+            put(total, group.rows, part)
+    return totals[0], totals[1], totals[2]
+
+
+def _backward_group(groups: Groups, number: int, dout: torch.Tensor, saved: Saved, queue: OverlapQueue) -> Gradients:
+    """Return dq, dk, dv of a group's rows from dout [rows, heads, dim], in the dtype of q."""
+    group, inner, dtype = groups[number], groups[number].inner, saved.q.dtype
+    if group.ulysses is not None:
+        (dout,) = group.ulysses.to_heads(dout)
+    if isinstance(inner, LocalRuns):
+        dq, dk, dv = (_cat(parts) for parts in zip(*queue.results(number, len(inner.backward_runs)), strict=True))
+    elif isinstance(inner, ContextParallelAttention):
+        tasks = group.schedule.backward
+        dq, dk, dv = inner.backward(dout, saved, lambda exchange: queue.run(tasks.get(exchange, ())))
+    else:
+        dq, dk, dv = inner.backward(dout, saved)
+    if group.ulysses is not None:
+        return group.ulysses.gradients_to_tokens(dq, dk, dv, dtype)
+    return _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
+
+
+def _runs(group: GroupAttention) -> LocalRuns:
+    """Only local groups are in runs, and only runs are overlap tasks."""
+    return cast("LocalRuns", group.inner)
+
+
+def _cat(parts: tuple[torch.Tensor, ...], dim: int = 0) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`Tensor.to`, without asking torch where there is nothing to do: this runs in every layer."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _local_lse(group: GroupAttention, saved: Saved) -> torch.Tensor:
+    """Return the lse [heads, rows] of a group's own rows, all heads."""
+    if group.ulysses is None:
+        return saved.lse
+    return group.ulysses.to_tokens(saved.lse.T.unsqueeze(-1)).squeeze(-1).T
+
+
+# -- selective activation checkpointing -------------------------------------------------------------------------------
+
+
+class _Record(NamedTuple):
+    """Results of one attention call: its outputs, and of every group (out, lse), or all its saved tensors."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    groups: list[tuple[torch.Tensor, ...]]
+
+
+class SavedAttention:
+    """Attention results that selective checkpointing keeps of one layer; its recomputation replays them in order.
+
+    The first run of the layer records. A replay runs no kernel, no ring and no gather; q, k and v are recomputed, and
+    exchanged once more where there is Ulysses or another layout, unless `keep_exchanged` spends memory to keep them.
+    """
+
+    def __init__(self, keep_exchanged: bool) -> None:
+        """Start empty."""
+        self._keep_exchanged = keep_exchanged
+        self._records: list[_Record] = []
+        self._next: int | None = None
+
+    @property
+    def replaying(self) -> bool:
+        """Whether calls are answered from what was recorded."""
+        return self._next is not None
+
+    def begin(self) -> None:
+        """Begin a run of the layer: the first one records, others replay."""
+        self._next = 0 if self._records else None
+
+    def record(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        saved: list[Saved],
+        groups: Groups,
+        redistribute: TokenRedistribute | None,
+    ) -> None:
+        """Keep the results of a call, outside of any graph: the tensors given may become outputs of a graph."""
+        kept = []
+        for group, tensors in zip(groups, saved, strict=True):
+            exchanged = redistribute is not None or group.ulysses is not None
+            some = tensors if exchanged and self._keep_exchanged else (tensors.out, tensors.lse)
+            kept.append(tuple(tensor.detach() for tensor in some))
+        self._records.append(_Record(out.detach(), None if lse is None else lse.detach(), kept))
+
+    def replay(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Groups, redistribute: TokenRedistribute | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[Saved]]:
+        """Return the results of the next recorded call, given its recomputed inputs; see `attention_forward`."""
+        number = cast("int", self._next)
+        self._next = number + 1
+        record = self._records[number]
+        if redistribute is not None and not self._keep_exchanged:
+            q, k, v = redistribute.forward(q, k, v)
+        saved = []
+        for group, kept in zip(groups, record.groups, strict=True):
+            if len(kept) == len(Saved._fields):
+                saved.append(Saved(*kept))
+                continue
+            inputs = tuple(take(x, group.rows) for x in (q, k, v)) if len(groups) > 1 else (q, k, v)
+            inputs = inputs if group.ulysses is None else group.ulysses.to_heads(*inputs)
+            saved.append(_saved_for_backward(group, Saved(*inputs, *kept)))
+        return record.out.detach(), None if record.lse is None else record.lse.detach(), saved

@@ -1,11 +1,13 @@
-"""Joining partial results: attention over some keys, then over others, is attention over all of them.
+"""Log-sum-exp merge: attention over some keys, merged with attention over others, is attention over all of them.
 
 With out_a, lse_a over the keys of a, out_b, lse_b over those of b, and so on,
 
     lse = log(exp(lse_a) + exp(lse_b) + ..),      out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse) + ..
 
-A part that saw nothing has lse -inf and weight exactly 0. Several parts are joined in one pass over memory, in float32
-(float64 for float64), and the result is rounded once, at the end. Gradients are plain sums and are joined alike.
+A part that saw nothing has lse -inf and weight exactly 0. Several parts are merged in one pass over memory, in float32
+(float64 for float64), and the result is rounded once, at the end. Gradients are plain sums and accumulate the same way.
+
+A ring step, a gather, a prefix of earlier pieces: all add their results to an `OutputAccumulator`.
 """
 
 from __future__ import annotations
@@ -16,71 +18,71 @@ from typing import NamedTuple
 
 import torch
 
-AT_ONCE = 4
-"""Parts that are kept until they are joined: one pass over memory then serves all of them."""
+MAX_PARTS = 4
+"""Parts that an accumulator holds before it merges them: one pass over memory then serves all of them."""
 
 
-class Part(NamedTuple):
-    """A partial output of some rows.
+class PartialOutput(NamedTuple):
+    """Attention of some rows over some keys.
 
     Attributes:
         out: [rows of the part, heads, dim], any float dtype; 0 where lse is -inf.
         lse: [heads, rows of the part], in `sum_dtype`.
-        begin: the row of the whole where the part begins.
+        first_row: row of the full output where the part begins.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
-    begin: int
+    first_row: int
 
 
-class Share(NamedTuple):
-    """A partial gradient [rows of the part, heads, dim] that begins at row `begin` of the whole."""
+class PartialGradient(NamedTuple):
+    """A gradient [rows of the part, heads, dim] that begins at row `first_row` of the full gradient."""
 
     gradient: torch.Tensor
-    begin: int
+    first_row: int
 
 
-class Joins(NamedTuple):
-    """How parts are joined on a device: the functions below, or something faster that does the same."""
+class MergeOps(NamedTuple):
+    """The merge functions of a device: those below, or faster ones that compute the same."""
 
-    merge: Callable[[Sequence[Part], int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
-    add: Callable[[Sequence[Share], int, torch.dtype], torch.Tensor]
+    merge_outputs: Callable[[Sequence[PartialOutput], int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+    add_gradients: Callable[[Sequence[PartialGradient], int, torch.dtype], torch.Tensor]
     accumulate: Callable[[torch.Tensor, torch.Tensor, bool], None]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of many parts are kept."""
+    """Return the dtype in which sums over many parts are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge_parts(parts: Sequence[Part], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_outputs(parts: Sequence[PartialOutput], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of `rows` rows over the keys of all parts: out [rows, heads, dim], lse [heads, rows].
 
     Args:
         parts: at least one, of any rows.
-        rows: of the whole; a row in no part gets output 0 and lse -inf.
+        rows: of the full output; a row in no part gets output 0 and lse -inf.
         dtype: of the output.
     """
     first = parts[0]
     lse = first.lse.new_full((len(first.lse), rows), -torch.inf)
     for part in parts:
-        own = lse[:, part.begin : part.begin + len(part.out)]
-        own.copy_(torch.logaddexp(own, part.lse))
+        part_rows = lse[:, part.first_row : part.first_row + len(part.out)]
+        part_rows.copy_(torch.logaddexp(part_rows, part.lse))
     out = first.lse.new_zeros((rows, *first.out.shape[1:]))
     for part in parts:
-        stop = part.begin + len(part.out)
-        weight = torch.exp(part.lse - lse[:, part.begin : stop]).masked_fill_(part.lse == -torch.inf, 0.0)
-        out[part.begin : stop] += part.out.to(out.dtype) * weight.T.unsqueeze(-1)
+        stop = part.first_row + len(part.out)
+        weight = torch.exp(part.lse - lse[:, part.first_row : stop]).masked_fill_(part.lse == -torch.inf, 0.0)
+        out[part.first_row : stop] += part.out.to(out.dtype) * weight.T.unsqueeze(-1)
     return out.to(dtype), lse
 
 
-def add_shares(shares: Sequence[Share], rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum [rows, heads, dim] of shares, taken in `sum_dtype` and rounded once; 0 for a row in none."""
-    first = shares[0].gradient
+def add_gradients(parts: Sequence[PartialGradient], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum [rows, heads, dim] of gradients, taken in `sum_dtype` and rounded once; 0 for a row in none."""
+    first = parts[0].gradient
     total = first.new_zeros((rows, *first.shape[1:]), dtype=sum_dtype(first.dtype))
-    for gradient, begin in shares:
-        total[begin : begin + len(gradient)] += gradient
+    for gradient, first_row in parts:
+        total[first_row : first_row + len(gradient)] += gradient
     return total.to(dtype)
 
 
@@ -92,34 +94,35 @@ def accumulate(total: torch.Tensor, gradient: torch.Tensor, fresh: bool) -> None
         total += gradient
 
 
-PLAIN = Joins(merge_parts, add_shares, accumulate)
-"""The joins of any device."""
+TORCH_OPS = MergeOps(merge_outputs, add_gradients, accumulate)
+"""The merge functions of any device."""
 
 
-def joins_on(device: torch.device, dtype: torch.dtype) -> Joins:
-    """Return the fastest joins of results of this dtype on a device."""
+def merge_ops(device: torch.device, dtype: torch.dtype) -> MergeOps:
+    """Return the fastest merge functions for results of this dtype on a device."""
     if device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None:
-        from seqloom.attention.kernels import triton_merge  # every part is read once
+        from seqloom.attention.kernels import triton_kernels  # every part is read once
 
-        return Joins(triton_merge.merge_parts, triton_merge.add_shares, triton_merge.accumulate)
-    return PLAIN
+        return MergeOps(triton_kernels.merge_outputs, triton_kernels.add_gradients, triton_kernels.accumulate)
+    return TORCH_OPS
 
 
-class Total:
-    """An output that grows by partial results over more keys. A single one that covers all rows is not copied."""
+class OutputAccumulator:
+    """An attention output to which partial results over more keys are added. A single one of all rows is not copied."""
 
-    __slots__ = ("_joins", "_parts", "_q")
+    __slots__ = ("_ops", "_parts", "_q")
 
-    def __init__(self, q: torch.Tensor, joins: Joins) -> None:
-        """Start the total of queries [rows, heads, dim]."""
-        self._q, self._joins = q, joins
-        self._parts: list[Part] = []
+    def __init__(self, q: torch.Tensor, ops: MergeOps) -> None:
+        """Start the output of queries [rows, heads, dim]."""
+        self._q, self._ops = q, ops
+        self._parts: list[PartialOutput] = []
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Add the result of a run of rows: out [len(rows), heads, dim], lse [heads, len(rows)]."""
-        if len(self._parts) == AT_ONCE:
-            self._parts = [Part(*self._joins.merge(self._parts, len(self._q), sum_dtype(self._q.dtype)), 0)]
-        self._parts.append(Part(out, lse, rows.start))
+        if len(self._parts) == MAX_PARTS:
+            merged = self._ops.merge_outputs(self._parts, len(self._q), sum_dtype(self._q.dtype))
+            self._parts = [PartialOutput(*merged, 0)]
+        self._parts.append(PartialOutput(out, lse, rows.start))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse); out [rows, heads, dim] in the dtype of the queries, lse [heads, rows]."""
@@ -130,35 +133,31 @@ class Total:
         out, lse, _ = self._parts[0]
         if len(self._parts) == 1 and len(out) == rows:
             return out.to(self._q.dtype), lse
-        return self._joins.merge(self._parts, rows, self._q.dtype)
+        return self._ops.merge_outputs(self._parts, rows, self._q.dtype)
 
 
-class Sum:
-    """A gradient that grows by shares. A single one that covers all rows is not copied."""
+class GradientAccumulator:
+    """A gradient to which partial gradients are added. A single one of all rows is not copied."""
 
-    __slots__ = ("_joins", "_like", "_shares")
+    __slots__ = ("_like", "_ops", "_parts")
 
-    def __init__(self, like: torch.Tensor, joins: Joins) -> None:
+    def __init__(self, like: torch.Tensor, ops: MergeOps) -> None:
         """Start the gradient of a tensor [rows, heads, dim]."""
-        self._like, self._joins = like, joins
-        self._shares: list[Share] = []
+        self._like, self._ops = like, ops
+        self._parts: list[PartialGradient] = []
 
     def add(self, rows: slice, gradient: torch.Tensor) -> None:
         """Add the gradient [len(rows), heads, dim] of a run of rows."""
-        if len(self._shares) == AT_ONCE:
-            self._shares = [Share(self._joins.add(self._shares, len(self._like), sum_dtype(self._like.dtype)), 0)]
-        self._shares.append(Share(gradient, rows.start))
+        if len(self._parts) == MAX_PARTS:
+            total = self._ops.add_gradients(self._parts, len(self._like), sum_dtype(self._like.dtype))
+            self._parts = [PartialGradient(total, 0)]
+        self._parts.append(PartialGradient(gradient, rows.start))
 
     def result(self) -> torch.Tensor:
         """Return the gradient, with the shape and dtype of the tensor."""
-        if not self._shares:
+        if not self._parts:
             return self._like.new_zeros(self._like.shape)
-        gradient, _ = self._shares[0]
-        if len(self._shares) == 1 and len(gradient) == len(self._like):
+        gradient, _ = self._parts[0]
+        if len(self._parts) == 1 and len(gradient) == len(self._like):
             return gradient.to(self._like.dtype)
-        return self._joins.add(self._shares, len(self._like), self._like.dtype)
-
-
-def covers(rows: slice, size: int) -> bool:
-    """Say whether a run of rows is all of them."""
-    return rows.start == 0 and rows.stop == size
+        return self._ops.add_gradients(self._parts, len(self._like), self._like.dtype)

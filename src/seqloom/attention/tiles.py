@@ -1,13 +1,15 @@
-"""Which tiles a ring index computes: host-side index work, done once per round for all layers.
+"""Tiles of a ring: which rows a ring index computes with which keys, and how kernels run them.
 
-With ring r every document is cut into 2 r chunks; index i holds chunk i, its low one, and chunk 2 r - 1 - i, its high
-one. Under a causal mask the tile of queries of index i and keys of index j is, document by document,
+With ring r every document is cut into 2 r chunks, dealt in zigzag order: index i holds chunk i, its low one, and chunk
+2 r - 1 - i, its high one. Under a causal mask the tile of queries of index i and keys of index j is, document by
+document,
 
     j == i   a causal square over both chunks (row order is position order)
     j <  i   all queries x low keys, no mask
     j >  i   high queries x all keys, no mask
 
-so every index computes the same area in every step but the first.
+so every index computes the same area in every step but the first. All index work is done on the host, once per round
+for all layers; `forward_tiles` and `backward_tiles` then run prepared kernels on slices of rows.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, Prepared, Saved
-from seqloom.attention.lse import Joins, Sum, Total, covers, sum_dtype
+from seqloom.attention.kernels.interface import AttentionShape, Gradients, Kernel, PreparedAttention, Saved
+from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.masks import Segments
 from seqloom.dist.rows import expand_runs, on_device, slice_or_index
 from seqloom.errors import SeqloomError
@@ -36,9 +38,12 @@ class Tile(NamedTuple):
     keys: slice
 
 
+# -- zigzag chunks and ring tiles -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunks:
-    """What a ring index holds: a low and a high chunk of every document, sorted by document.
+class ZigzagChunks:
+    """The low and the high chunk that a ring index holds of every document, sorted by document.
 
     Columns are int64[2, documents]: row 0 for low chunks, row 1 for high ones. Chunks may be empty; a low one only
     if the high one is too.
@@ -57,7 +62,7 @@ class Chunks:
     extent: np.ndarray
 
     @classmethod
-    def of(cls, group: Group, index: int) -> Chunks:
+    def of(cls, group: Group, index: int) -> ZigzagChunks:
         """Return the chunks of one ring index: the spans of `Group.ring_spans`, as columns."""
         _, first, last = np.array(sorted(group.spans), dtype=np.int64).reshape(-1, 3).T
         base, extra = np.divmod(last - first, 2 * group.ring)
@@ -76,15 +81,15 @@ class Chunks:
         """One past the last row of every document, int64[documents]."""
         return self.row[1] + self.stop[1] - self.start[1]
 
-    def joined(self) -> Chunks:
+    def merged(self) -> ZigzagChunks:
         """Make one low chunk of two that touch in every document; otherwise return the chunks as they are."""
         if not np.array_equal(self.stop[0], self.start[1]):
             return self
         start, stop = np.stack([self.start[0], self.stop[1]]), np.stack([self.stop[1], self.stop[1]])
-        return Chunks(self.index, start, stop, _first_rows(start, stop), self.extent)
+        return ZigzagChunks(self.index, start, stop, _first_rows(start, stop), self.extent)
 
 
-def ring_tiles(queries: Chunks, keys: Chunks, *, causal: bool, window: int | None) -> tuple[Tile, ...]:
+def ring_tiles(queries: ZigzagChunks, keys: ZigzagChunks, *, causal: bool, window: int | None) -> tuple[Tile, ...]:
     """Return the tiles of one ring step. The first one of an index with itself covers all its rows."""
     if window is not None:
         return _window_tiles(queries, keys, window)
@@ -96,16 +101,18 @@ def ring_tiles(queries: Chunks, keys: Chunks, *, causal: bool, window: int | Non
     return _tiles((q_high, queries.end, k_low, keys.end), causal=False)
 
 
-def _window_tiles(queries: Chunks, keys: Chunks, window: int) -> tuple[Tile, ...]:
+def _window_tiles(queries: ZigzagChunks, keys: ZigzagChunks, window: int) -> tuple[Tile, ...]:
     """A segment for every pair of chunks that see each other. A high chunk may see two: that makes a second tile."""
     if queries.index == keys.index:
-        queries = keys = queries.joined()
-    same = [_pair(queries, half, keys, half, window) for half in (0, 1)]
+        queries = keys = queries.merged()
+    same = [_chunk_pair(queries, half, keys, half, window) for half in (0, 1)]
     rows = tuple(np.concatenate(columns) for columns in zip(*same, strict=True))
-    return _tiles(rows, causal=True, window=window) + _tiles(_pair(queries, 1, keys, 0, window), True, window)
+    return _tiles(rows, causal=True, window=window) + _tiles(_chunk_pair(queries, 1, keys, 0, window), True, window)
 
 
-def _pair(queries: Chunks, high_q: int, keys: Chunks, high_k: int, window: int) -> tuple[np.ndarray, ...]:
+def _chunk_pair(
+    queries: ZigzagChunks, high_q: int, keys: ZigzagChunks, high_k: int, window: int
+) -> tuple[np.ndarray, ...]:
     """Return q_start, q_stop, k_start, k_stop, offset of a pair of chunks, without rows that see nothing."""
     a, b, q_row = queries.start[high_q], queries.stop[high_q], queries.row[high_q]
     c, d, k_row = keys.start[high_k], keys.stop[high_k], keys.row[high_k]
@@ -128,13 +135,24 @@ def _tiles(rows: Sequence[np.ndarray], causal: bool, window: int | None = None) 
     return (Tile(Segments(*columns, causal=causal, window=window), queries, keys),)
 
 
+def _first_rows(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Rows where runs begin, int64[2, documents]: document after document, the low run before the high one."""
+    lengths = stop - start
+    ends = np.cumsum(lengths.sum(axis=0))
+    low = ends - lengths.sum(axis=0)
+    return np.stack([low, low + lengths[0]])
+
+
+# -- gathered keys ----------------------------------------------------------------------------------------------------
+
+
 class GatherSchedule(NamedTuple):
-    """One index's share of a key/value gather. Rows of all indices are received in ring order, the own ones too.
+    """One ring index's part of a key/value gather. Rows are received in ring order, its own ones too.
 
     Attributes:
         sends: rows of the own buffer that every index wants.
         counts: rows that arrive from every index.
-        order: int64[sum of counts], sorts what arrived by document and position; None when it is sorted.
+        order: int64[sum of counts], sorts the received rows by document and position; None when they are sorted.
         tiles: over the own queries and the sorted keys.
     """
 
@@ -144,21 +162,20 @@ class GatherSchedule(NamedTuple):
     tiles: tuple[Tile, ...]
 
 
-def gather_schedule(chunks: Sequence[Chunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
+def gather_schedule(chunks: Sequence[ZigzagChunks], index: int, *, causal: bool, window: int | None) -> GatherSchedule:
     """Return what ring index `index` sends, receives and computes when keys are gathered.
 
     Args:
         chunks: of every ring index.
-        index: the one asked for.
-        causal: later keys are hidden.
-        window: how many tokens a query sees; None: all.
+        index: of the ring.
+        causal, window: the mask, see `Segments`.
     """
     own = chunks[index]
     sends = []
     for other in chunks:
-        _, _, row, length = _wanted(_visible(other, causal, window), own)
+        _, _, row, length = _visible_keys(_visible_positions(other, causal, window), own)
         sends.append(slice_or_index(row, length))
-    parts = [_wanted(_visible(own, causal, window), other) for other in chunks]
+    parts = [_visible_keys(_visible_positions(own, causal, window), other) for other in chunks]
     document, position, _, length = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     arrived = np.cumsum(length) - length
     sort = np.lexsort((position, document))
@@ -168,15 +185,15 @@ def gather_schedule(chunks: Sequence[Chunks], index: int, *, causal: bool, windo
 
 
 def visible_runs(
-    chunks: Sequence[Chunks], reader: Chunks, *, causal: bool, window: int | None
+    chunks: Sequence[ZigzagChunks], reader: ZigzagChunks, *, causal: bool, window: int | None
 ) -> list[list[tuple[int, int]]]:
     """Return, for every ring index, the runs of its rows that the queries of `reader` see, in the order of the rows."""
-    seen = _visible(reader, causal, window)
-    wanted = [_wanted(seen, holder) for holder in chunks]
+    seen = _visible_positions(reader, causal, window)
+    wanted = [_visible_keys(seen, holder) for holder in chunks]
     return [list(zip(row.tolist(), (row + length).tolist(), strict=True)) for _, _, row, length in wanted]
 
 
-def _visible(queries: Chunks, causal: bool, window: int | None) -> np.ndarray:
+def _visible_positions(queries: ZigzagChunks, causal: bool, window: int | None) -> np.ndarray:
     """int64[2 intervals, start and stop, documents]: the positions that the queries see, in two disjoint runs.
 
     The low chunk sees the first run. The high chunk sees the second and, where that begins right after the first,
@@ -187,19 +204,19 @@ def _visible(queries: Chunks, causal: bool, window: int | None) -> np.ndarray:
     if not causal:
         low = np.where(used[0], (first, last), (first, first))
         return np.stack([low, np.stack([low[1], low[1]])])
-    reach = _reach(queries, window)
+    reach = _first_seen(queries, window)
     low = np.where(used[0], (reach[0], queries.stop[0]), (first, first))
     high = np.where(used[1], (np.maximum(reach[1], low[1]), queries.stop[1]), (low[1], low[1]))
     return np.stack([low, high])
 
 
-def _reach(queries: Chunks, window: int | None) -> np.ndarray:
+def _first_seen(queries: ZigzagChunks, window: int | None) -> np.ndarray:
     """int64[2, documents]: the first position that the first query of every chunk sees."""
     first = np.broadcast_to(queries.extent[0], queries.start.shape)
     return first if window is None else np.maximum(first, queries.start - window + 1)
 
 
-def _wanted(visible: np.ndarray, keys: Chunks) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _visible_keys(visible: np.ndarray, keys: ZigzagChunks) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the runs of `keys` that are visible: document number, position, row and length, sorted by row."""
     start = np.maximum(keys.start[:, None], visible[None, :, 0])  # [chunk, interval, document]
     stop = np.minimum(keys.stop[:, None], visible[None, :, 1])
@@ -211,14 +228,14 @@ def _wanted(visible: np.ndarray, keys: Chunks) -> tuple[np.ndarray, np.ndarray, 
     return columns[0][sort], columns[1][sort], columns[2][sort], columns[3][sort]
 
 
-def _gather_tiles(queries: Chunks, causal: bool, window: int | None) -> tuple[Tile, ...]:
+def _gather_tiles(queries: ZigzagChunks, causal: bool, window: int | None) -> tuple[Tile, ...]:
     if not causal:
-        rows = _first_rows(*_visible(queries, causal, window).transpose(1, 0, 2))
+        rows = _first_rows(*_visible_positions(queries, causal, window).transpose(1, 0, 2))
         return _tiles((queries.row[0], queries.end, rows[0], rows[0] + queries.extent[1] - queries.extent[0]), False)
-    queries = queries.joined()
+    queries = queries.merged()
     if window is None:
         return _prefix_tiles(queries)
-    visible, reach = _visible(queries, causal, window), _reach(queries, window)
+    visible, reach = _visible_positions(queries, causal, window), _first_seen(queries, window)
     rows = _first_rows(visible[:, 0], visible[:, 1])
     stop = rows + visible[:, 1] - visible[:, 0]
     # The high chunk's keys begin inside the low chunk's run, or right after it when there is a gap between them.
@@ -230,12 +247,13 @@ def _gather_tiles(queries: Chunks, causal: bool, window: int | None) -> tuple[Ti
     return _tiles(low, causal, window) + _tiles(high, causal, window)
 
 
-def _prefix_tiles(queries: Chunks) -> tuple[Tile, ...]:
+def _prefix_tiles(queries: ZigzagChunks) -> tuple[Tile, ...]:
     """A causal square for every chunk, and all keys before it without a mask: kernels are fastest so.
 
     Both chunks see the keys before the low one, so these are in a tile of each.
     """
-    first = _first_rows(*_visible(queries, True, None).transpose(1, 0, 2))[0]  # keys of a document follow each other
+    visible = _visible_positions(queries, True, None)
+    first = _first_rows(*visible.transpose(1, 0, 2))[0]  # keys of a document follow each other
     start, stop = (first + edge - queries.extent[0] for edge in (queries.start, queries.stop))
     rows = (queries.row, queries.row + queries.stop - queries.start)
     squares = _tiles([np.concatenate(column) for column in (*rows, start, stop)], causal=True)
@@ -243,64 +261,55 @@ def _prefix_tiles(queries: Chunks) -> tuple[Tile, ...]:
     return squares + before[0] + before[1]
 
 
-def _first_rows(start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Rows where runs begin, int64[2, documents]: document after document, the low run before the high one."""
-    lengths = stop - start
-    ends = np.cumsum(lengths.sum(axis=0))
-    low = ends - lengths.sum(axis=0)
-    return np.stack([low, low + lengths[0]])
-
-
-# ---- merged: attention.tiles
-# Tiles ready to run: a kernel's prepared segments with the runs of rows they touch.
+# -- tiles on kernels -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Heads:
+class LocalHeads:
     """The heads of one rank, and which kv head every query head reads.
 
     Attributes:
         shape: with `kv_heads` as they lie in memory.
-        readers: int[heads], the kv head of every query head, ascending, when they do not share them equally; else None.
+        kv_index: int[heads], the kv head of every query head, ascending, when they share them unequally; else None.
     """
 
     shape: AttentionShape
-    readers: tuple[int, ...] | None = None
+    kv_index: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedTile:
-    """A tile as a kernel wants it."""
+    """A tile's segments prepared by a kernel, with its rows."""
 
-    prepared: Prepared
+    prepared: PreparedAttention
     queries: slice
     keys: slice
 
 
-def prepare(kernel: Kernel, segments: Segments, heads: Heads) -> Prepared:
-    """Have a kernel prepare segments; refuse what it cannot take."""
-    shape, readers = heads.shape, heads.readers
-    if readers is not None:
+def prepare(kernel: Kernel, segments: Segments, heads: LocalHeads) -> PreparedAttention:
+    """Have a kernel prepare segments; refuse those it does not support."""
+    shape, kv_index = heads.shape, heads.kv_index
+    if kv_index is not None:
         shape = AttentionShape(shape.heads, shape.heads, shape.dim, shape.dtype, shape.device, shape.scale)
-    refusal = kernel.ability.refusal(segments, shape)
-    if refusal is not None:
-        raise SeqloomError(refusal)
+    unsupported = kernel.capabilities.unsupported(segments, shape)
+    if unsupported is not None:
+        raise SeqloomError(unsupported)
     prepared = kernel.prepare(segments, shape)
-    if readers is None:
+    if kv_index is None:
         return prepared
-    edges = [0, *(h for h in range(1, len(readers)) if readers[h] != readers[h - 1]), len(readers)]
-    index = on_device(np.array(readers, dtype=np.int64), shape.device)
-    return Expanded(prepared, index, tuple(pairwise(edges)))
+    edges = [0, *(h for h in range(1, len(kv_index)) if kv_index[h] != kv_index[h - 1]), len(kv_index)]
+    index = on_device(np.array(kv_index, dtype=np.int64), shape.device)
+    return RepeatedKV(prepared, index, tuple(pairwise(edges)))
 
 
-def prepare_tiles(kernel: Kernel, tiles: Iterable[Tile], heads: Heads) -> tuple[PreparedTile, ...]:
+def prepare_tiles(kernel: Kernel, tiles: Iterable[Tile], heads: LocalHeads) -> tuple[PreparedTile, ...]:
     """Have a kernel prepare tiles."""
     return tuple(PreparedTile(prepare(kernel, tile.segments, heads), tile.queries, tile.keys) for tile in tiles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Expanded:
-    """Prepared segments for query heads that share kv heads unequally: keys and values get one copy per query head.
+class RepeatedKV:
+    """Prepared segments for query heads that share kv heads unequally: keys and values are repeated per query head.
 
     Attributes:
         inner: prepared for as many kv heads as heads.
@@ -308,31 +317,31 @@ class Expanded:
         ranges: the query heads of every kv head.
     """
 
-    inner: Prepared
+    inner: PreparedAttention
     index: torch.Tensor
     ranges: tuple[tuple[int, int], ...]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Prepared.forward`."""
+        """Return (out, lse)."""
         return self.inner.forward(q, k.index_select(1, self.index), v.index_select(1, self.index))
 
     def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `Prepared.backward`. The query heads of a kv head are summed in float32."""
+        """Return (dq, dk, dv). The query heads of a kv head are summed in float32."""
         k, v = saved.k.index_select(1, self.index), saved.v.index_select(1, self.index)
         dq, dk, dv = self.inner.backward(dout, saved._replace(k=k, v=v))
-        return dq, self._summed(dk), self._summed(dv)
+        return dq, self._sum_heads(dk), self._sum_heads(dv)
 
-    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _sum_heads(self, gradient: torch.Tensor) -> torch.Tensor:
         wide = sum_dtype(gradient.dtype)
         return torch.stack([gradient[:, low:high].sum(1, dtype=wide) for low, high in self.ranges], dim=1)
 
 
-def forward_tiles(tiles: Sequence[PreparedTile], total: Total, q: torch.Tensor, kv: torch.Tensor) -> None:
-    """Merge the results of tiles into `total`.
+def forward_tiles(tiles: Sequence[PreparedTile], total: OutputAccumulator, q: torch.Tensor, kv: torch.Tensor) -> None:
+    """Run the forward of tiles and merge their results into `total`.
 
     Args:
         tiles: over the rows of `q` and `kv`.
-        total: of the rows of `q`.
+        total: output of the rows of `q`.
         q: [rows, heads, dim].
         kv: [key rows, 2 * kv heads, dim], keys before values.
     """
@@ -351,40 +360,40 @@ class KeyGradient(NamedTuple):
 
 
 def backward_tiles(
-    tiles: Sequence[PreparedTile], dout: torch.Tensor, saved: Saved, kv: torch.Tensor, dq: Sum
+    tiles: Sequence[PreparedTile], dout: torch.Tensor, saved: Saved, kv: torch.Tensor, dq: GradientAccumulator
 ) -> list[KeyGradient]:
-    """Add the tiles' share to `dq` and return the gradients of their keys.
+    """Run the backward of tiles: add to `dq` and return the gradients of their keys.
 
     Args:
         tiles: over the rows of the queries and of `kv`.
         dout: [rows, heads, dim].
         saved: of the queries; its own keys and values are not used.
         kv: [key rows, 2 * kv heads, dim], keys before values.
-        dq: the gradient of the queries so far.
+        dq: gradient of the queries so far.
     """
-    found = []
+    gradients = []
     for tile in tiles:
         rows = tile.queries
         k, v = kv[tile.keys].tensor_split(2, dim=1)
         part = Saved(saved.q[rows], k, v, saved.out[rows], saved.lse[:, rows])
-        share, dk, dv = tile.prepared.backward(dout[rows], part)
-        dq.add(rows, share)
-        found.append(KeyGradient(tile.keys, dk, dv))
-    return found
+        tile_dq, dk, dv = tile.prepared.backward(dout[rows], part)
+        dq.add(rows, tile_dq)
+        gradients.append(KeyGradient(tile.keys, dk, dv))
+    return gradients
 
 
 def add_key_gradients(
-    total: torch.Tensor | None, size: int, parts: Sequence[KeyGradient], joins: Joins
+    total: torch.Tensor | None, size: int, parts: Sequence[KeyGradient], ops: MergeOps
 ) -> torch.Tensor | None:
     """Add gradients to `total` [size, 2 * kv heads, dim] in `sum_dtype`, in place, and return it.
 
-    Without a total one is made. Without a total and without parts there is none.
+    Without a total one is allocated. Without a total and without parts there is none.
     """
     for keys, dk, dv in parts:
         heads, fresh = dk.shape[1], total is None
         if total is None:
-            make = dk.new_empty if covers(keys, size) else dk.new_zeros
-            total = make((size, 2 * heads, dk.shape[2]), dtype=sum_dtype(dk.dtype))
-        joins.accumulate(total[keys, :heads], dk, fresh)
-        joins.accumulate(total[keys, heads:], dv, fresh)
+            allocate = dk.new_empty if (keys.start, keys.stop) == (0, size) else dk.new_zeros
+            total = allocate((size, 2 * heads, dk.shape[2]), dtype=sum_dtype(dk.dtype))
+        ops.accumulate(total[keys, :heads], dk, fresh)
+        ops.accumulate(total[keys, heads:], dv, fresh)
     return total

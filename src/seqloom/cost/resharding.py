@@ -61,7 +61,7 @@ def exposed_reshard_ns(
 ) -> int:
     """Exposed resharding time of a step, ns.
 
-    Bundles go in the order in which they are needed, and a layer waits for its own. So the embedding and the first
+    Buckets go in the order in which they are needed, and a layer waits for its own. So the embedding and the first
     layer hide behind nothing, and the rest hides behind the first stage's computing until its last layer: that stage
     begins the step and ends it. Of the first round's time only a fifth counts as forward, the least share that any part
     of a round has, and of the last round's one half as backward; nothing, where weight halves (W) come last. The
@@ -98,17 +98,17 @@ def _reshard_times(
     if cost.sharding != Sharding.FREE or cost.ranks == 1:
         return ReshardTimes(0.0, 0.0, 0.0, 0.0)
     everything, early = resident_parameters(cost, pipelines, per_pass)
-    bundles = cost.model.layers + 2
+    buckets = cost.model.layers + 2
     before, first, after, last = (
         _two_hop_ns(cost.links, parameters, size, calls)
         for size in (PARAMETER_BYTES, GRADIENT_BYTES)
-        for parameters, calls in ((everything, bundles), (early, 2))
+        for parameters, calls in ((everything, buckets), (early, 2))
     )
     return ReshardTimes(before, after, first, last)
 
 
 def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, calls: int) -> float:
-    """ns of resharding elements of `size` bytes one way, in `calls` bundles: across the network, then inside a node.
+    """ns of resharding elements of `size` bytes one way, in `calls` buckets: across the network, then inside a node.
 
     There are ``W`` ranks in nodes of ``G``. Rank ``r`` of node ``n`` computes with ``h(r)`` parameters, its node with
     ``d(n)`` different ones. Of what ``k`` ranks of the node want, ``1 / k`` lands on each: ``l(r)`` in all, which add
@@ -124,7 +124,7 @@ def _two_hop_ns(links: Communication, resident: ResidentParameters, size: int, c
     and the other way round after the step: gradients are summed inside the node, then they cross. So an element
     crosses the network once for every node that wants it. With one node, or where no two ranks of a node want the same,
     the second hop has nothing. A hop lasts as long as its busiest NVLink port or NIC, and hops follow each other. Each
-    bundle (one for every layer, one for the embedding and one for norm and head) has the latency of its hops.
+    bucket (one for every layer, one for the embedding and one for norm and head) has the latency of its hops.
     """
     cluster = links.cluster
     ranks, width = cluster.ranks, cluster.gpus_per_node
@@ -271,7 +271,7 @@ def unshard_times(cost: CostModel, stage: Stage, layers: LayerRange) -> UnshardT
 
     The ranks of a stage with the same tensor slice share its parameters. Before a pass each sends its share to the
     others, in bf16; in a backward it sends them their shares of its gradients, in float32, as soon as a layer has them.
-    Messages go straight from rank to rank, in one bundle for every layer, one for the embedding and one for norm and
+    Messages go straight from rank to rank, in one bucket for every layer, one for the embedding and one for norm and
     head. Computing waits for them, so nothing is hidden.
     """
     shares = dp_cp_size(stage)

@@ -1,7 +1,7 @@
 """Documents for training: from text files to token stores, batches at one global cursor, and the rows a rank reads."""
 
 from seqloom.data.megatron import MegatronSource
-from seqloom.data.prepare import PrepareCounts, Prepared, RecordFields, Tokenizer, load_tokenizer, prepare
+from seqloom.data.prepare import PrepareCounts, PrepareResult, RecordFields, Tokenizer, load_tokenizer, prepare
 from seqloom.data.sampler import Batch, PackedBatches, Sampler, rank_rows
 from seqloom.data.source import IGNORE_INDEX, LengthLimitedSource, Source
 from seqloom.data.store import StoreWriter, TokenStore, open_source
@@ -13,7 +13,7 @@ __all__ = [
     "MegatronSource",
     "PackedBatches",
     "PrepareCounts",
-    "Prepared",
+    "PrepareResult",
     "RecordFields",
     "Sampler",
     "Source",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 
 from seqloom.data.source import IGNORE_INDEX, TooLong, check_length_policy, too_long_error
-from seqloom.data.store import StoreWriter, import_pyarrow, require_new_folder
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.data.store import StoreWriter, require_new_folder
+from seqloom.errors import SeqloomError, import_extra, unknown_name
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 ANSWER_FIELDS = ("answer", "completion", "response")
@@ -67,9 +66,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
-        return HuggingFaceTokenizer(path)
+        return _load_folder(path)
     if path.is_file():
-        return JsonTokenizer(path)
+        return _load_json(path)
     raise SeqloomError(
         f"tokenizer {str(name)!r} is neither a file nor a folder; pass the path of a tokenizer.json or of a "
         "Hugging Face tokenizer folder, or 'bytes'"
@@ -92,13 +91,20 @@ class ByteTokenizer:
         return {"kind": "bytes", "begin": [], "end": list(self.end)}
 
 
-class _TrainedTokenizer(ABC):
+class TrainedTokenizer:
     """A tokenizer of another package. `begin` and `end` are what its own template puts around a text."""
 
-    kind: str
+    def __init__(
+        self, kind: str, path: Path, tokenizer: Any, encode: Callable[[list[str], bool], list[list[int]]], content: str
+    ) -> None:
+        """Wrap `tokenizer`, read from `path`.
 
-    def __init__(self, path: Path, words: dict[str, int]) -> None:
-        self._name = path.absolute().name
+        `encode(texts, special)` returns the ids of every text, with or without special ones; `content` is everything
+        that decides about ids, as text.
+        """
+        self._kind, self._name, self._tokenizer, self._call = kind, path.absolute().name, tokenizer, encode
+        self._sha256 = hashlib.sha256(content.encode()).hexdigest()
+        words: dict[str, int] = tokenizer.get_vocab()
         if not words:
             raise SeqloomError(f"tokenizer {str(path)!r} has an empty vocabulary; pass a trained one")
         self.vocabulary = max(words.values()) + 1
@@ -110,16 +116,8 @@ class _TrainedTokenizer(ABC):
 
     def metadata(self) -> dict[str, Any]:
         """See `Tokenizer.metadata`."""
-        digest = hashlib.sha256(self._serialized().encode()).hexdigest()
-        return {"kind": self.kind, "name": self._name, "sha256": digest, "begin": [*self.begin], "end": [*self.end]}
-
-    @abstractmethod
-    def _call(self, texts: list[str], special: bool) -> list[list[int]]:
-        """Ids of every text, with or without special ones."""
-
-    @abstractmethod
-    def _serialized(self) -> str:
-        """Everything that decides about ids, as text."""
+        template = {"begin": [*self.begin], "end": [*self.end]}
+        return {"kind": self._kind, "name": self._name, "sha256": self._sha256, **template}
 
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         try:
@@ -145,69 +143,45 @@ class _TrainedTokenizer(ABC):
         raise SeqloomError(f"tokenizer {name!r} gives no ids for its own words; pass a trained one")
 
 
-class JsonTokenizer(_TrainedTokenizer):
-    """A tokenizer.json of the package tokenizers."""
+def _load_json(path: Path) -> TrainedTokenizer:
+    """Load a tokenizer.json of the package tokenizers."""
+    tokenizers = import_extra(f"tokenizer {str(path)!r}", "hf", "tokenizers", otherwise=", or use bytes")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for a file that it cannot parse
+        raise SeqloomError(f"tokenizer {str(path)!r} cannot be read ({error}); pass a tokenizer.json") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
-    kind = "tokenizers"
+    def encode(texts: list[str], special: bool) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=special)]
 
-    def __init__(self, path: Path) -> None:
-        """Read the file."""
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise SeqloomError(
-                f"tokenizer {str(path)!r} needs the package 'tokenizers' ({error}); install the extra 'hf': "
-                "pip install 'seqloom[hf]', or use bytes"
-            ) from None
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception for a file that it cannot parse
-            raise SeqloomError(f"tokenizer {str(path)!r} cannot be read ({error}); pass a tokenizer.json") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        super().__init__(path, self._tokenizer.get_vocab())
-
-    def _call(self, texts: list[str], special: bool) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=special)]
-
-    def _serialized(self) -> str:
-        return self._tokenizer.to_str()
+    return TrainedTokenizer("tokenizers", path, tokenizer, encode, tokenizer.to_str())
 
 
-class HuggingFaceTokenizer(_TrainedTokenizer):
-    """A Hugging Face tokenizer folder, read by transformers; no code of the folder is run.
+def _load_folder(path: Path) -> TrainedTokenizer:
+    """Load a Hugging Face tokenizer folder by transformers; no code of the folder is run.
 
     Where its template puts nothing after a text, `end` is its end-of-sequence token.
     """
+    way_out = ", or name a tokenizer.json"
+    transformers = import_extra(f"tokenizer folder {str(path)!r}", "hf", "transformers", otherwise=way_out)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # whatever the package raises for a folder that it cannot read
+        reason = str(error).partition("\n")[0]
+        raise SeqloomError(f"tokenizer folder {str(path)!r} cannot be read ({reason}); save it again") from None
+    tokenizer.model_max_length = sys.maxsize  # `prepare` has a limit and a policy of its own
 
-    kind = "transformers"
+    def encode(texts: list[str], special: bool) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
 
-    def __init__(self, path: Path) -> None:
-        """Read the folder."""
-        try:
-            import transformers
-        except ImportError as error:
-            raise SeqloomError(
-                f"tokenizer folder {str(path)!r} needs the package 'transformers' ({error}); install the extra 'hf': "
-                "pip install 'seqloom[hf]', or name a tokenizer.json"
-            ) from None
-        try:
-            auto: Any = transformers.AutoTokenizer
-            self._tokenizer = auto.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # whatever the package raises for a folder that it cannot read
-            reason = str(error).partition("\n")[0]
-            raise SeqloomError(f"tokenizer folder {str(path)!r} cannot be read ({reason}); save it again") from None
-        self._tokenizer.model_max_length = sys.maxsize  # `prepare` has a limit and a policy of its own
-        super().__init__(path, self._tokenizer.get_vocab())
-        if not self.end and self._tokenizer.eos_token_id is not None:
-            self.end = (int(self._tokenizer.eos_token_id),)
-
-    def _call(self, texts: list[str], special: bool) -> list[list[int]]:
-        return self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
-
-    def _serialized(self) -> str:
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        return json.dumps(self._tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) if fast is None else fast.to_str()
+    trained = TrainedTokenizer("transformers", path, tokenizer, encode, content)
+    if not trained.end and tokenizer.eos_token_id is not None:
+        trained.end = (int(tokenizer.eos_token_id),)
+    return trained
 
 
 # ---- Records
@@ -296,7 +270,7 @@ def _read_jsonl(path: Path, fields: RecordFields) -> Iterator[tuple[Record, floa
 
 
 def _read_parquet(path: Path, fields: RecordFields) -> Iterator[tuple[Record, float]]:
-    pyarrow = import_pyarrow(f"reading {str(path)!r}")
+    pyarrow = import_extra(f"reading {str(path)!r}", "data", "pyarrow", "pyarrow.parquet")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             format_ = fields.detect(file.schema_arrow.names, str(path))
@@ -404,7 +378,7 @@ class PrepareCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PrepareResult:
     """Totals of a new store, and what was left out."""
 
     path: Path
@@ -427,7 +401,7 @@ def prepare(
     max_length: int | None = None,
     too_long: TooLong = "refuse",
     progress: Callable[[float], None] | None = None,
-) -> Prepared:
+) -> PrepareResult:
     """Write a token store. The same input gives the same bytes; a run that fails leaves nothing.
 
     Args:
@@ -462,7 +436,7 @@ def prepare(
                 f"no document is left of {counts.records:,} records ({left_out}); check the input and the limit"
             )
         writer.prepared.update(max_length=max_length, too_long=too_long, counts=asdict(counts))
-    return Prepared(Path(out), writer.documents, writer.tokens, writer.valid, writer.longest, size, counts)
+    return PrepareResult(Path(out), writer.documents, writer.tokens, writer.valid, writer.longest, size, counts)
 
 
 def _check_inputs(inputs: Iterable[str | Path]) -> list[Path]:
@@ -523,17 +497,12 @@ def _tokenize(chunk: list[Record], tokenizer: Tokenizer | None, counts: PrepareC
         raise SeqloomError(f"{first.where}: a text, and no tokenizer to encode it; name one, for example bytes")
     pieces = iter([] if tokenizer is None else _encode(tokenizer, texts, chunk))
     for record in chunk:
-        encoded = [next(pieces) for _ in record.texts]
-        if record.ids is not None:
-            empty = not len(record.ids)
-        else:
-            empty = any(in_loss and not len(ids) for ids, (_, in_loss) in zip(encoded, record.texts, strict=True))
-        if empty:
+        parts = [next(pieces) for _ in record.texts]
+        learned = [ids for ids, (_, in_loss) in zip(parts, record.texts, strict=True) if in_loss]
+        if not all(map(len, learned if record.ids is None else [record.ids])):
             counts.empty += 1
-        elif record.ids is not None:
-            yield record
         else:
-            yield _join(record, encoded, tokenizer)
+            yield _join(record, parts, tokenizer) if record.ids is None else record
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], chunk: list[Record]) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 
 from seqloom.data.megatron import MegatronSource, without_suffix
 from seqloom.data.source import SYNTHETIC, Source, SyntheticSource, check_ids
-from seqloom.errors import SeqloomError
+from seqloom.errors import SeqloomError, import_extra
 from seqloom.reader import build, read_mapping
 
 TOKENS, INDEX, META = "tokens.arrow", "index.arrow", "meta.json"
@@ -63,17 +63,8 @@ def open_source(path: str | Path, *, vocabulary: int | None = None) -> Source:
     return source
 
 
-def import_pyarrow(purpose: str) -> ModuleType:
-    """Return pyarrow with its file formats, or say how to install it; `purpose` begins the message."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise SeqloomError(
-            f"{purpose} needs the package 'pyarrow' ({error}); install the extra 'data': pip install 'seqloom[data]'"
-        ) from None
-    return pyarrow
+def _import_pyarrow() -> Any:
+    return import_extra("a token store", "data", "pyarrow", "pyarrow.ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +126,16 @@ class TokenStore(Source):
         """Open a folder that `StoreWriter` wrote; refuse one that is truncated or does not agree with itself."""
         self.path = Path(path)
         self.meta = StoreMetadata.read(self.path)
-        tokens = _read_arrow(self.path / TOKENS, ["token"])
-        self._token_batches = [batch.column("token").to_numpy() for batch in tokens]
-        self._batch_starts = np.cumsum([0, *map(len, self._token_batches)])
-        index = _read_arrow(self.path / INDEX, ["length", "valid", "ignored"])
-        lengths, valid = (
-            _concatenate([batch.column(name).to_numpy() for batch in index]) for name in ("length", "valid")
-        )
+        self._ids = _map_arrow(self.path / TOKENS, ["token"]).column("token")
+        index = _map_arrow(self.path / INDEX, ["length", "valid", "ignored"])
+        lengths, valid = (index.column(name).to_numpy() for name in ("length", "valid"))
         super().__init__(str(self.path), lengths, valid, self.meta.vocabulary)
         self._token_starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        ignored = [batch.column("ignored") for batch in index]
-        edges_per_document = np.concatenate([[0], *(np.diff(part.offsets.to_numpy()) for part in ignored)])
-        self._run_ends = np.cumsum(edges_per_document)
-        self._runs = _concatenate([part.flatten().to_numpy() for part in ignored])
-        self._check_totals(runs_are_pairs=not (edges_per_document % 2).any())
+        edges = [part.flatten().to_numpy() for part in index.column("ignored").chunks]
+        edges_per_document = [np.diff(part.offsets.to_numpy()) for part in index.column("ignored").chunks]
+        self._edges = np.concatenate([np.empty(0, dtype=np.int64), *edges])
+        self._edge_starts = np.cumsum(np.concatenate([[0], *edges_per_document]))
+        self._check_totals()
 
     def verify(self) -> None:
         """Read everything once and compare it with the digests of meta.json; refuse a store that was changed."""
@@ -159,31 +146,23 @@ class TokenStore(Source):
                 raise SeqloomError(f"{self.path / name}: its digest is not the one in {META}; it changed, {_WAY_OUT}")
 
     def _read(self, document: int, start: int, stop: int) -> np.ndarray:
-        first = self._token_starts[document] + start
-        ids = np.empty(stop - start, dtype=np.int64)
-        batch = int(np.searchsorted(self._batch_starts, first, side="right")) - 1
-        done = 0
-        while done < len(ids):
-            offset = int(first + done - self._batch_starts[batch])
-            piece = self._token_batches[batch][offset : offset + len(ids) - done]
-            ids[done : done + len(piece)] = piece
-            done, batch = done + len(piece), batch + 1
+        ids = self._ids.slice(int(self._token_starts[document]) + start, stop - start).to_numpy().astype(np.int64)
         check_ids(ids, self.vocabulary, f"{self.path}, document {document}", start)
         return ids
 
     def _loss_mask(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        low, high = self._run_ends[document], self._run_ends[document + 1]
+        low, high = self._edge_starts[document : document + 2]
         if low == high:
             return None
         mask = np.ones(stop - start, dtype=bool)
-        for begin, end in self._runs[low:high].reshape(-1, 2):
+        for begin, end in self._edges[low:high].reshape(-1, 2):
             mask[max(begin - start, 0) : max(end - start, 0)] = False
         return mask
 
-    def _check_totals(self, *, runs_are_pairs: bool) -> None:
+    def _check_totals(self) -> None:
         totals = {
             "documents": len(self.lengths),
-            "tokens": int(self._batch_starts[-1]),
+            "tokens": len(self._ids),
             "valid": int(self.valid.sum()),
             "longest": int(self.lengths.max(initial=0)),
         }
@@ -191,8 +170,8 @@ class TokenStore(Source):
             expected = getattr(self.meta, name)
             if value != expected:
                 raise SeqloomError(f"{self.path}: {value:,} {name}, but {META} says {expected:,}; {_WAY_OUT}")
-        short = self.lengths.min(initial=1) < 1
-        if short or self._token_starts[-1] != totals["tokens"] or not runs_are_pairs:
+        short, unpaired = self.lengths.min(initial=1) < 1, (self._edge_starts % 2).any()
+        if short or unpaired or self._token_starts[-1] != totals["tokens"]:
             raise SeqloomError(f"{self.path}: the lengths of {INDEX} do not cut the ids of {TOKENS}; {_WAY_OUT}")
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
@@ -200,24 +179,17 @@ class TokenStore(Source):
         return TokenStore, (self.path,)
 
 
-def _read_arrow(path: Path, columns: list[str]) -> list[Any]:
-    """Map the record batches of an Arrow file without reading them."""
-    pyarrow = import_pyarrow("a token store")
+def _map_arrow(path: Path, columns: list[str]) -> Any:
+    """Return the table of an Arrow file, mapped and not read."""
+    pyarrow = _import_pyarrow()
     try:
-        reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        for batch in batches:
-            batch.validate(full=path.name == INDEX)
-        names = reader.schema.names
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        table.validate(full=path.name == INDEX)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SeqloomError(f"{path}: not a readable Arrow file ({error}); copy it again, or {_WAY_OUT}") from None
-    if names != columns:
-        raise SeqloomError(f"{path}: columns {names}, not {columns}; {_WAY_OUT}")
-    return batches
-
-
-def _concatenate(columns: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)
+    if table.column_names != columns:
+        raise SeqloomError(f"{path}: columns {table.column_names}, not {columns}; {_WAY_OUT}")
+    return table
 
 
 class StoreWriter:
@@ -233,7 +205,7 @@ class StoreWriter:
 
     def __init__(self, path: str | Path, *, vocabulary: int, tokenizer: dict[str, Any] | None = None) -> None:
         """Check that `path` can be created; ids are below `vocabulary`, and `tokenizer` goes into meta.json."""
-        self._pyarrow = import_pyarrow("a token store")
+        self._pyarrow = _import_pyarrow()
         self.path = Path(path)
         require_new_folder(self.path)
         if vocabulary < 1:
@@ -241,8 +213,9 @@ class StoreWriter:
         self.prepared: dict[str, Any] = {}
         self._vocabulary, self._tokenizer = vocabulary, tokenizer
         self._dtype = np.dtype(np.int32 if vocabulary <= 1 << 31 else np.int64)
-        self._buffer, self._filled = np.empty(TOKENS_PER_RECORD_BATCH, dtype=self._dtype), 0
-        self._index: list[tuple[int, int, list[int]]] = []
+        self._pending_ids: list[np.ndarray] = []
+        self._pending_tokens = 0
+        self._pending_rows: list[dict[str, Any]] = []
         self.documents = self.tokens = self.valid = self.longest = 0
 
     def __enter__(self) -> StoreWriter:
@@ -255,8 +228,7 @@ class StoreWriter:
         )
         self._token_schema = arrow.schema([("token", arrow.from_numpy_dtype(self._dtype))])
         try:
-            self._token_file = _HashedFile(self._folder / TOKENS)
-            self._index_file = _HashedFile(self._folder / INDEX)
+            self._token_file, self._index_file = (_HashedFile(self._folder / name) for name in (TOKENS, INDEX))
             self._token_writer = arrow.ipc.new_file(self._token_file, self._token_schema)
             self._index_writer = arrow.ipc.new_file(self._index_file, self._index_schema)
         except BaseException:
@@ -280,12 +252,15 @@ class StoreWriter:
             if mask.shape != ids.shape:
                 raise SeqloomError(f"{where}: a mask of {mask.size} for {len(ids)} tokens; give one each")
             valid, ignored = int(mask[1:].sum()), _run_edges(~mask)
-        self._append(ids)
-        self._index.append((len(ids), valid, ignored))
+        self._pending_ids.append(ids.astype(self._dtype))
+        self._pending_tokens += len(ids)
+        if self._pending_tokens >= TOKENS_PER_RECORD_BATCH:
+            self._flush_tokens()
+        self._pending_rows.append({"length": len(ids), "valid": valid, "ignored": ignored})
+        if len(self._pending_rows) == DOCUMENTS_PER_RECORD_BATCH:
+            self._flush_index()
         self.documents, self.tokens, self.valid = self.documents + 1, self.tokens + len(ids), self.valid + valid
         self.longest = max(self.longest, len(ids))
-        if len(self._index) == DOCUMENTS_PER_RECORD_BATCH:
-            self._flush_index()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -295,39 +270,30 @@ class StoreWriter:
             if kind is None:
                 self._finish()
         finally:
-            self._token_file.close()
-            self._index_file.close()
+            for file in (self._token_file, self._index_file):
+                with suppress(OSError):  # a file without `sync` is deleted anyway
+                    file.close()
             shutil.rmtree(self._folder, ignore_errors=True)  # not there any more when it was renamed
 
-    def _append(self, ids: np.ndarray) -> None:
-        done = 0
-        while done < len(ids):
-            piece = ids[done : done + len(self._buffer) - self._filled]
-            self._buffer[self._filled : self._filled + len(piece)] = piece
-            self._filled, done = self._filled + len(piece), done + len(piece)
-            if self._filled == len(self._buffer):
-                self._flush_tokens()
-
-    def _flush_tokens(self) -> None:
-        if self._filled:
-            column = self._pyarrow.array(self._buffer[: self._filled])
-            self._token_writer.write_batch(self._pyarrow.record_batch([column], schema=self._token_schema))
-            self._filled = 0
+    def _flush_tokens(self, *, last: bool = False) -> None:
+        """Write full record batches, and with `last` the rest."""
+        ids = np.concatenate(self._pending_ids)
+        rest = 0 if last else len(ids) % TOKENS_PER_RECORD_BATCH
+        table = self._pyarrow.table([ids[: len(ids) - rest]], schema=self._token_schema)
+        self._token_writer.write_table(table, max_chunksize=TOKENS_PER_RECORD_BATCH)
+        self._pending_ids, self._pending_tokens = [ids[len(ids) - rest :]], rest
 
     def _flush_index(self) -> None:
-        if self._index:
-            columns = [
-                self._pyarrow.array(values, type=part.type)
-                for values, part in zip(zip(*self._index, strict=True), self._index_schema, strict=True)
-            ]
-            self._index_writer.write_batch(self._pyarrow.record_batch(columns, schema=self._index_schema))
-            self._index.clear()
+        rows = self._pyarrow.RecordBatch.from_pylist(self._pending_rows, schema=self._index_schema)
+        self._index_writer.write_batch(rows)
+        self._pending_rows = []
 
     def _finish(self) -> None:
         if not self.documents:
             raise SeqloomError(f"{str(self.path)!r}: no document to store; a store needs at least one")
-        self._flush_tokens()
-        self._flush_index()
+        self._flush_tokens(last=True)
+        if self._pending_rows:
+            self._flush_index()
         self._token_writer.close()
         self._index_writer.close()
         meta = StoreMetadata(
@@ -348,42 +314,29 @@ class StoreWriter:
         sync_folder(self.path.absolute().parent)
 
 
-class _HashedFile(io.RawIOBase):
-    """A file that counts and hashes what is written to it; a write that fails raises a SeqloomError."""
+class _HashedFile(io.BufferedWriter):
+    """A file that hashes what is written to it; a write that fails raises a SeqloomError."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._bytes, self._sha256 = path, 0, hashlib.sha256()
-        self._file = path.open("wb")
+        super().__init__(io.FileIO(path, "wb"))
+        self._path, self._sha256 = path, hashlib.sha256()
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         try:
-            self._file.write(data)
+            count = super().write(data)
         except OSError as error:
             raise self._error(error) from None
         self._sha256.update(data)
-        self._bytes += memoryview(data).nbytes
-        return memoryview(data).nbytes
+        return count
 
     def sync(self) -> FileDigest:
         """Flush everything to the disk; return size and digest."""
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.flush()
+            os.fsync(self.fileno())
         except OSError as error:
             raise self._error(error) from None
-        return FileDigest(self._bytes, self._sha256.hexdigest())
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            with suppress(OSError):  # a file without `sync` is deleted anyway
-                self._file.close()
+        return FileDigest(self.tell(), self._sha256.hexdigest())
 
     def _error(self, error: OSError) -> SeqloomError:
         return SeqloomError(

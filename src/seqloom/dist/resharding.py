@@ -2,23 +2,23 @@
 
     stored, used = optimiser_layout(weights, ranks), compute_layout(weights, pipelines)
     resharder = Resharder(weights, stored, used, transport, device=device)
-    copies = resharder.start_copy(3, masters, torch.bfloat16).wait()        # bundle 3: {weight: [rows, columns]}
+    copies = resharder.start_copy(3, masters, torch.bfloat16).wait()        # bucket 3: {weight: [rows, columns]}
     sums = resharder.start_reduce(3, gradients, torch.float32).wait()       # {weight: [rows, columns] of the masters}
 
-Every element travels once to every rank that needs it and has none, in one message per pair of ranks and bundle.
+Every element travels once to every rank that needs it and has none, in one message per pair of ranks and bucket.
 Gradients go the inverse way: a rank returns to each sender the gradient of what it received, and the sender adds up.
 
 Two hops: where several ranks of a node need what only ranks of other nodes have, it crosses the network once and is
 shared inside the node, see `layout.move.reshard_moves_of_rank`. Gradients are then summed inside the node before they cross.
 
-All ranks that hold something of a bundle, in source or target, start it, all bundles in one order; the others may.
+All ranks that hold something of a bucket, in source or target, start it, all buckets in one order; the others may.
 Several may be in flight. They share the transport's `exchange` with everything else that uses it. With NCCL both hops
-of a bundle are queued at once on a stream of their own. Otherwise the caller starts second hops, in the order of the
-bundles, when it waits or calls `InFlight.start_second_hop`. Until then other ranks of the node wait for this one, which
+of a bucket are queued at once on a stream of their own. Otherwise the caller starts second hops, in the order of the
+buckets, when it waits or calls `InFlight.start_second_hop`. Until then other ranks of the node wait for this one, which
 must not wait for them meanwhile: ranks wait in the same order, or start second hops before any other exchange.
 
 The index work of a pair of layouts is done once on the host. With the optimiser's layout of 4 ranks as the source and a
-whole copy on rank 2 as the target, rank 2 receives a bundle of two weights a and b like this:
+whole copy on rank 2 as the target, rank 2 receives a bucket of two weights a and b like this:
 
     buffer     | a from 0 | b from 0 | a from 1 | b from 1 | a from 3 | b from 3 |
     tensors    | a from 0 | a from 1 | its own a | a from 3 |   | b from 0 | b from 1 | its own b | b from 3 |
@@ -42,8 +42,7 @@ from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonemp
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.layout.move import Move, reshard_moves_of_rank
-from seqloom.plan.parameter_layout import Weight
-from seqloom.plan.parameter_layout import layer_buckets as bundles_of
+from seqloom.plan.parameter_layout import Weight, layer_buckets
 
 Tensors = Mapping[int, torch.Tensor]
 """{weight: tensor of this rank's box}."""
@@ -94,7 +93,7 @@ class Resharder:
 
     Attributes:
         source, target: {weight: Box} of this rank; weights of which it has nothing are left out.
-        bundles: weights of every bundle, by index.
+        buckets: weights of every bucket, by index.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Resharder:
         *,
         device: torch.device | str,
         node_size: int | None = None,
-        bundles: Sequence[Sequence[int]] | None = None,
+        buckets: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Compute this rank's part. Communicates nothing.
 
@@ -114,51 +113,51 @@ class Resharder:
             weights: items of the layouts are their indices.
             source: who has what before; holds all that the target asks for.
             target: who shall have what after. Neither gives a rank two boxes of one weight.
-            transport: this rank's; one whose exchanges nothing else uses, where bundles overlap the computation.
+            transport: this rank's; one whose exchanges nothing else uses, where buckets overlap the computation.
             device: of all tensors.
             node_size: ranks per node. Nothing crosses to a node twice, where ranks have different rows in the source;
                 where several hold something, one of the receiver's node sends it. None: nodes do not matter.
-            bundles: what moves together; None: `plan.parameter_layout.bundles`.
+            buckets: what moves together; None: `plan.parameter_layout.layer_buckets`.
         """
-        self.bundles = tuple(map(tuple, bundles_of(weights) if bundles is None else bundles))
+        self.buckets = tuple(map(tuple, layer_buckets(weights) if buckets is None else buckets))
         self.source, self.target = (boxes_of(layout, transport.rank) for layout in (source, target))
         self._names = [weight.name for weight in weights]
         self._device = torch.device(device)
         # After the first hop a rank has nothing but parts of its target boxes, in their tensors.
         moves = reshard_moves_of_rank(transport.rank, source, target, node_size=node_size)
         self._hops = [
-            _Hop(index_bundles(move, transport.rank, self.bundles, held, self.target), transport, self._device)
+            _Hop(index_buckets(move, transport.rank, self.buckets, held, self.target), transport, self._device)
             for move, held in zip(moves, (self.source, self.target), strict=False)
         ]
         self._on_stream = len(moves) > 1 and transport.waits_in_stream and self._device.type == "cuda"
         self._first_hops: deque[InFlight] = deque()
 
-    def start_copy(self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> InFlight:
-        """Start to copy a bundle's values to the target's boxes. `tensors` must not change until `wait` has returned.
+    def start_copy(self, bucket: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None) -> InFlight:
+        """Start to copy a bucket's values to the target's boxes. `tensors` must not change until `wait` has returned.
 
         Args:
-            bundle: index.
+            bucket: index.
             tensors: {weight: contiguous tensor of this rank's source box, [rows, columns] or any shape of as many
-                elements}; weights of other bundles are ignored.
+                elements}; weights of other buckets are ignored.
             dtype: of the values in flight and afterwards, the same on all ranks; the sender casts.
             into: {weight: contiguous tensor of the target box, in `dtype`}, filled by `wait`. For other weights `wait`
                 allocates a tensor; or it returns the given one itself, where the source's box is the target's and the
                 dtype is right.
         """
-        outputs = self._outputs(bundle, self.target, into or {}, dtype)
-        held = self._views(bundle, self.source, tensors)
-        for weight, box in self._boxes(bundle, self.source):
+        outputs = self._outputs(bucket, self.target, into or {}, dtype)
+        held = self._views(bucket, self.source, tensors)
+        for weight, box in self._boxes(bucket, self.source):
             if weight not in held:
                 raise SeqloomError(
                     f"{self._names[weight]}: no tensor from a rank that holds {box.rows} rows x {box.columns} columns "
                     "of it; give what the source layout says it holds"
                 )
-        return self._start(self._copy_hops(bundle, held, outputs, dtype), ())
+        return self._start(self._copy_hops(bucket, held, outputs, dtype), ())
 
     def start_reduce(
-        self, bundle: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None
+        self, bucket: int, tensors: Tensors, dtype: torch.dtype, *, into: Tensors | None = None
     ) -> InFlight:
-        """Start to sum a bundle's gradients into the source's boxes.
+        """Start to sum a bucket's gradients into the source's boxes.
 
         Each holder's gradient goes to the rank that `start_copy` brings its value from: to the only one that has it in
         the source, or to one of several, which then have parts of the sum. Sums are in float32 or wider, in a fixed
@@ -170,20 +169,20 @@ class Resharder:
         one hop they may be changed after this call (on a GPU: in this stream).
 
         Args:
-            bundle: index.
+            bucket: index.
             tensors: {weight: contiguous tensor of this rank's target box}; a weight that is left out counts as zero.
             dtype: of the gradients in flight, the same on all ranks; the sender casts. Sums of a node cross in float32
                 or wider.
             into: {weight: contiguous tensor of the source box, in `dtype` or float32, whichever is wider}: `wait` adds
                 the sums to it. For other weights it allocates a tensor.
         """
-        outputs = self._outputs(bundle, self.source, into or {}, torch.promote_types(dtype, torch.float32))
-        held = self._views(bundle, self.target, tensors)
-        return self._start(self._reduce_hops(bundle, held, outputs, dtype), held.values())
+        outputs = self._outputs(bucket, self.source, into or {}, torch.promote_types(dtype, torch.float32))
+        held = self._views(bucket, self.target, tensors)
+        return self._start(self._reduce_hops(bucket, held, outputs, dtype), held.values())
 
     @torch.no_grad()
     def _start(self, hops: Hops, tensors: Iterable[torch.Tensor]) -> InFlight:
-        """Start a bundle's first hop, or all hops on a stream; the caller may drop `tensors`."""
+        """Start a bucket's first hop, or all hops on a stream; the caller may drop `tensors`."""
         if self._on_stream:
             return _run_on_stream(hops, self._device, tensors)
         started = InFlight(hops)
@@ -191,49 +190,49 @@ class Resharder:
             started.queue_behind(self._first_hops)
         return started
 
-    def _copy_hops(self, bundle: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
+    def _copy_hops(self, bucket: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
         first, *following = self._hops
-        exchange = first.send(bundle, held, dtype)
+        exchange = first.send(bucket, held, dtype)
         yield exchange.handle
         result = dict(outputs)
-        for weight, box in self._boxes(bundle, self.target):
+        for weight, box in self._boxes(bucket, self.target):
             if weight not in outputs:
                 shared = self.source.get(weight) == box and held[weight].dtype == dtype
                 result[weight] = held[weight] if shared else self._empty(box, dtype)
-        first.unpack(bundle, exchange, held, result)
+        first.unpack(bucket, exchange, held, result)
         for second in following:
-            exchange = second.send(bundle, result, dtype)
+            exchange = second.send(bucket, result, dtype)
             yield exchange.handle
-            second.unpack(bundle, exchange, result, result)
+            second.unpack(bucket, exchange, result, result)
         return result
 
-    def _reduce_hops(self, bundle: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
+    def _reduce_hops(self, bucket: int, held: Tensors, outputs: Tensors, dtype: torch.dtype) -> Hops:
         first, *following = self._hops
         wide = torch.promote_types(dtype, torch.float32)
         for second in following:
-            exchange = second.send_back(bundle, held, dtype)
+            exchange = second.send_back(bucket, held, dtype)
             yield exchange.handle
             sums = dict(held)
-            for weight in second.weights_added(bundle):
+            for weight in second.weights_added(bucket):
                 known = weight in held
                 sums[weight] = held[weight].to(wide) if known else self._empty(self.target[weight], wide).zero_()
-            second.add(bundle, exchange, wide, sums)
+            second.add(bucket, exchange, wide, sums)
             held, dtype = sums, wide
-        exchange = first.send_back(bundle, held, dtype)
+        exchange = first.send_back(bucket, held, dtype)
         yield exchange.handle
         result = dict(outputs)
-        for weight, box in self._boxes(bundle, self.source):
+        for weight, box in self._boxes(bucket, self.source):
             if weight not in outputs:
                 result[weight] = self._empty(box, wide).zero_()
-        first.add(bundle, exchange, wide, result)
+        first.add(bucket, exchange, wide, result)
         return result
 
     def _empty(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((box.rows, box.columns), dtype=dtype, device=self._device)
 
-    def _outputs(self, bundle: int, boxes: Mapping[int, Box], into: Tensors, dtype: torch.dtype) -> Result:
+    def _outputs(self, bucket: int, boxes: Mapping[int, Box], into: Tensors, dtype: torch.dtype) -> Result:
         """Return the tensors to fill as [rows, columns]; refuse one of another dtype."""
-        found = self._views(bundle, boxes, into)
+        found = self._views(bucket, boxes, into)
         for weight, output in found.items():
             if output.dtype != dtype:
                 raise SeqloomError(
@@ -241,12 +240,12 @@ class Resharder:
                 )
         return found
 
-    def _boxes(self, bundle: int, boxes: Mapping[int, Box]) -> Iterator[tuple[int, Box]]:
-        return ((weight, boxes[weight]) for weight in self.bundles[bundle] if weight in boxes)
+    def _boxes(self, bucket: int, boxes: Mapping[int, Box]) -> Iterator[tuple[int, Box]]:
+        return ((weight, boxes[weight]) for weight in self.buckets[bucket] if weight in boxes)
 
-    def _views(self, bundle: int, boxes: Mapping[int, Box], tensors: Tensors) -> Result:
-        """Return the tensors of a bundle's boxes as [rows, columns]."""
-        given = ((weight, box) for weight, box in self._boxes(bundle, boxes) if weight in tensors)
+    def _views(self, bucket: int, boxes: Mapping[int, Box], tensors: Tensors) -> Result:
+        """Return the tensors of a bucket's boxes as [rows, columns]."""
+        given = ((weight, box) for weight, box in self._boxes(bucket, boxes) if weight in tensors)
         return {weight: box.view(tensors[weight], self._names[weight]) for weight, box in given}
 
 
@@ -255,7 +254,7 @@ Hops = Generator[Handle, None, Result]
 
 
 class InFlight:
-    """A bundle in flight."""
+    """A bucket in flight."""
 
     def __init__(self, hops: Hops) -> None:
         """Start the first hop."""
@@ -265,12 +264,12 @@ class InFlight:
         self._result: Result | None = None
 
     def queue_behind(self, queue: deque[InFlight]) -> None:
-        """Keep the order of `queue`, the bundles whose second hop has not started."""
+        """Keep the order of `queue`, the buckets whose second hop has not started."""
         self._queue = queue
         queue.append(self)
 
     def start_second_hop(self) -> None:
-        """Start the second hop, if there is one, after those of earlier bundles; waits for first hops only."""
+        """Start the second hop, if there is one, after those of earlier buckets; waits for first hops only."""
         while self in self._queue:
             self._queue.popleft()._advance()
 
@@ -296,7 +295,7 @@ class InFlight:
 
 
 def _run_on_stream(hops: Hops, device: torch.device, tensors: Iterable[torch.Tensor]) -> InFlight:
-    """Queue all hops of a bundle on the resharding stream, behind what the current stream has been given so far."""
+    """Queue all hops of a bucket on the resharding stream, behind what the current stream has been given so far."""
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -318,7 +317,7 @@ def _run_on_stream(hops: Hops, device: torch.device, tensors: Iterable[torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class _OnStream:
-    """The end of a bundle on the resharding stream."""
+    """The end of a bucket on the resharding stream."""
 
     event: torch.cuda.Event
     result: Result
@@ -339,7 +338,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Exchange(NamedTuple):
-    """A hop of one bundle in flight.
+    """A hop of one bucket in flight.
 
     Attributes:
         handle: to wait for.
@@ -355,14 +354,14 @@ class _Exchange(NamedTuple):
 
 
 class _Hop:
-    """One rank's part of one hop, of all bundles: packs, exchanges and unpacks."""
+    """One rank's part of one hop, of all buckets: packs, exchanges and unpacks."""
 
-    def __init__(self, indices: Sequence[BundleIndex], transport: Transport, device: torch.device) -> None:
+    def __init__(self, indices: Sequence[BucketIndex], transport: Transport, device: torch.device) -> None:
         self._indices, self._transport, self._device = tuple(indices), transport, device
 
-    def send(self, bundle: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
+    def send(self, bucket: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
         """Start to send values from tensors of the source end, {weight: [rows, columns]}, to the target end."""
-        index = self._indices[bundle]
+        index = self._indices[bucket]
         outgoing = [each for each in index.outgoing if each.peers != (index.rank,)]
         sent = self._empty(sum(each.size for each in outgoing), dtype)
         sends = []
@@ -373,17 +372,17 @@ class _Hop:
         handle = exchange_nonempty(self._transport, sends, index.split(received))
         return _Exchange(handle, sent, received, {})
 
-    def unpack(self, bundle: int, exchange: _Exchange, held: Tensors, result: Tensors) -> None:
+    def unpack(self, bucket: int, exchange: _Exchange, held: Tensors, result: Tensors) -> None:
         """Fill tensors of the target end with what was received, and with what is in `held` here already."""
-        for source, target in self._indices[bundle].local:
+        for source, target in self._indices[bucket].local:
             if result[target.weight] is not held[source.weight]:
                 target.in_tensor(result[target.weight]).copy_(source.in_tensor(held[source.weight]))
-        for strip in self._indices[bundle].incoming:
+        for strip in self._indices[bucket].incoming:
             strip.in_tensor(result[strip.weight]).copy_(strip.in_buffer(exchange.received))
 
-    def send_back(self, bundle: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
+    def send_back(self, bucket: int, held: Tensors, dtype: torch.dtype) -> _Exchange:
         """Start to send gradients from tensors of the target end to the source end; what is not held is zero."""
-        index = self._indices[bundle]
+        index = self._indices[bucket]
         sent = self._empty(index.received_size, dtype)
         own = self._empty(sum(source.size for source, _ in index.local), dtype)
         _pack(sent, held, index.incoming)
@@ -395,18 +394,18 @@ class _Hop:
         handle = exchange_nonempty(self._transport, index.split(sent), receives)
         return _Exchange(handle, sent, received, dict(receives) | {index.rank: own})
 
-    def add(self, bundle: int, exchange: _Exchange, wide: torch.dtype, result: Tensors) -> None:
+    def add(self, bucket: int, exchange: _Exchange, wide: torch.dtype, result: Tensors) -> None:
         """Add the received gradients to tensors of the source end: those of ranks with the same boxes in rank order."""
-        for each in self._indices[bundle].outgoing:
+        for each in self._indices[bucket].outgoing:
             total = exchange.parts[each.peers[0]].to(wide, copy=len(each.peers) > 1)
             for peer in each.peers[1:]:
                 total += exchange.parts[peer]
             for strip in each.strips:
                 strip.in_tensor(result[strip.weight]).add_(strip.in_buffer(total))
 
-    def weights_added(self, bundle: int) -> frozenset[int]:
+    def weights_added(self, bucket: int) -> frozenset[int]:
         """Return the weights of which other ranks send gradients to this one."""
-        return frozenset(strip.weight for each in self._indices[bundle].outgoing for strip in each.strips)
+        return frozenset(strip.weight for each in self._indices[bucket].outgoing for strip in each.strips)
 
     def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
@@ -472,8 +471,8 @@ class Outgoing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BundleIndex:
-    """One rank's part of moving one bundle.
+class BucketIndex:
+    """One rank's part of moving one bucket.
 
     Attributes:
         rank: this one.
@@ -501,81 +500,81 @@ class BundleIndex:
         return [P2PTensor(peer, part) for (peer, _), part in zip(self.messages, parts, strict=True)]
 
 
-def index_bundles(
-    move: Move, rank: int, bundles: Sequence[Sequence[int]], source: Mapping[int, Box], target: Mapping[int, Box]
-) -> tuple[BundleIndex, ...]:
-    """Compute a rank's part of every bundle, as columns of numbers: one rank of a thousand has 100,000 pieces.
+def index_buckets(
+    move: Move, rank: int, buckets: Sequence[Sequence[int]], source: Mapping[int, Box], target: Mapping[int, Box]
+) -> tuple[BucketIndex, ...]:
+    """Compute a rank's part of every bucket, as columns of numbers: one rank of a thousand has 100,000 pieces.
 
     Args:
         move: at least what the rank sends and receives; two axes.
         rank: this one.
-        bundles: weights of each, by index.
+        buckets: weights of each, by index.
         source, target: boxes of this rank.
     """
-    last = max([int(move.item.max(initial=0)), *(max(bundle, default=0) for bundle in bundles)])
+    last = max([int(move.item.max(initial=0)), *(max(bucket, default=0) for bucket in buckets)])
     number = np.full(last + 1, -1)
-    for k, bundle in enumerate(bundles):
-        number[list(bundle)] = k
+    for k, bucket in enumerate(buckets):
+        number[list(bucket)] = k
     moved = number[move.item]
     sends, receives = move.sender == rank, move.receiver == rank
     leaving = _Pieces.of(move, moved, move.receiver, sends, source)
     coming = _Pieces.of(move, moved, move.sender, receives & ~sends, target)
     staying = [_Pieces.of(move, moved, move.sender, receives & sends, boxes) for boxes in (source, target)]
     return tuple(
-        BundleIndex(
+        BucketIndex(
             rank,
-            leaving.of_bundle(k).outgoing(),
-            coming.of_bundle(k).strips(),
-            coming.of_bundle(k).messages(),
-            tuple(zip(*(end.of_bundle(k).single() for end in staying), strict=True)),
+            leaving.of_bucket(k).outgoing(),
+            coming.of_bucket(k).strips(),
+            coming.of_bucket(k).messages(),
+            tuple(zip(*(end.of_bucket(k).single() for end in staying), strict=True)),
         )
-        for k in range(len(bundles))
+        for k in range(len(buckets))
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Pieces in one end's tensors, sorted by bundle, peer, weight and position: the same order on both ends.
+    """Pieces in one end's tensors, sorted by bucket, peer, weight and position: the same order on both ends.
 
     Attributes:
-        bundle, peer: int64[n].
+        bucket, peer: int64[n].
         table: int64[n, 5], the first five fields of a strip.
     """
 
-    bundle: np.ndarray
+    bucket: np.ndarray
     peer: np.ndarray
     table: np.ndarray
 
     @classmethod
     def of(
-        cls, move: Move, bundle: np.ndarray, peer: np.ndarray, chosen: np.ndarray, held: Mapping[int, Box]
+        cls, move: Move, bucket: np.ndarray, peer: np.ndarray, chosen: np.ndarray, held: Mapping[int, Box]
     ) -> _Pieces:
-        """Find the chosen boxes of a move, where they are in a bundle, in the tensors of `held` boxes."""
-        chosen = np.flatnonzero(chosen & (bundle >= 0))
-        bundle, peer, item, *edges = (column[chosen] for column in (bundle, peer, *move.columns()[2:]))
-        order = np.lexsort([peer, bundle])  # leaves boxes of a pair as all moves have them: by item and position
-        bundle, peer, item, start, stop, start2, stop2 = (column[order] for column in (bundle, peer, item, *edges))
+        """Find the chosen boxes of a move, where they are in a bucket, in the tensors of `held` boxes."""
+        chosen = np.flatnonzero(chosen & (bucket >= 0))
+        bucket, peer, item, *edges = (column[chosen] for column in (bucket, peer, *move.columns()[2:]))
+        order = np.lexsort([peer, bucket])  # leaves boxes of a pair as all moves have them: by item and position
+        bucket, peer, item, start, stop, start2, stop2 = (column[order] for column in (bucket, peer, item, *edges))
         weights = np.array(sorted(held), dtype=np.int64)
         boxes = np.array([held[weight] for weight in weights.tolist()], dtype=np.int64).reshape(-1, 4)
         first, _, left, right = boxes[np.searchsorted(weights, item)].T
         tensor_start = (start - first) * (right - left) + start2 - left
-        return cls(bundle, peer, np.stack((item, stop - start, stop2 - start2, right - left, tensor_start), axis=1))
+        return cls(bucket, peer, np.stack((item, stop - start, stop2 - start2, right - left, tensor_start), axis=1))
 
     @property
     def sizes(self) -> np.ndarray:
         """Elements of every piece."""
         return self.table[:, 1] * self.table[:, 2]
 
-    def of_bundle(self, number: int) -> _Pieces:
-        """Return the pieces of one bundle."""
-        here = slice(*np.searchsorted(self.bundle, [number, number + 1]))
-        return _Pieces(self.bundle[here], self.peer[here], self.table[here])
+    def of_bucket(self, number: int) -> _Pieces:
+        """Return the pieces of one bucket."""
+        here = slice(*np.searchsorted(self.bucket, [number, number + 1]))
+        return _Pieces(self.bucket[here], self.peer[here], self.table[here])
 
     def by_peer(self) -> Iterator[tuple[int, _Pieces]]:
         """Yield the pieces of every peer."""
         edges = [*np.flatnonzero(np.diff(self.peer, prepend=-1)).tolist(), len(self.peer)]
         for low, high in pairwise(edges):
-            yield int(self.peer[low]), _Pieces(self.bundle[low:high], self.peer[low:high], self.table[low:high])
+            yield int(self.peer[low]), _Pieces(self.bucket[low:high], self.peer[low:high], self.table[low:high])
 
     def packed(self) -> np.ndarray:
         """Return the first six fields of a strip for every piece, int64[n, 6], one after the other in a buffer."""

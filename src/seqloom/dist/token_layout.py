@@ -95,6 +95,8 @@ class Context:
         pieces: for every document of the round that is in pieces, all of its pieces, in order.
         kv_cache: keys and values of earlier pieces of a document (`attention.KVCache`); None: no document is in pieces.
         tp_group: ranks that share the weights with this one; None: tensor degree 1.
+        saved_attention: results of attention that selective checkpointing keeps (`attention.api.SavedAttention`);
+            None: nothing is kept. Set on a copy of the context, for one layer.
     """
 
     __slots__ = (
@@ -107,6 +109,7 @@ class Context:
         "node_size",
         "pieces",
         "positions",
+        "saved_attention",
         "spans",
         "tp_group",
         "transport",
@@ -123,7 +126,6 @@ class Context:
         groups: tuple[BoundGroup, ...],
         node_size: int | None = None,
         redistribute: TokenRedistribute | None = None,
-        cache: dict[Hashable, object] | None = None,
         pieces: Mapping[int, tuple[Span, ...]] | None = None,
         kv_cache: object | None = None,
         tp_group: TPGroup | None = None,
@@ -133,7 +135,6 @@ class Context:
         Args:
             work, transport, spans, positions, documents, groups, node_size, pieces, kv_cache, tp_group: see the class.
             redistribute: from the linear to the attention layout; None where these are the same.
-            cache: of `cached`, shared with another view of the same round.
         """
         self.work, self.transport, self.spans = work, transport, spans
         self.positions, self.documents, self.groups = positions, documents, groups
@@ -141,7 +142,8 @@ class Context:
         remaps_attention = work.remap == Remap.ATTENTION
         self.attention_redistribute = redistribute if remaps_attention else None
         self.mlp_redistribute = None if redistribute is None or remaps_attention else redistribute.reversed()
-        self._cache: dict[Hashable, object] = {} if cache is None else cache
+        self.saved_attention: object | None = None
+        self._cache: dict[Hashable, object] = {}
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""A reference transformer on packed tokens, whose attention goes through the engine."""
+"""Models: the reference transformer, the adapter through which the engine sees any model, and how its layers run."""
 
 from seqloom.models.adapter import ModelAdapter
 from seqloom.models.compile import compile_layers

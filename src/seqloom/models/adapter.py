@@ -1,102 +1,69 @@
-"""Along which axes the members of a team cut a model's weights, and how many members a model allows.
+"""The model as the engine sees it: how to call it, whole or in pipeline stages, and how tensor parallelism shards it.
 
-A team of t ranks runs the wide parts of a layer together: each member has 1/t of the heads and of the MLP's width.
+A TP group of t ranks runs the wide parts of a layer together: each rank has 1/t of the heads and of the MLP's width.
 
-    q, k, v, gate, up    [out, in]    rows are cut       member k has rows k/t .. (k+1)/t, and of the biases too
-    o, down              [out, in]    columns are cut    what members return are parts of one sum
+    q, k, v, gate, up    [out, in]    rows are sharded       rank k has rows k/t .. (k+1)/t, and of the biases too
+    o, down              [out, in]    columns are sharded    the ranks' outputs are partial sums
 
-All else (norms, table of tokens, head) is whole on every member.
+All else (norms, token embedding, head) is replicated on every rank of the group.
+
+Deferred initialisation: a model may be built with its parameters on "meta" and a reader of their values. They are read
+one parameter at a time, when parameters are cut into shards, so no rank ever has the whole model:
+
+    a file, or a generator   --read-->   one parameter, whole, on the device   --shard-->   this rank's rows
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import swap_tensors
 
 from seqloom.attention import AttentionSpec, prepare_attention
 from seqloom.dist import Context, attention_context
 from seqloom.errors import SeqloomError
-from seqloom.models.deferred_init import DeferredParameters
 from seqloom.models.loss import CHUNK, HeadGradients, summed_loss
 from seqloom.models.split_backward import WeightGradients
 from seqloom.models.transformer import Transformer
 from seqloom.plan import LayerRange
+from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
-ROWS, COLUMNS = 0, 1
-_AXES = {"q_proj": ROWS, "k_proj": ROWS, "v_proj": ROWS, "gate_proj": ROWS, "up_proj": ROWS} | {
-    "o_proj": COLUMNS,
-    "down_proj": COLUMNS,
+TP_AXES = {name: ROWS for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")} | {
+    name: COLUMNS for name in ("o_proj", "down_proj")
 }
-
-
-def reference_tp_axes(model: Transformer) -> dict[str, int]:
-    """Return the axis of every parameter of the reference model that a TP group shards, by name."""
-    owners = {name: name.split(".")[-2] for name, _ in model.named_parameters()}
-    return {name: _AXES[owner] for name, owner in owners.items() if owner in _AXES}
-
-
-def reference_tp_divisors(model: Transformer) -> dict[str, int]:
-    """Return what a tensor degree must divide in the reference model."""
-    spec = model.spec
-    return {"heads": spec.heads, "kv heads": spec.kv_heads, "MLP width": spec.ffn}
-
-
-def check_degree(model: str, degree: int, tp_divisors: Mapping[str, int], no_tp_reason: str) -> None:
-    """Refuse a tensor degree that a model does not allow.
-
-    Args:
-        model: what to call it.
-        degree: ranks of a team; 1 is always fine.
-        tp_divisors: what -> how many there are; the degree divides each.
-        no_tp_reason: why there is no degree above 1; "" if there may be one.
-    """
-    if degree == 1:
-        return
-    if no_tp_reason:
-        raise SeqloomError(f"tensor degree {degree}: {model} cannot be cut: {no_tp_reason}; plan with tensor = 1")
-    wrong = [f"{what} {count}" for what, count in tp_divisors.items() if degree < 1 or count % degree]
-    if wrong:
-        common = math.gcd(*tp_divisors.values())
-        legal = [each for each in range(1, common + 1) if common % each == 0]
-        nearest = min(legal, key=lambda each: (abs(each - degree), each))
-        raise SeqloomError(
-            f"tensor degree {degree}: {model} has {', '.join(wrong)}, and every member of a team has an equal share; "
-            f"nearest: tensor = {nearest} (possible: {', '.join(map(str, legal))})"
-        )
-
-
-# ---- merged: runtime.network
-# What the runtime needs to know of a model: how to call it, whole or in parts, where its layers and its head are.
+"""Axis along which a TP group shards the linear layers of the reference transformer, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelAdapter:
     """A language model, whoever wrote it.
 
-    A model that is cut into stages also says how its parts are called: `hidden` is norm(body(embed(ids))).
+    A model that is cut into pipeline stages also says how its parts are called: `hidden` is norm(body(embed(ids))).
 
     Attributes:
         module: has all parameters, under the names that checkpoints use.
-        layers: parts that are gathered, released and recomputed one by one; each is called with the context.
+        layers: modules that are unsharded, resharded and recomputed one by one; each is called with the context.
         hidden: hidden(ids int64[tokens], context) -> [tokens, hidden] after the final norm.
-        head: has `weight` [vocabulary, hidden]; maybe the table of tokens.
-        attention_specs: the attention calls of the layers, each distinct one once, for `prepare`.
+        head: has `weight` [vocabulary, hidden]; maybe that of the token embedding.
+        attention_specs: of the layers, each distinct one once, for `prepare`.
         embed: embed(ids int64[tokens], context) -> [tokens, hidden].
         body: body(hidden [tokens, hidden], context, first, stop) -> the same shape, after layers first .. stop - 1.
         norm: the final norm, [tokens, hidden] -> the same shape.
-        weight_gradients: returned by `defer_weight_gradients(layers)`; without it a backward is all in I.
+        weight_gradients: from `defer_weight_gradients(layers)`; without it all of a backward happens in I.
         embedding: has the parameters that `embed` needs.
         single_stage_reason: why the model cannot be cut into stages, where that is known.
-        tp_axes: canonical name of a parameter -> axis along which a TP group shards it (0 rows, 1 columns); names that
-            are not in it are whole on every member. See `runtime.tp_axes`.
+        tp_axes: canonical name of a parameter -> axis along which a TP group shards it (0 rows, 1 columns); others are
+            replicated.
         tp_divisors: what a tensor degree must divide (such as "kv heads") -> how many there are.
-        no_tp_reason: why no team can cut the model's weights; "" if one can.
-        deferred: where those of parameters are that are on "meta"; None: the module has them.
+        no_tp_reason: why no TP group can shard the model's weights; "" if one can.
+        deferred: values of parameters that are on "meta"; None: the module has them.
     """
 
     module: nn.Module
@@ -119,39 +86,57 @@ class ModelAdapter:
 
     @classmethod
     def of(cls, model: Transformer) -> ModelAdapter:
-        """Describe the reference model."""
+        """Describe the reference transformer."""
         if not isinstance(model, Transformer):
             raise SeqloomError(
                 f"{type(model).__name__} is not the reference transformer; for another model say what its layers, "
                 "its hidden states and its head are: ModelAdapter(module, layers, hidden, head)"
             )
         decoder, spec = model.model, model.spec
-        calls = tuple(
-            AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, each) for each in dict.fromkeys(spec.windows)
-        )
+        modules = {name: name.split(".")[-2] for name, _ in model.named_parameters()}
+        windows = dict.fromkeys(spec.windows)
         return cls(
             model,
             tuple(decoder.layers),
             lambda ids, c: decoder(ids, c.positions, c),
             model.lm_head,
-            calls,
+            tuple(AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, window) for window in windows),
             embed=lambda ids, c: decoder.embed(ids, c.positions),
             body=lambda x, c, first, stop: decoder.body(x, c.positions, c, first, stop),
             norm=decoder.norm,
             embedding=decoder.embed_tokens,
-            tp_axes=reference_tp_axes(model),
-            tp_divisors=reference_tp_divisors(model),
+            tp_axes={name: TP_AXES[module] for name, module in modules.items() if module in TP_AXES},
+            tp_divisors={"heads": spec.heads, "kv heads": spec.kv_heads, "MLP width": spec.ffn},
             no_tp_reason="",
         )
 
     @property
     def stages_error(self) -> str:
-        """What to say where this model shall be cut into stages and cannot."""
+        """Message for a plan with several stages where the model cannot be cut into them."""
         why = self.single_stage_reason or "it is not known how to run some of its layers"
         return (
             f"{type(self.module).__name__} cannot be cut into stages: {why}; plan with one stage "
             "(pipeline.stages = 1), or say how its parts are called: ModelAdapter(.., embed=, body=, norm=, embedding=)"
         )
+
+    def check_tp_degree(self, degree: int) -> None:
+        """Refuse a tensor degree that heads, kv heads or widths do not allow, with the nearest that they do."""
+        if degree == 1:
+            return
+        name = type(self.module).__name__
+        if self.no_tp_reason:
+            raise SeqloomError(
+                f"tensor degree {degree}: {name} cannot be sharded: {self.no_tp_reason}; plan with tensor = 1"
+            )
+        wrong = [f"{what} {count}" for what, count in self.tp_divisors.items() if degree < 1 or count % degree]
+        if wrong:
+            common = math.gcd(*self.tp_divisors.values())
+            legal = [each for each in range(1, common + 1) if common % each == 0]
+            nearest = min(legal, key=lambda each: (abs(each - degree), each))
+            raise SeqloomError(
+                f"tensor degree {degree}: {name} has {', '.join(wrong)}, and every rank of a TP group has an equal "
+                f"share; nearest: tensor = {nearest} (possible: {', '.join(map(str, legal))})"
+            )
 
     def materialize(self, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> None:
         """Give parameters their values where they are on "meta" and `deferred` has them.
@@ -164,10 +149,6 @@ class ModelAdapter:
                 if parameter.is_meta:
                     self.deferred.materialize(name, parameter)
 
-    def check_tp_degree(self, degree: int) -> None:
-        """Refuse a tensor degree that heads, kv heads or widths do not allow, with the nearest that they do."""
-        check_degree(type(self.module).__name__, degree, self.tp_divisors, self.no_tp_reason)
-
     def prepare(self, context: Context, dtype: torch.dtype) -> None:
         """Do the index work of a round's attention now, so that no layer does; see `bind_plan`.
 
@@ -175,20 +156,20 @@ class ModelAdapter:
             context: of the round; it keeps the result.
             dtype: that layers compute in.
         """
-        members, inside = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
+        degree, inner = 1 if context.tp_group is None else len(context.tp_group.ranks), attention_context(context)
         for heads, kv_heads, dim, window, scale in self.attention_specs:
-            prepare_attention(inside, heads // members, kv_heads // members, dim, dtype, window=window, scale=scale)
+            prepare_attention(inner, heads // degree, kv_heads // degree, dim, dtype, window=window, scale=scale)
 
     def run(self, part: LayerRange, given: torch.Tensor, context: Context) -> torch.Tensor:
-        """Return the hidden states [tokens, hidden] after a part; those of a part that ends are normalised.
+        """Return the hidden states [tokens, hidden] after a range of layers; with the last layer also the final norm.
 
         Args:
-            part: of this model.
-            given: int64[tokens] for a part that begins, else hidden states [tokens, hidden].
+            part: layers of this model.
+            given: int64[tokens] for a part with the first layer, else hidden states [tokens, hidden].
             context: of the round.
         """
-        whole = part.has_embedding and part.has_head
-        if whole and not self._carries_frozen(context):
+        whole, input_gradient = part.has_embedding and part.has_head, self._needs_input_gradient(context)
+        if whole and not input_gradient:
             return self.hidden(given, context)
         if not whole and (
             part.model_layers != len(self.layers) or not 0 <= part.first <= part.stop <= part.model_layers
@@ -200,30 +181,30 @@ class ModelAdapter:
         if self.embed is None or self.body is None or self.norm is None:
             raise SeqloomError(self.stages_error)
         states = self.embed(given, context) if part.has_embedding else given
-        if part.has_embedding and self._carries_frozen(context) and not states.requires_grad:
+        if part.has_embedding and input_gradient and not states.requires_grad:
             states.requires_grad_()
         states = self.body(states, context, part.first, len(self.layers) if whole else part.stop)
         return self.norm(states) if part.has_head else states
 
-    def _carries_frozen(self, context: Context) -> bool:
-        """Whether a document is in pieces and some parameters do not learn.
+    def _needs_input_gradient(self, context: Context) -> bool:
+        """Return whether a document is in pieces and some parameters are frozen.
 
-        Keys are kept until attention goes backward, which it would not below the first parameter that learns.
+        Keys are cached until attention goes backward, which it would not below the first parameter that learns.
         """
         if not context.pieces or not torch.is_grad_enabled():
             return False
         return not all(parameter.requires_grad for parameter in self.module.parameters())
 
 
-class LossOf(nn.Module):
-    """A network from token ids to the sum of token losses, as one module: what it needs is gathered for one call."""
+class ModelWithLoss(nn.Module):
+    """A model from token ids to the sum of token losses, as one module: FSDP unshards what it needs for one call."""
 
-    def __init__(self, adapter: ModelAdapter, chunk: int = CHUNK, together: HeadGradients | None = None) -> None:
-        """Wrap a network; `chunk` and `together` as in `summed_loss`."""
+    def __init__(self, adapter: ModelAdapter, chunk: int = CHUNK, head_gradients: HeadGradients | None = None) -> None:
+        """Wrap a model; `chunk` and `head_gradients` as in `summed_loss`."""
         super().__init__()
         self.inner = adapter.module
         self._adapter = (adapter,)  # in a tuple: torch sees parameters under `inner` alone
-        self._options = {"chunk": chunk, "together": together}
+        self._options = {"chunk": chunk, "head_gradients": head_gradients}
 
     def forward(
         self, given: torch.Tensor, labels: torch.Tensor | None, context: Context, part: LayerRange | None = None
@@ -231,10 +212,10 @@ class LossOf(nn.Module):
         """Return the sum of the losses of this rank's tokens, a scalar in float32 or float64; see `Parameters.run`.
 
         Args:
-            given: token ids int64[tokens], rows as `context.spans` says, or what the part before gave.
-            labels: int64[tokens], see `summed_loss`; None for a part that does not end.
+            given: token ids int64[tokens], rows as in `context.spans`, or the output of the stage before.
+            labels: int64[tokens], see `summed_loss`; None for a part without the last layer.
             context: of the round.
-            part: of the model; None: all of it. One that does not end returns its hidden states [tokens, hidden].
+            part: layers of the model; None: all. Without the last one, the hidden states [tokens, hidden] are returned.
         """
         adapter = self._adapter[0]
         part = part or LayerRange(0, len(adapter.layers), len(adapter.layers))
@@ -243,3 +224,53 @@ class LossOf(nn.Module):
             return states
         assert labels is not None  # rows of a part that ends are read with their labels
         return summed_loss(states, cast("torch.Tensor", adapter.head.weight), labels, **self._options)
+
+
+class DeferredParameters:
+    """Values of a model's parameters that are on "meta", read one by one.
+
+    Attributes:
+        device: where parameters shall be.
+    """
+
+    def __init__(self, read: Callable[[str], torch.Tensor], device: torch.device) -> None:
+        """Read nothing yet.
+
+        Args:
+            read: canonical name -> the whole parameter, on any device and in any dtype; called at most once for each.
+            device: where parameters shall be.
+        """
+        self.device = device
+        self._read: Callable[[str], torch.Tensor] | None = read
+
+    def materialize(self, name: str, parameter: nn.Parameter) -> None:
+        """Give a parameter on "meta" its values, in its dtype. It stays the same object: tied ones stay tied."""
+        assert self._read is not None, "deferred parameters were closed"
+        values = torch.empty_like(parameter, device=self.device, requires_grad=False)
+        values.copy_(self._read(name))
+        swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+    def close(self) -> None:
+        """Close files, and drop values that nobody has read."""
+        self._read = None
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build modules with their parameters on "meta" and their buffers where they say."""
+
+    def register(module: nn.Module, name: str, given: nn.Parameter | None) -> nn.Parameter | None:
+        return None if given is None else to_meta(given)
+
+    hook = register_module_parameter_registration_hook(cast("Callable[..., None]", register))  # what it returns counts
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def to_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter's shape on "meta", without its values."""
+    if parameter.is_meta:
+        return parameter
+    return nn.Parameter(parameter.detach().to(torch.device("meta")), parameter.requires_grad)

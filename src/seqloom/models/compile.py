@@ -1,85 +1,234 @@
-"""Layers whose bodies torch.compile has compiled: one graph for all layers of a kind, and for all lengths.
+"""How torch.compile sees a layer: attention is one opaque operator, all else is one graph for all layers of a class.
 
-Attention is one opaque operator in the graph (see `attention.operator`), so communication, kernels and what they save
-stay as they are. Gathering parameters and recomputing a layer happen around its body, not in the graph.
+`torch.ops.seqloom.attention` hides communication, kernels and saved tensors from the compiler, which
+sees shapes only. Gathering parameters and recomputing a layer happen around its body, not in the graph.
 
-Lengths are new in every step. The rows of tokens are marked, so that no graph depends on how many there are, not even
-where another axis is as long by chance. Only none and one have graphs of their own: torch makes these two special.
+A graph holds tensors only. So the context enters it as an opaque handle, a tensor that stands for a Python object, and
+what the backward needs leaves as one. Memory that a graph owns must not stay behind in a handle, since a compiler uses
+memory again after its last use in the graph. So q, k, v and the output are saved by the graph; the handle has the
+log-sum-exp and what exchanges delivered. A call with a document in pieces also writes into the KV cache of its context.
+Torch is not told: doing it twice does no harm, and its output is used, so it is never left out.
+
+Lengths are new in every step. The token axis is marked dynamic, so that no graph depends on how many tokens there are,
+not even where another axis is as long by chance. Only 0 and 1 tokens have graphs of their own: torch specialises them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from itertools import count
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.library import custom_op
 
-from seqloom.attention.operator import LayerVisit, opaque_handle
-from seqloom.compat import mark_rows
+from seqloom.attention.api import Groups, attention_backward, attention_forward, last_contiguous
+from seqloom.attention.context_parallel.kv_cache import PrefixAttention
+from seqloom.attention.kernels.interface import Gradients, Saved
+from seqloom.attention.plan import AttentionOptions, plan_attention
+from seqloom.compat import mark_dynamic
 from seqloom.dist import Context
+from seqloom.dist.rows import take
+from seqloom.dist.token_layout import TokenRedistribute
 from seqloom.errors import SeqloomError
-from seqloom.models.recompute import Recomputing, context_among
+from seqloom.models.recompute import LayerWrapper
+
+_REGISTERING = Lock()  # ranks may be threads of one process, and torch takes an operator once
 
 
 def compile_layers(layers: Iterable[nn.Module], *, backend: str = "inductor") -> None:
-    """Make layers run compiled, from their first call on. Names of parameters and classes of layers stay.
+    """Make layers run compiled, from their first call on. The result is the same but for rounding.
 
-    Call it before `recompute_layers`, and before the parameters are sharded. The result is the same but for rounding.
+    Call it before the parameters are sharded.
 
     Args:
         layers: of the reference model, or decoder layers of transformers. Each must be called with the context.
         backend: of torch.compile.
     """
     for layer in layers:
-        if isinstance(layer, _Compiled | Recomputing):
-            raise SeqloomError(
-                f"{type(layer).__name__} is compiled or recomputes already; call compile_layers once for a layer, and "
-                "before recompute_layers"
-            )
-        layer.__class__ = _compiled(type(layer), backend)
-
-
-class _Compiled:
-    """Put before the class of a layer: the same layer, its forward compiled."""
-
-    run_body: Callable[..., Any]
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the compiled body, with a ticket in place of the context.
-
-        In a round that remaps around the MLP, and in a team, the layer runs as it stands: a graph cannot change the
-        number of rows.
-        """
-        context = context_among(args, options)
-        if context.mlp_redistribute is not None or context.tp_group is not None:
-            return super().forward(*args, **options)  # pyrefly: ignore[missing-attribute]
-        tokens, layer = context.tokens, _number_of(self) if context.pieces else None
-        given = [_into_graph(each, tokens, layer) for each in args]
-        return self.run_body(*given, **{name: _into_graph(each, tokens, layer) for name, each in options.items()})
+        wrapper = LayerWrapper.of(layer)
+        if wrapper.compiled is not None:
+            raise SeqloomError(f"{type(layer).__name__} is compiled already; call compile_layers once for a layer")
+        wrapper.compiled = partial(_run_compiled, _compiled_body(type(layer), backend))
 
 
 @cache
-def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
-    """Return the class of compiled layers of a kind: one, since a graph is for one class."""
-    from seqloom.attention import operator  # noqa: F401 - makes it known to torch; only when it is needed
-
-    body = torch.compile(kind.forward, dynamic=True, backend=backend)
-    return type(kind.__name__, (_Compiled, kind), {"run_body": body})
-
-
-def _number_of(layer: Any) -> int | None:
-    """Return the number of a layer in the model, as its attention knows it."""
-    return next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
+def _compiled_body(layer_class: type[nn.Module], backend: str) -> Callable[..., Any]:
+    """Return the compiled forward of a class of layers: one, since a graph is for one class."""
+    with _REGISTERING:
+        register_operator()
+    return torch.compile(layer_class.forward, dynamic=True, backend=backend)
 
 
-def _into_graph(argument: Any, tokens: int, layer: int | None) -> Any:
-    """Return an argument as the graph takes it: contexts as tickets, rows of tensors marked."""
+def _run_compiled(
+    body: Callable[..., Any], layer: nn.Module, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    number: Any = None
+    if context.pieces:  # the number of the layer in the model, as its attention knows it
+        number = next((part.layer_idx for part in layer.modules() if hasattr(part, "layer_idx")), None)
+    call = LayerCall(context, number)
+    return body(
+        layer,
+        *(_graph_input(each, call) for each in args),
+        **{name: _graph_input(each, call) for name, each in kwargs.items()},
+    )
+
+
+def _graph_input(argument: Any, call: LayerCall) -> Any:
+    """Return an argument as the graph takes it: the context as an opaque handle, token axes marked dynamic."""
+    tokens = call.context.tokens
     if isinstance(argument, Context):
-        return opaque_handle(LayerVisit(argument, layer))
+        return opaque_handle(call)
     if isinstance(argument, tuple):
-        return tuple(_into_graph(each, tokens, layer) for each in argument)
+        return tuple(_graph_input(each, call) for each in argument)
     if isinstance(argument, torch.Tensor) and tokens > 1 and tokens in argument.shape:
-        mark_rows(argument, argument.shape.index(tokens))  # rows come before other axes
+        mark_dynamic(argument, argument.shape.index(tokens))  # the token axis comes before other axes
     return argument
+
+
+# -- opaque handles ---------------------------------------------------------------------------------------------------
+
+
+class LayerCall(NamedTuple):
+    """A context as one layer is called with it: a graph serves all layers, so it does not know which one it is."""
+
+    context: Context
+    layer: int | None
+
+
+class _Handle(bytearray):
+    """The memory of an opaque handle, which is its number, and the object."""
+
+    value: object
+
+
+_numbers = count(1)
+_handles: WeakValueDictionary[int, _Handle] = WeakValueDictionary()
+
+
+def opaque_handle(value: object) -> torch.Tensor:
+    """Return a tensor that stands for an object inside a graph, int64[1] on the CPU.
+
+    The memory of the handle owns the object: whoever keeps the handle, or a view of it, keeps the object, and nobody
+    else does. So a graph that saves a handle for its backward saves the object, and dropping the one drops the other.
+    The object must not hold its handle: nothing would free them.
+    """
+    number = next(_numbers)
+    handle = _Handle(number.to_bytes(torch.int64.itemsize, sys.byteorder))
+    handle.value = value
+    _handles[number] = handle
+    return torch.frombuffer(handle, dtype=torch.int64)  # keeps `handle` as long as its storage lives
+
+
+def handle_object(handle: torch.Tensor) -> Any:
+    """Return the object that a handle stands for."""
+    return _handles[int(handle)].value
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+
+class _SavedCall(NamedTuple):
+    """What an operator call keeps for its backward beside q, k, v and out, which the graph saves.
+
+    Attributes:
+        rows: of the call that are tokens.
+        groups: of the rank.
+        tensors: for each group all that it saved, where exchanges delivered that; else its log-sum-exp.
+        redistribute: brought q, k and v into the layout of attention; None: the same layout.
+    """
+
+    rows: int
+    groups: Groups
+    tensors: list[Saved | torch.Tensor]
+    redistribute: TokenRedistribute | None
+
+    @classmethod
+    def of(cls, rows: int, groups: Groups, saved: list[Saved], redistribute: TokenRedistribute | None) -> _SavedCall:
+        """Leave out what the graph saves."""
+        exchanged = [redistribute is not None or group.ulysses is not None for group in groups]
+        return cls(rows, groups, [s if own else s.lse for own, s in zip(exchanged, saved, strict=True)], redistribute)
+
+    def saved(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> list[Saved]:
+        """Return all that the groups saved, given what the graph did."""
+        found = []
+        for group, tensors in zip(self.groups, self.tensors, strict=True):
+            if not isinstance(tensors, Saved):
+                rows = group.rows
+                tensors = Saved(take(q, rows), take(k, rows), take(v, rows), take(out, rows), tensors)
+                if isinstance(group.inner, PrefixAttention):
+                    tensors = group.inner.saved_for_backward(tensors, exchanged=False)
+            found.append(tensors)
+        return found
+
+
+@cache
+def register_operator() -> None:
+    """Register `torch.ops.seqloom.attention`, which `attention` calls where it is given a handle, and its backward."""
+    schema = (
+        "(Tensor q, Tensor k, Tensor v, Tensor context, bool causal, int? window, float? scale, float dropout, "
+        "float? softcap) -> (Tensor out, Tensor saved)"
+    )
+    forward = custom_op("seqloom::attention", _forward, mutates_args=(), schema=schema)
+    forward.register_fake(lambda q, *_: (q.new_empty(q.shape), torch.empty(1, dtype=torch.int64)))
+    schema = "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor saved) -> (Tensor, Tensor, Tensor)"
+    backward = custom_op("seqloom::attention_backward", _backward, mutates_args=(), schema=schema)
+    backward.register_fake(lambda dout, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:3], *output)
+
+    def gradients(ctx: Any, dout: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
+        return *backward(dout, *ctx.saved_tensors), *[None] * 6
+
+    forward.register_autograd(gradients, setup_context=save)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `attention`; `context` and `saved` are opaque handles.
+
+    On a rank without tokens one row may come nevertheless, for models that cannot be called with none; nobody sees it.
+    """
+    held, given = handle_object(context), len(q)
+    bound, layer = held if isinstance(held, LayerCall) else (held, None)
+    rows = given if given != 1 else min(bound.tokens, 1)
+    q, k, v = (x[:rows] for x in (q, k, v))
+    options = AttentionOptions(causal, window, scale, None, dropout, softcap)
+    groups = plan_attention(q, k, v, bound, options, layer)
+    out, _, saved = attention_forward(q, k, v, bound, groups)
+    return _own_memory(out, given), opaque_handle(_SavedCall.of(rows, groups, saved, bound.attention_redistribute))
+
+
+def _backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, saved: torch.Tensor
+) -> Gradients:
+    """Return dq, dk, dv; `saved` is the forward's."""
+    call: _SavedCall = handle_object(saved)
+    given = len(q)
+    dout, q, k, v, out = (last_contiguous(x[: call.rows]) for x in (dout, q, k, v, out))
+    tensors = call.saved(q, k, v, out)
+    dq, dk, dv = attention_backward(dout, tensors, call.groups, call.redistribute, k.shape[1])
+    return _own_memory(dq, given), _own_memory(dk, given), _own_memory(dv, given)
+
+
+def _own_memory(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor in memory of its own, as the operator promises, with rows of zeros added where some lack."""
+    if len(tensor) < rows:
+        return tensor.new_zeros((rows, *tensor.shape[1:]))
+    owned = tensor.is_contiguous() and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() > 0
+    return tensor if owned else tensor.clone(memory_format=torch.contiguous_format)

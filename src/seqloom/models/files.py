@@ -25,41 +25,43 @@ from seqloom.reader import is_file_name, read_mapping
 CONFIG, PARAMETERS = "config.json", "model.safetensors"
 _HEAD = "lm_head.weight"
 _FAMILIES = {(False, False): "Llama", (False, True): "Qwen2", (True, False): "Qwen3"}
-"""QK norm, biases of q, k and v -> what Hugging Face calls it."""
+"""(QK norm, biases of q, k and v) -> the name of the family in Hugging Face."""
 
 
 def write_model(
     folder: Path, model: Transformer, state: Mapping[str, torch.Tensor], *, context: int | None = None
 ) -> None:
-    """Write a model into a folder that exists.
+    """Write a model as config.json and model.safetensors.
 
     Args:
-        folder: where to.
-        model: says what the config is of.
+        folder: that exists.
+        model: whose config is written.
         state: its parameters by name, whole and on the CPU; a tied head may be left out.
-        context: longest document that it was trained on, for the config; None: not said.
+        context: longest document of the training, for the config; None: left out.
     """
     dtypes = {tensor.dtype for tensor in state.values()}
-    config = config_of(model.spec, model.details, str(dtypes.pop()).removeprefix("torch.") if dtypes else None, context)
+    config = model_config(
+        model.spec, model.options, str(dtypes.pop()).removeprefix("torch.") if dtypes else None, context
+    )
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tied = {_HEAD} if model.spec.tied else set()
-    kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
-    save_file(kept, folder / PARAMETERS, metadata={"format": "pt"})
+    tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
+    save_file(tensors, folder / PARAMETERS, metadata={"format": "pt"})
 
 
-def config_of(
-    spec: ModelSpec, details: TransformerOptions, dtype: str | None = None, context: int | None = None
+def model_config(
+    spec: ModelSpec, options: TransformerOptions, dtype: str | None = None, context: int | None = None
 ) -> dict[str, Any]:
     """Return the content of config.json: Hugging Face's keys where it has this model, else the fields of the spec.
 
     Raises:
         SeqloomError: neither can say what the model is.
     """
-    family = _FAMILIES.get((details.qk_norm, details.qkv_bias))
+    family = _FAMILIES.get((options.qk_norm, options.qkv_bias))
     if family is None or any(window is not None for window in spec.windows):
-        if details != TransformerOptions():
+        if options != TransformerOptions():
             raise SeqloomError(
-                f"model {spec.name} with {details} and windows {sorted(set(map(str, spec.windows)))}: no config says "
+                f"model {spec.name} with {options} and windows {sorted(set(map(str, spec.windows)))}: no config says "
                 "all of this, so the trained model could not be written; use full attention, or TransformerOptions()"
             )
         return asdict(spec)
@@ -74,8 +76,8 @@ def config_of(
         "intermediate_size": spec.ffn,
         "vocab_size": spec.vocabulary,
         "tie_word_embeddings": spec.tied,
-        "rms_norm_eps": details.eps,
-        "rope_parameters": _rope(details.rope),
+        "rms_norm_eps": options.eps,
+        "rope_parameters": _rope_parameters(options.rope),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -86,28 +88,28 @@ def config_of(
 
 
 def load_options(spec: str) -> TransformerOptions:
-    """Return the constants of the model that `ModelSpec.load(spec)` gives the shapes of: those of its config.json."""
+    """Return the options of the model whose shapes `ModelSpec.load(spec)` reads: those of its config.json."""
     path = Path(spec) / CONFIG if Path(spec).is_dir() else Path(spec)
     content = read_mapping(path) if is_file_name(str(path)) else {}
     return TransformerOptions.from_config(content) if "model_type" in content else TransformerOptions()
 
 
-def parameters_in(model: Transformer, path: Path) -> Callable[[str], torch.Tensor]:
-    """Return what reads the parameters of a .safetensors file by name, see `opened`.
+def parameter_reader(model: Transformer, path: Path) -> Callable[[str], torch.Tensor]:
+    """Return a reader of the parameters of a .safetensors file by name, see `open_safetensors`.
 
     Raises:
         SeqloomError: no such file, or one of another model.
     """
     try:
-        found, read = opened(path)
+        found, read = open_safetensors(path)
     except (OSError, SafetensorError) as error:
         raise SeqloomError(f"{path} cannot be read ({error}); name a .safetensors file of the whole model") from error
-    _compare(path, {name: list(parameter.shape) for name, parameter in model.named_parameters()}, found)
+    _check_same_model(path, {name: list(parameter.shape) for name, parameter in model.named_parameters()}, found)
     return read
 
 
-def opened(*paths: Path) -> tuple[dict[str, list[int]], Callable[[str], torch.Tensor]]:
-    """Open .safetensors files; return the shape of every tensor, and what reads one, on the CPU and as it is there.
+def open_safetensors(*paths: Path) -> tuple[dict[str, list[int]], Callable[[str], torch.Tensor]]:
+    """Open .safetensors files; return the shape of every tensor, and a reader of one, on the CPU and as it is there.
 
     Raises:
         OSError, SafetensorError: some cannot be read.
@@ -118,7 +120,7 @@ def opened(*paths: Path) -> tuple[dict[str, list[int]], Callable[[str], torch.Te
     return shapes, lambda name: holder[name].get_tensor(name)
 
 
-def _compare(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:
+def _check_same_model(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:
     """Refuse names and shapes that are not the model's. A head that repeats a tied table does no harm."""
     names = [name for name in sorted(set(wanted) ^ set(found)) if name != _HEAD or name in wanted]
     names += [name for name in wanted if name in found and wanted[name] != found[name]]
@@ -130,14 +132,14 @@ def _compare(path: Path, wanted: Mapping[str, list[int]], found: Mapping[str, li
         )
 
 
-def _rope(rope: Rope) -> dict[str, Any]:
-    if rope.stretch is None:
+def _rope_parameters(rope: Rope) -> dict[str, Any]:
+    if rope.scaling is None:
         return {"rope_type": "default", "rope_theta": rope.theta}
     return {
         "rope_type": "llama3",
         "rope_theta": rope.theta,
-        "factor": rope.stretch.factor,
-        "low_freq_factor": rope.stretch.low,
-        "high_freq_factor": rope.stretch.high,
-        "original_max_position_embeddings": rope.stretch.context,
+        "factor": rope.scaling.factor,
+        "low_freq_factor": rope.scaling.low,
+        "high_freq_factor": rope.scaling.high,
+        "original_max_position_embeddings": rope.scaling.context,
     }

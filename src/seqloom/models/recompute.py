@@ -1,70 +1,105 @@
-"""Activation checkpointing: what a layer forgets until its backward, chosen by the plan for every round.
+"""What runs around a layer's forward, in one wrapper; and activation checkpointing, chosen by the plan for every round.
 
-none        everything is kept (profile: the same; plans of published constants say no more)
-full        the layer's input; backward runs the layer forward again, exchanges included
-stage       no layer keeps less: the whole stage is run forward without a graph, and once more before its backward
-selective   the layer's input, attention outputs and log-sum-exp; backward runs the layer forward again, but attention
-            answers from what was kept: no kernel runs and no key or value goes round a second time
+`LayerWrapper` replaces the `forward` of a layer, on the instance: the layer keeps its class, its parameters and their
+names. Whatever order behaviours are added in, they run in this one, outermost first:
 
-A layer is told by the context that it is called with. Recomputing needs q, k and v where the kernels work. Without
-Ulysses these are the layer's own, recomputed here. With Ulysses they are exchanged once more, which is what plans are
-priced with, unless `keep_exchanged` spends the memory to keep them too; then nothing at all is sent twice.
+    1. recompute   activation checkpointing, as the context of the call says      `recompute_layers`
+    2. compile     the body as one graph for all layers of a class                `models.compile.compile_layers`
+    3. hooks       on parts of the layer, for one call: tensor parallelism,       `integrations.transformers`
+                   redistribution around the MLP
+
+Which activations a layer drops until its backward:
+
+    none        none (profile: the same; plans of published constants say no more)
+    full        all but the layer's input; backward runs the layer forward again, exchanges included
+    stage       none: the whole stage is run forward without a graph, and once more before its backward
+    selective   all but the layer's input, attention outputs and log-sum-exp; backward runs the layer forward again, but
+                attention replays its results: no kernel runs and no key or value goes round a second time
+
+Recomputing needs q, k and v where the kernels work. Without Ulysses these are the layer's own, recomputed. With Ulysses
+they are exchanged once more, which is what plans are priced with, unless `keep_exchanged` spends the memory to keep
+them; then nothing is sent twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqloom.attention.context_parallel.overlap import GroupCall
-from seqloom.attention.context_parallel.ulysses import Exchange
+from seqloom.attention.api import SavedAttention
 from seqloom.dist import Context
-from seqloom.dist.token_layout import TokenRedistribute
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 
 T = TypeVar("T")
-Tensors = tuple[torch.Tensor, ...]
 KEEP_ALL = (Checkpoint.NONE, Checkpoint.STAGE, Checkpoint.PROFILE)
+LayerHooks = Callable[[nn.Module, Context], AbstractContextManager[object] | None]
+"""Puts hooks on parts of a layer for one call with a context, removed at the exit; None: this call needs none."""
 
 
-def recompute_layers(layers: Iterable[nn.Module], *, keep_exchanged: bool = False) -> None:
-    """Make layers recompute as the context of each call says. Names of parameters and classes of layers stay.
+@dataclass(slots=True, eq=False)
+class LayerWrapper:
+    """What runs around the forward of one layer, see the order above.
 
-    Call it before the parameters are sharded. Every layer must be called with the context, by place or by name.
-
-    Args:
-        layers: of the reference model, or decoder layers of transformers.
-        keep_exchanged: under selective checkpointing, keep q, k and v as the Ulysses exchange delivered them.
+    Attributes:
+        recompute: apply activation checkpointing.
+        keep_exchanged: see `recompute_layers`.
+        compiled: compiled(layer, context, args, kwargs) runs the compiled body; None: not compiled.
+        hooks: by name.
     """
-    for layer in layers:
-        if isinstance(layer, Recomputing):
-            raise SeqloomError(f"{type(layer).__name__} recomputes already; call recompute_layers once for a layer")
-        layer.__class__ = _recomputing(type(layer), keep_exchanged)
+
+    recompute: bool = False
+    keep_exchanged: bool = False
+    compiled: Callable[[nn.Module, Context, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    hooks: dict[str, LayerHooks] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> LayerWrapper:
+        """Return the wrapper of a layer; the first call wraps its forward."""
+        wrapper = layer.__dict__.get("layer_wrapper")
+        if wrapper is None:
+            wrapper = cls()
+            layer.layer_wrapper = wrapper  # pyrefly: ignore[bad-argument-type]
+            layer.forward = MethodType(_wrapped_forward, layer)
+        return wrapper
 
 
-def run_layer(
-    body: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any], *, keep_exchanged: bool = False
-) -> T:
-    """Call `body(*args, **options)` under the checkpointing of the context among its arguments."""
-    chosen = context_among(args, options).work.checkpoint
-    if chosen in KEEP_ALL or not torch.is_grad_enabled():
-        return body(*args, **options)
-    if chosen == Checkpoint.SELECTIVE:
-        body = _Remembering(body, Tape(keep_exchanged))
-    # Nothing random happens in a layer, so there is no state of generators to restore.
-    return cast("T", checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **options))
+def _wrapped_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    wrapper = cast("LayerWrapper", layer.layer_wrapper)
+    body = partial(_wrapped_body, layer, wrapper)
+    if not wrapper.recompute:
+        return body(*args, **kwargs)
+    return run_checkpointed(body, args, kwargs, keep_exchanged=wrapper.keep_exchanged)
 
 
-def context_among(args: tuple[Any, ...], options: dict[str, Any]) -> Context:
+def _wrapped_body(layer: nn.Module, wrapper: LayerWrapper, *args: Any, **kwargs: Any) -> Any:
+    forward = type(layer).forward
+    if wrapper.compiled is not None:
+        context = context_among(args, kwargs)
+        # A graph cannot change the number of rows: in such a round the layer runs as it stands.
+        if context.mlp_redistribute is None and context.tp_group is None:
+            return wrapper.compiled(layer, context, args, kwargs)
+    context = next((each for each in (*args, *kwargs.values()) if isinstance(each, Context)), None)
+    with ExitStack() as stack:
+        for hooks in wrapper.hooks.values():
+            manager = None if context is None else hooks(layer, context)
+            if manager is not None:
+                stack.enter_context(manager)
+        return forward(layer, *args, **kwargs)
+
+
+def context_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Context:
     """Return the context among a layer's arguments."""
-    found = [each for each in (*args, *options.values()) if isinstance(each, Context)]
+    found = [each for each in (*args, *kwargs.values()) if isinstance(each, Context)]
     if len(found) != 1:
         raise SeqloomError(
             f"a layer was called with {len(found)} contexts, it needs one to know what to keep; pass the context of "
@@ -73,140 +108,48 @@ def context_among(args: tuple[Any, ...], options: dict[str, Any]) -> Context:
     return found[0]
 
 
-class Recomputing:
-    """Put before the class of a layer: the same layer, run by `run_layer`."""
+def recompute_layers(layers: Iterable[nn.Module], *, keep_exchanged: bool = False) -> None:
+    """Make layers recompute as the context of each call says.
 
-    keep_exchanged: bool
+    Call it before the parameters are sharded. Every layer must be called with the context, by place or by name.
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the layer's own forward."""
-        own = super().forward  # pyrefly: ignore[missing-attribute]
-        return run_layer(own, args, options, keep_exchanged=self.keep_exchanged)
-
-
-@cache
-def _recomputing(kind: type[nn.Module], keep_exchanged: bool) -> type[nn.Module]:
-    """Return the class of recomputing layers of a kind; one for all, so that what is compiled for one serves all."""
-    return type(kind.__name__, (Recomputing, kind), {"keep_exchanged": keep_exchanged})
-
-
-class Tape:
-    """Results of attention in the order in which a layer asks for them; the first run fills it, the next reads."""
-
-    def __init__(self, keep_exchanged: bool) -> None:
-        """Start empty."""
-        self.keep_exchanged = keep_exchanged
-        self._kept: list[Tensors] = []
-        self._next: int | None = None
-
-    def rewind(self) -> None:
-        """Answer from here on with what was kept, from the first."""
-        self._next = 0
-
-    def answer(self, compute: Callable[[], Tensors]) -> Tensors:
-        """Return what `compute` returns, or returned in the first run.
-
-        Kept are tensors outside of any graph: the ones returned may become outputs of the graph that holds the tape.
-        """
-        if self._next is None:
-            found = compute()
-            self._kept.append(tuple(each.detach() for each in found))
-            return found
-        self._next += 1
-        return tuple(each.detach() for each in self._kept[self._next - 1])
+    Args:
+        layers: of the reference model, or decoder layers of transformers.
+        keep_exchanged: under selective checkpointing, keep q, k and v as the Ulysses exchange delivered them.
+    """
+    for layer in layers:
+        wrapper = LayerWrapper.of(layer)
+        if wrapper.recompute:
+            raise SeqloomError(f"{type(layer).__name__} recomputes already; call recompute_layers once for a layer")
+        wrapper.recompute, wrapper.keep_exchanged = True, keep_exchanged
 
 
-class _Remembering:
-    """A layer's forward that is run twice, the second time from the tape of the first."""
+def run_checkpointed(
+    body: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_exchanged: bool = False
+) -> T:
+    """Call `body(*args, **kwargs)` under the activation checkpointing of the context among its arguments."""
+    policy = context_among(args, kwargs).work.checkpoint
+    if policy in KEEP_ALL or not torch.is_grad_enabled():
+        return body(*args, **kwargs)
+    if policy == Checkpoint.SELECTIVE:
+        body = partial(_run_selective, body, SavedAttention(keep_exchanged))
+    # Nothing random happens in a layer, so there is no state of generators to restore.
+    return cast("T", checkpoint(body, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
 
-    def __init__(self, body: Callable[..., Any], tape: Tape) -> None:
-        self._body, self._tape, self._again = body, tape, False
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._again:
-            self._tape.rewind()
-        self._again = True
-        given = [_with_tape(each, self._tape) for each in args]
-        return self._body(*given, **{name: _with_tape(each, self._tape) for name, each in options.items()})
+def _run_selective(body: Callable[..., T], saved_attention: SavedAttention, *args: Any, **kwargs: Any) -> T:
+    """Run a layer, forward or again, with attention that records or replays."""
+    saved_attention.begin()
+    given = [_with_saved_attention(each, saved_attention) for each in args]
+    return body(*given, **{name: _with_saved_attention(each, saved_attention) for name, each in kwargs.items()})
 
 
-def _with_tape(argument: Any, tape: Tape) -> Any:
+def _with_saved_attention(argument: Any, saved_attention: SavedAttention) -> Any:
     if not isinstance(argument, Context):
         return argument
-    return _TapedContext(argument, tape)
-
-
-class _TapedContext(Context):
-    """A context whose attention calls go through a tape."""
-
-    __slots__ = ("tape",)
-
-    def __init__(self, own: Context, tape: Tape) -> None:
-        rows = (own.spans, own.positions, own.documents, own.groups)
-        more = {"cache": own._cache, "pieces": own.pieces, "kv_cache": own.kv_cache}
-        super().__init__(own.work, own.transport, *rows, own.node_size, **more)
-        self.tape, self.mlp_redistribute = tape, own.mlp_redistribute
-        if own.tp_group is not None:
-            self.tp_group = replace(own.tp_group, cp_context=_TapedContext(own.tp_group.cp_context, tape))
-        if own.attention_redistribute is not None:
-            self.attention_redistribute = _TapedCrossing(
-                own.attention_redistribute.to_target, own.attention_redistribute.to_source, tape
-            )
-
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """See `Context.cached`; what attention is bound to is handed out with the tape in between."""
-        found = Context.cached(self, key, build)
-        if isinstance(found, tuple) and found and all(isinstance(each, GroupCall) for each in found):
-            return cast("T", tuple(_taped(cast("GroupCall", each), self.tape) for each in found))
-        return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TapedCrossing(TokenRedistribute):
-    """The way into attention. Inputs come from the tape if that keeps them, outputs do; gradients never."""
-
-    tape: Tape
-
-    def reversed(self) -> TokenRedistribute:
-        """See `Crossing.reversed`: the way of outputs, which is on the tape in any case."""
-        return _TapedWayOut(self.to_source, self.to_target, self.tape)
-
-    def forward(self, *tensors: torch.Tensor) -> Tensors:
-        """See `Crossing.forward`."""
-        return (
-            self.tape.answer(lambda: self.to_target(*tensors)) if self.tape.keep_exchanged else self.to_target(*tensors)
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TapedWayOut(_TapedCrossing):
-    """The way out of attention."""
-
-    def forward(self, *tensors: torch.Tensor) -> Tensors:
-        """See `Crossing.forward`."""
-        return self.tape.answer(lambda: self.to_target(*tensors))
-
-
-def _taped(call: GroupCall, tape: Tape) -> GroupCall:
-    exchange = None
-    if call.exchange is not None:
-        parts = {each.name: getattr(call.exchange, each.name) for each in fields(call.exchange)}
-        exchange = _TapedExchange(**parts, tape=tape)
-    return replace(call, exchange=exchange, answer=tape.answer)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TapedExchange(Exchange):
-    """The Ulysses exchange. Outputs come from the tape, and inputs if that keeps them; gradients never."""
-
-    tape: Tape = field(kw_only=True)
-
-    def to_heads(self, *tensors: torch.Tensor) -> Tensors:
-        """See `Exchange.to_heads`; q, k and v come together, a gradient alone."""
-        if len(tensors) == 1 or not self.tape.keep_exchanged:
-            return Exchange.to_heads(self, *tensors)
-        return self.tape.answer(lambda: Exchange.to_heads(self, *tensors))
-
-    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """See `Exchange.to_tokens`."""
-        return self.tape.answer(lambda: (Exchange.to_tokens(self, out),))[0]
+    context = copy(argument)
+    context.saved_attention = saved_attention
+    if context.tp_group is not None:
+        inner = _with_saved_attention(context.tp_group.cp_context, saved_attention)
+        context.tp_group = replace(context.tp_group, cp_context=inner)
+    return context

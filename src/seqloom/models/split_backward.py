@@ -1,19 +1,20 @@
-"""Split backward: gradients of inputs now (I), gradients of linear layers' weights later (W).
+"""Split backward (zero bubble): gradients of inputs now (I), gradients of linear layers' weights later (W).
 
-    weights = defer_weight_gradients(network.layers)
-    with weights.deferred(unit):        # I: what the stage before waits for
+    weight_gradients = defer_weight_gradients(adapter.layers)
+    with weight_gradients.deferred(unit):    # I: the stage before waits for it
         output.backward(gradient)
-    weights.run(unit)                   # W: whenever there is time, before gradients are reduced
+    weight_gradients.run(unit)               # W: whenever there is time, before gradients are reduced
 
-Only the matrices and biases of linear layers can wait: their gradients are a product of what the layer saw and of what
-came back, which are kept until W. Norms, the table of tokens and the head inside the loss get theirs in I. Outside of
-`deferred` everything happens at once, as in plain torch, bit by bit.
+Only the matrices and biases of linear layers can wait: their gradients are a product of the layer's input and of its
+output gradient, which are kept until W. Norms, the token embedding and the head inside the loss get theirs in I.
+Outside of `deferred` everything happens at once, as in plain torch, bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from seqloom.errors import SeqloomError
 
 
 class WeightGradients:
-    """What weights' gradients will be made of, for every unit whose I has run and whose W has not.
+    """Inputs and output gradients of linear layers, for every unit whose I has run and whose W has not.
 
     Attributes:
         enabled: whether a forward has to prepare for `deferred`; without, layers run as plain torch has them, which is
@@ -35,12 +36,12 @@ class WeightGradients:
     def __init__(self) -> None:
         """Start with nothing."""
         self.enabled = True
-        self._waiting: dict[Hashable, list[_Product]] = {}
-        self._open: list[_Product] | None = None
+        self._waiting: dict[Hashable, list[_LinearCall]] = {}
+        self._open: list[_LinearCall] | None = None
 
     @contextmanager
     def deferred(self, key: Hashable) -> Generator[None]:
-        """Put off the weights' gradients of every backward in this block; `run(key)` finds them."""
+        """Defer the weight gradients of every backward in this block; `run(key)` computes them."""
         if self._open is not None or key in self._waiting:
             raise SeqloomError(
                 f"the input gradients of {key} begin while those of {list(self._waiting)} wait for their weights; "
@@ -55,12 +56,14 @@ class WeightGradients:
     def run(self, key: Hashable) -> None:
         """Add the gradients that `deferred(key)` put off to those of the weights, and free what they needed."""
         if key not in self._waiting:
-            raise SeqloomError(f"no weights' gradients of {key} wait; W comes once, after the I of the same unit")
-        for product in _taken(self._waiting.pop(key)):
-            product.add()
+            raise SeqloomError(f"no weight gradients of {key} wait; W comes once, after the I of the same unit")
+        calls = self._waiting.pop(key)
+        calls.reverse()
+        while calls:  # in the order of the backward; each is freed before the next
+            calls.pop().add_gradients()
 
     def clear(self) -> None:
-        """Forget what waits: a step was given up."""
+        """Drop what waits, as after a failed step."""
         self._waiting.clear()
 
     @property
@@ -71,104 +74,95 @@ class WeightGradients:
     @property
     def bytes(self) -> int:
         """Memory of what waits. An input that several layers share counts once."""
-        products = [product for waiting in self._waiting.values() for product in waiting]
-        storages = [each.untyped_storage() for product in products for each in (product.given, product.gradient)]
+        calls = [call for waiting in self._waiting.values() for call in waiting]
+        storages = [each.untyped_storage() for call in calls for each in (call.input, call.grad_output)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def keep(self, product: _Product) -> bool:
-        """Take what a layer's gradients are made of; False: they are wanted now."""
+    def defer(self, call: _LinearCall) -> bool:
+        """Keep a call for W; False: its gradients are wanted now."""
         if self._open is None:
             return False
-        self._open.append(product)
+        self._open.append(call)
         return True
 
 
 def defer_weight_gradients(layers: Iterable[nn.Module]) -> WeightGradients:
-    """Make the linear layers inside `layers` able to put off their weights' gradients. Names and parameters stay.
+    """Make the linear layers inside `layers` able to defer their weight gradients. Classes and parameters stay.
 
     A layer that torch.compile runs computes both halves in I, and W finds nothing to do: its backward is one graph.
 
     Args:
-        layers: any modules; every plain nn.Linear in them is changed, subclasses of others are left as they are.
+        layers: any modules; every plain nn.Linear in them gets another `forward`, on the instance; subclasses do not.
     """
-    weights = WeightGradients()
+    weight_gradients = WeightGradients()
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module, _Split):
-                raise SeqloomError(
-                    "a linear layer's backward is split already; call defer_weight_gradients once for a layer"
-                )
+            if "weight_gradients" in module.__dict__:
+                raise SeqloomError("a linear layer's backward is split already; call defer_weight_gradients once")
             if type(module) is nn.Linear:
-                module.__class__ = _Split
-                module.weight_gradients = weights  # pyrefly: ignore[bad-argument-type]
-    return weights
+                module.weight_gradients = weight_gradients  # pyrefly: ignore[bad-argument-type]
+                module.forward = MethodType(_split_forward, module)
+    return weight_gradients
 
 
-class _Split(nn.Linear):
-    """A linear layer whose weights' gradients may wait."""
-
-    weight_gradients: WeightGradients
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See nn.Linear."""
-        plain = not self.weight_gradients.enabled or not torch.is_grad_enabled()
-        if plain or torch.compiler.is_compiling():
-            return super().forward(input)
-        return _Linear.apply(input, self.weight, self.bias, self)
+def _split_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling() or not layer.weight_gradients.enabled or not torch.is_grad_enabled():
+        return linear(input, layer.weight, layer.bias)
+    return _SplitLinear.apply(input, layer.weight, layer.bias, layer)
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     """x W^T + b."""
 
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Split
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: nn.Module
     ) -> torch.Tensor:
-        ctx.save_for_backward(given, weight)
+        ctx.save_for_backward(input, weight)
         ctx.layer = layer
-        return linear(given, weight, bias)
+        return linear(input, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:  # pyrefly: ignore[bad-override]
-        gradient, (given, weight) = grad_outputs[0], ctx.saved_tensors  # under checkpointing this recomputes `given`
-        wants_given, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        back = (rows @ weight).view(given.shape) if wants_given else None
+        grad_output, (input, weight) = grad_outputs[0], ctx.saved_tensors  # under checkpointing this recomputes `input`
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = (rows @ weight).view(input.shape) if needs_input else None
         # The parameters themselves: under checkpointing the saved weight is a copy of them that has no gradient.
         layer = ctx.layer
-        product = _Product(
-            layer.weight if wants_weight else None,
-            layer.bias if wants_bias else None,
-            given.reshape(-1, given.shape[-1]),
+        call = _LinearCall(
+            layer.weight if needs_weight else None,
+            layer.bias if needs_bias else None,
+            input.reshape(-1, input.shape[-1]),
             rows,
         )
-        if not (wants_weight or wants_bias) or layer.weight_gradients.keep(product):
-            return back, None, None, None
-        return back, *product.gradients(), None
+        if not (needs_weight or needs_bias) or layer.weight_gradients.defer(call):
+            return grad_input, None, None, None
+        return grad_input, *call.gradients(), None
 
 
-class _Product(NamedTuple):
-    """What the gradients of one call of a linear layer are made of.
+class _LinearCall(NamedTuple):
+    """Factors of the weight gradients of one call of a linear layer.
 
     Attributes:
         weight, bias: the parameters; None where no gradient is wanted.
-        given: [rows, in], what the layer was given.
-        gradient: [rows, out], of what it returned.
+        input: [rows, in].
+        grad_output: [rows, out].
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    given: torch.Tensor
-    gradient: torch.Tensor
+    input: torch.Tensor
+    grad_output: torch.Tensor
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of weight and bias, by the products that autograd would use."""
-        weight = None if self.weight is None else self.gradient.t() @ self.given
-        return weight, None if self.bias is None else self.gradient.sum(0)
+        weight = None if self.weight is None else self.grad_output.t() @ self.input
+        return weight, None if self.bias is None else self.grad_output.sum(0)
 
     @torch.no_grad()
-    def add(self) -> None:
+    def add_gradients(self) -> None:
         """Add the gradients to those of the parameters, in the dtype that these have or will have."""
         for parameter, gradient in zip((self.weight, self.bias), self.gradients(), strict=True):
             if parameter is None or gradient is None:
@@ -177,10 +171,3 @@ class _Product(NamedTuple):
                 parameter.grad = gradient.to(parameter.grad_dtype)
             else:
                 parameter.grad += gradient
-
-
-def _taken(products: list[_Product]) -> Iterator[_Product]:
-    """Yield products, first the ones of the layers that ran backward first, and let go of each."""
-    products.reverse()
-    while products:
-        yield products.pop()

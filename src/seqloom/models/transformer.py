@@ -1,4 +1,12 @@
-"""Slices of weights in a team: what a layer runs with must be its member's share."""
+"""Reference transformer: a decoder of the Llama family on packed tokens, which the engine is tested and trained with.
+
+Tokens of all documents lie one after the other, [tokens, hidden]; there is no batch axis and no padding. All but
+attention treats every token by itself, so a rank works on the tokens that its layout gives it, and only the attention
+call communicates. Parameters have the names and shapes of Hugging Face's LlamaForCausalLM.
+
+In a TP group, attention and feed-forward communicate too: every rank has all tokens of the group and its own shard of
+the heads and of the width, which are those of the weights in hand when a layer runs. See `dist.tensor_parallel`.
+"""
 
 from __future__ import annotations
 
@@ -21,39 +29,31 @@ if TYPE_CHECKING:
     from seqloom.describe import ModelSpec
     from seqloom.dist.token_layout import Context
 
-
-def check_slice(weight: torch.Tensor, rows: int, context: Context | torch.Tensor) -> None:
-    """Refuse a weight of which not this rank's share is in hand: the sum over a team would be that of another model.
-
-    Args:
-        weight: [rows in hand, ...], cut by rows.
-        rows: of the whole weight.
-        context: of the round. A rank that is in no group may not know its team, and has no tokens either; a ticket, as
-            compiled layers have it, has no team.
-    """
-    team = None if isinstance(context, torch.Tensor) else context.tp_group
-    members = 1 if team is None else len(team.ranks)
-    if weight.shape[0] * members != rows and (team is None or members > 1):
-        raise SeqloomError(
-            f"{weight.shape[0]} of {rows} rows of a weight in a team of {members}: every member computes with an equal "
-            "share; keep parameters where each plan wants them (sharding 'free'), or plan with tensor = 1"
-        )
-
-
-# ---- merged: models.rope
-# Rotary positions: a query and a key are turned by angles that grow with their position in the document.
-#
-# The two halves of a head are the two coordinates of dim / 2 points. Point i at position p is turned by p * f_i, so
-# the product of a query at p and a key at s depends on p - s only. Positions are given per token: a token keeps
-# its own wherever a plan puts it.
+INITIAL_STD = 0.02
+_FAMILIES: Mapping[str, Mapping[str, bool]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+}
+_EXPECTED: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+}
+"""Keys of a config of which the model supports one value only."""
+RopeTable = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token's angles, see `Rope.table`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3's way to a longer context: slow points turn `factor` times slower, fast ones as they did.
+    """RoPE scaling of Llama 3 for longer contexts: low frequencies are divided by `factor`, high ones stay.
 
-    A point is slow when it turns less than `low` times in the `context` tokens of the first training, fast when it
-    turns more than `high` times, and in between it is in between.
+    A frequency is low when it turns less than `low` times in the `context` tokens of the first training, high when it
+    turns more than `high` times, and interpolated in between.
     """
 
     factor: float = 8.0
@@ -71,10 +71,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions with base `theta`: point i of n turns by theta ** (-i / n) radians per token."""
+    """Rotary position embedding with base `theta`.
+
+    The two halves of a head are the two coordinates of n = dim / 2 points. Point i at position p is turned by
+    p * theta ** (-i / n) radians, so the product of a query at p and a key at s depends on p - s only. Positions are
+    given per token: a token keeps its own wherever a plan puts it.
+    """
 
     theta: float = 10_000.0
-    stretch: Llama3Scaling | None = None
+    scaling: Llama3Scaling | None = None
 
     def frequencies(self, dim: int, device: torch.device | None = None) -> torch.Tensor:
         """Return radians per token of every point, float64[dim / 2]."""
@@ -83,14 +88,14 @@ class Rope:
                 f"heads of {dim} with rope theta {self.theta}: a head is dim / 2 points and theta is positive; "
                 f"choose head_dim {dim + dim % 2} and a theta like 10000"
             )
-        speed = self.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-        if self.stretch is None:
-            return speed
-        turns = self.stretch.context * speed / (2 * math.pi)
-        fast = ((turns - self.stretch.low) / (self.stretch.high - self.stretch.low)).clamp(0, 1)
-        return speed * (fast + (1 - fast) / self.stretch.factor)
+        frequency = self.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+        if self.scaling is None:
+            return frequency
+        turns = self.scaling.context * frequency / (2 * math.pi)
+        high = ((turns - self.scaling.low) / (self.scaling.high - self.scaling.low)).clamp(0, 1)
+        return frequency * (high + (1 - high) / self.scaling.factor)
 
-    def table(self, positions: torch.Tensor, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def table(self, positions: torch.Tensor, dim: int, dtype: torch.dtype) -> RopeTable:
         """Return (cos, sin) of every token's angles, each [tokens, 1, dim / 2].
 
         Angles are float64: at position 1,000,000 a float32 angle is wrong by up to 0.03 radians. The table is
@@ -99,48 +104,28 @@ class Rope:
         Args:
             positions: int64[tokens], from 0 at the start of each document.
             dim: width of a head.
-            dtype: of the tensors that will be turned.
+            dtype: of the tensors that will be rotated.
         """
         angles = positions.double()[:, None, None] * self.frequencies(dim, positions.device)
         wide = torch.promote_types(dtype, torch.float32)
         return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn `x` [tokens, heads, dim] by the angles of its tokens; rounded once, at the end."""
+def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
+    """Rotate `x` [tokens, heads, dim] by the angles of its tokens; rounded once, at the end."""
     cos, sin = table
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-# ---- merged: models.details
-# What a model computes beyond its shapes: a `ModelSpec` leaves it out, since no time and no memory depends on it.
-
-
-_FAMILIES: Mapping[str, Mapping[str, bool]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-}
-_EXPECTED: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-}
-"""Keys of a config that the model has no other value for."""
-
-
 @dataclass(frozen=True, slots=True)
 class TransformerOptions:
-    """Constants and switches of the Llama family.
+    """Constants and switches that a `ModelSpec` leaves out, since no time and no memory depends on them.
 
     Attributes:
-        rope: rotary positions.
+        rope: rotary position embedding.
         eps: added to the mean square in every norm.
-        qk_norm: queries and keys are normalised per head before they are turned (Qwen 3).
+        qk_norm: queries and keys are normalised per head before rotation (Qwen 3).
         qkv_bias: the query, key and value projections have biases (Qwen 2).
     """
 
@@ -156,25 +141,25 @@ class TransformerOptions:
         Raises:
             SeqloomError: a model type or a setting that the reference transformer does not have.
         """
-        kind = str(config.get("model_type"))
-        if kind not in _FAMILIES:
-            raise unknown_name("model_type of the reference transformer", kind, _FAMILIES)
+        model_type = str(config.get("model_type"))
+        if model_type not in _FAMILIES:
+            raise unknown_name("model_type of the reference transformer", model_type, _FAMILIES)
         for key, expected in _EXPECTED.items():
             value = config.get(key)
             if value is not None and value != expected:
                 raise SeqloomError(f"{key} = {value!r}: the reference transformer has {expected!r} only; leave it out")
-        return cls(rope=_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **_FAMILIES[kind])
+        return cls(rope=_read_rope(config), eps=float(config.get("rms_norm_eps", 1e-6)), **_FAMILIES[model_type])
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
+def _read_rope(config: Mapping[str, Any]) -> Rope:
     """Read both spellings: `rope_parameters` with theta inside, and `rope_scaling` with theta beside it."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(given.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    if rope_type == "default":
         return Rope(theta)
-    if kind != "llama3":
-        raise SeqloomError(f"rope scaling {kind!r}: the reference transformer has 'default' and 'llama3' only")
+    if rope_type != "llama3":
+        raise SeqloomError(f"rope scaling {rope_type!r}: the reference transformer has 'default' and 'llama3' only")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [key for key in keys if key not in given]
     if missing:
@@ -183,31 +168,32 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     return Rope(theta, Llama3Scaling(float(factor), float(low), float(high), int(context)))
 
 
-# ---- merged: models.transformer
-# A decoder of the Llama family on packed tokens: what the engine is tried, measured and trained with.
-#
-# Tokens of all documents lie one after the other, [tokens, hidden]; there is no batch axis and no padding. All but
-# attention treats every token by itself, so a rank works on the tokens that its layout gives it, and only the
-# attention call meets other ranks. Parameters have the names and shapes of Hugging Face's LlamaForCausalLM.
-#
-# In a team, attention and feed-forward meet the other members too: each has all tokens of the team and its own
-# slice of
-# the heads and of the width, which are those of the weights in hand when a layer runs. See `comm.team`.
+def check_weight_shard(weight: torch.Tensor, rows: int, context: Context | torch.Tensor) -> None:
+    """Refuse a weight that is not this rank's shard: the sum over a TP group would be that of another model.
 
-
-INITIAL_STD = 0.02
-Table = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of every token's angles, see `Rope.table`."""
+    Args:
+        weight: [rows in hand, ...], sharded by rows.
+        rows: of the whole weight.
+        context: of the round. A rank that is in no group may not know its TP group, and has no tokens either; an opaque
+            handle, as compiled layers have it, has no TP group.
+    """
+    tp_group = None if isinstance(context, torch.Tensor) else context.tp_group
+    degree = 1 if tp_group is None else len(tp_group.ranks)
+    if weight.shape[0] * degree != rows and (tp_group is None or degree > 1):
+        raise SeqloomError(
+            f"{weight.shape[0]} of {rows} rows of a weight in a TP group of {degree}: every rank computes with an "
+            "equal share; keep parameters where each plan wants them (sharding 'free'), or plan with tensor = 1"
+        )
 
 
 class RMSNorm(nn.Module):
     """Divide by the root of the mean square over the last axis, in float32 or wider, then scale by `weight`."""
 
-    def __init__(self, width: int, eps: float, **options: Any) -> None:
-        """Make a weight for `width` elements; `options` are the dtype and the device."""
+    def __init__(self, width: int, eps: float, **factory: Any) -> None:
+        """Make a weight for `width` elements; `factory` is the dtype and the device."""
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width, **options))
+        self.weight = nn.Parameter(torch.empty(width, **factory))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x` [..., width]; the result has its dtype."""
@@ -217,64 +203,64 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Project to queries, keys and values, turn them by their positions, ask the engine, project back."""
+    """Project to queries, keys and values, rotate them, attend, project back."""
 
-    def __init__(self, spec: ModelSpec, details: TransformerOptions, layer: int, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
         """Make the attention of one layer, with that layer's window."""
         super().__init__()
         self.layer_idx = layer
         self.heads, self.dim, self.window = spec.heads, spec.head_dim, spec.windows[layer]
-        queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, details.qkv_bias
-        self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **options)
-        self.k_proj = nn.Linear(spec.hidden, keys, bias=bias, **options)
-        self.v_proj = nn.Linear(spec.hidden, keys, bias=bias, **options)
-        self.o_proj = nn.Linear(queries, spec.hidden, bias=False, **options)
-        self.q_norm = RMSNorm(spec.head_dim, details.eps, **options) if details.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, details.eps, **options) if details.qk_norm else nn.Identity()
+        queries, keys, bias = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, options.qkv_bias
+        self.q_proj = nn.Linear(spec.hidden, queries, bias=bias, **factory)
+        self.k_proj = nn.Linear(spec.hidden, keys, bias=bias, **factory)
+        self.v_proj = nn.Linear(spec.hidden, keys, bias=bias, **factory)
+        self.o_proj = nn.Linear(queries, spec.hidden, bias=False, **factory)
+        self.q_norm = RMSNorm(spec.head_dim, options.eps, **factory) if options.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(spec.head_dim, options.eps, **factory) if options.qk_norm else nn.Identity()
 
-    def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
-        """Attend within documents; `x` and the result are [tokens, hidden], `table` is of the team's tokens."""
-        check_slice(self.q_proj.weight, self.heads * self.dim, context)
+    def forward(self, x: torch.Tensor, table: RopeTable, context: Context) -> torch.Tensor:
+        """Attend within documents; `x` and the result are [tokens, hidden], `table` is of the TP group's tokens."""
+        check_weight_shard(self.q_proj.weight, self.heads * self.dim, context)
         x = all_gather_rows(x, context)
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.dim))
         q, k = rotate(q, table), rotate(k, table)
-        options = {"window": self.window, "scale": self.dim**-0.5, "layer": self.layer_idx}
-        mixed = attention(q, k, v, attention_context(context), causal=True, **options)
+        inner, scale = attention_context(context), self.dim**-0.5
+        mixed = attention(q, k, v, inner, causal=True, window=self.window, scale=scale, layer=self.layer_idx)
         return reduce_scatter_rows(self.o_proj(mixed.flatten(1)), context)
 
 
 class FeedForward(nn.Module):
     """SwiGLU: one projection gates another, a third brings the product back."""
 
-    def __init__(self, spec: ModelSpec, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, **factory: Any) -> None:
         """Make the three matrices."""
         super().__init__()
         self.width = spec.ffn
-        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **options)
-        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **options)
-        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=False, **options)
+        self.gate_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **factory)
+        self.up_proj = nn.Linear(spec.hidden, spec.ffn, bias=False, **factory)
+        self.down_proj = nn.Linear(spec.ffn, spec.hidden, bias=False, **factory)
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
-        check_slice(self.gate_proj.weight, self.width, context)
+        check_weight_shard(self.gate_proj.weight, self.width, context)
         x = all_gather_rows(x, context)
         return reduce_scatter_rows(self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x)), context)
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each added to what comes in, each on normalised input."""
+    """Attention and feed-forward, each added to its input, each on normalised input."""
 
-    def __init__(self, spec: ModelSpec, details: TransformerOptions, layer: int, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, options: TransformerOptions, layer: int, **factory: Any) -> None:
         """Make layer number `layer` of the model."""
         super().__init__()
-        self.self_attn = Attention(spec, details, layer, **options)
-        self.mlp = FeedForward(spec, **options)
-        self.input_layernorm = RMSNorm(spec.hidden, details.eps, **options)
-        self.post_attention_layernorm = RMSNorm(spec.hidden, details.eps, **options)
+        self.self_attn = Attention(spec, options, layer, **factory)
+        self.mlp = FeedForward(spec, **factory)
+        self.input_layernorm = RMSNorm(spec.hidden, options.eps, **factory)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, options.eps, **factory)
 
-    def forward(self, x: torch.Tensor, table: Table, context: Context) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, table: RopeTable, context: Context) -> torch.Tensor:
         """Map `x` [tokens, hidden] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), table, context)
         return x + run_in_mlp_layout(self.post_attention_layernorm(x), context, lambda y: self.mlp(y, context))
@@ -283,27 +269,27 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """All but the output projection: tokens to hidden states."""
 
-    def __init__(self, spec: ModelSpec, details: TransformerOptions, **options: Any) -> None:
+    def __init__(self, spec: ModelSpec, options: TransformerOptions, **factory: Any) -> None:
         """Make embedding, layers and final norm."""
         super().__init__()
-        self.rope, self.dim = details.rope, spec.head_dim
-        self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden, **options)
-        self.layers = nn.ModuleList(Layer(spec, details, layer, **options) for layer in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden, details.eps, **options)
+        self.rope, self.dim = options.rope, spec.head_dim
+        self.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden, **factory)
+        self.layers = nn.ModuleList(Layer(spec, options, layer, **factory) for layer in range(spec.layers))
+        self.norm = RMSNorm(spec.hidden, options.eps, **factory)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
         """Return hidden states [tokens, hidden] after the final norm.
 
         Args:
             ids: int64[tokens], the tokens of this rank in the order of its layout; none is fine.
-            positions: int64[tokens], the place of each in its document, from 0.
-            context: what the round is for this rank; says who attends to whom.
+            positions: int64[tokens], position of each in its document, from 0.
+            context: of the round, from `bind`: who attends to whom.
         """
         x = self.embed(ids, positions)
         return self.norm(self.body(x, positions, context, 0, len(self.layers)))
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return what the first layer is given, [tokens, hidden]; arguments as in `forward`."""
+        """Return the input of the first layer, [tokens, hidden]; arguments as in `forward`."""
         if ids.ndim != 1 or ids.shape != positions.shape:
             raise SeqloomError(
                 f"ids {list(ids.shape)} and positions {list(positions.shape)}: both are [tokens], packed, one position "
@@ -327,7 +313,7 @@ class Transformer(nn.Module):
     def __init__(
         self,
         spec: ModelSpec,
-        details: TransformerOptions | None = None,
+        options: TransformerOptions | None = None,
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -337,28 +323,28 @@ class Transformer(nn.Module):
 
         Args:
             spec: shapes, and the window of every layer.
-            details: constants and switches that a spec does not have; those of Llama by default.
+            options: constants and switches that a spec does not have; those of Llama by default.
             seed: the same seed gives the same parameters, whatever the ranks, the device and the rest of the model.
             dtype: of all parameters and activations; norms, angles and sums inside attention are float32 or wider.
-            device: where parameters live. On "meta" nothing is drawn: call `to_empty` and `initialise` later.
+            device: where parameters live. On "meta" nothing is drawn: call `to_empty` and `initialize` later.
         """
         super().__init__()
-        details = details or TransformerOptions()
-        _refuse(spec, details.rope)
-        self.spec, self.details = spec, details
-        self.model = Decoder(spec, details, dtype=dtype, device="meta")  # no time spent on values that are replaced
+        options = options or TransformerOptions()
+        _check_spec(spec, options.rope)
+        self.spec, self.options = spec, options
+        self.model = Decoder(spec, options, dtype=dtype, device="meta")  # no time spent on values that are replaced
         self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False, dtype=dtype, device="meta")
         self._tie()
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
-            self.initialise(seed)
+            self.initialize(seed)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
         """Return logits [tokens, vocabulary]; `self.model` takes the same arguments and gives the hidden states."""
         return self.lm_head(self.model(ids, positions, context))
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         """Draw all parameters: norms 1, biases 0, matrices normal with standard deviation 0.02.
 
         Every matrix has a generator of its own, seeded by `seed` and its name, on the CPU and in float32. So its values
@@ -366,10 +352,10 @@ class Transformer(nn.Module):
         """
         self._tie()  # `to_empty` has undone it
         for name, parameter in self.named_parameters():
-            parameter.copy_(self.drawn(seed, name))
+            parameter.copy_(self.initial_value(seed, name))
 
-    def drawn(self, seed: int, name: str) -> torch.Tensor:
-        """Return the first values of one parameter, on the CPU and in float32; see `initialise`."""
+    def initial_value(self, seed: int, name: str) -> torch.Tensor:
+        """Return the first values of one parameter, on the CPU and in float32; see `initialize`."""
         shape = self.get_parameter(name).shape
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
@@ -382,8 +368,8 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
-def _refuse(spec: ModelSpec, rope: Rope) -> None:
-    """Raise for what the spec has and this model has not, and for heads that cannot be turned."""
+def _check_spec(spec: ModelSpec, rope: Rope) -> None:
+    """Refuse what the spec has and this model has not, and heads that cannot be rotated."""
     refused = {
         "experts": (spec.experts > 0, "routed experts"),
         "learned_positions": (spec.learned_positions, "a table of positions"),

@@ -25,7 +25,7 @@ from seqloom.errors import SeqloomError
 from seqloom.packing.levels import PackingLevel, level_sets
 from seqloom.plan import Pipeline, Plan, Sharding, StageMicroBatch, sort_groups
 from seqloom.planners.compiled import kernels
-from seqloom.planners.packing import first_fit
+from seqloom.planners.packing import first_fit, least_loaded
 from seqloom.planners.problem import build_plan, whole_documents
 from seqloom.simulate import predicted_ns
 
@@ -161,8 +161,9 @@ def _even_last_step(
     whole = len(pack_levels) - int((pack_levels == index).sum()) % level.packs
     members = np.flatnonzero(pack >= whole)
     members = members[np.argsort(-sizes[members], kind="stable")]  # longest first
-    count, own, found = min(level.packs, len(members)), sizes[members], np.empty_like(members)
-    if not count or kernels().least_loaded(own, own, level.tokens // multiple, count, found) < 0:
+    count, own = min(level.packs, len(members)), sizes[members]
+    found = least_loaded(own, own, count, level.tokens // multiple) if count else None
+    if found is None:
         return pack, pack_levels
     pack[members] = whole + found
     return pack, np.append(pack_levels[:whole], [index] * count)

@@ -1,15 +1,13 @@
-"""Parameters behind one small interface: a layer's are at hand when it runs, gradients add up over ranks.
-
-`Replicated` is the plainest way to keep it: every rank has all parameters, and one sum over all ranks ends a step.
-It works on every transport. `Sharded` and `StageSharded` keep shards in fixed places, `FreeLayout` moves them by plan.
-"""
+"""`Parameters`, as the engine and the optimiser see them, and the plainest implementation, `ReplicatedParameters`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
@@ -17,249 +15,258 @@ from torch.distributed.tensor import DTensor
 from seqloom.attention.lse import sum_dtype
 from seqloom.dist import Context, Transport
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.loss import CHUNK, HeadGradients
 from seqloom.models.split_backward import WeightGradients
 from seqloom.plan import LayerRange, Plan, Sharding
 
+T = TypeVar("T")
 BUCKET = 1 << 26
-"""Elements that are summed over ranks in one call."""
+"""Elements that travel in one collective."""
 
 
-class Parameters(Protocol):
-    """What the rest of the system sees of parameters. All ranks call the same methods in the same order.
+class Parameters(ABC):
+    """The parameters of a model and their gradients. All ranks call the same methods in the same order.
 
-    A layer's parameters are acquired when it is called, in forward, backward and recomputation, and released after.
+    A layer's parameters are unsharded while it runs forward, backward or recomputes.
     """
 
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        dtype: torch.dtype,
+        device: torch.device,
+        chunk: int,
+        head_gradients: HeadGradients | None,
+    ) -> None:
+        """Store what all implementations need.
+
+        Args:
+            adapter: of the model.
+            dtype: that layers compute in.
+            device: of all tensors.
+            chunk, head_gradients: as in `summed_loss`.
+        """
+        self._adapter, self._dtype, self._device, self._head_gradients = adapter, dtype, device, head_gradients
+        self._hidden_size = cast("torch.Tensor", adapter.head.weight).shape[1]
+        self._loss = ModelWithLoss(adapter, chunk, head_gradients)
+
     @property
+    @abstractmethod
     def shard_ranks(self) -> tuple[int, ...]:
-        """Ranks that have shards of the same parameters, this one among them: they run the same rounds."""
-        ...
+        """Ranks with shards of the same parameters, this one among them: they run the same rounds."""
 
     @property
     def weight_gradients(self) -> WeightGradients:
-        """Where gradients of weights wait between the two halves of a split backward: those of the network."""
-        ...
+        """Weight gradients that wait between the two halves of a split backward."""
+        return self._adapter.weight_gradients
 
     def empty_hidden_states(self, tokens: int) -> torch.Tensor:
-        """Return memory for hidden states, [tokens, hidden]: on the device, in the dtype that layers compute in."""
-        ...
+        """Allocate hidden states, [tokens, hidden], in the dtype that layers compute in."""
+        return torch.empty((tokens, self._hidden_size), dtype=self._dtype, device=self._device)
 
     def prefetch(self, plan: Plan) -> None:
-        """Bring parameters where a plan computes with them, or refuse it; all ranks call it before the plan runs."""
-        ...
+        """Start to bring parameters where a plan computes with them, or refuse the plan; called before it runs."""
+        check_fixed_layout(plan)
 
-    def wait_prefetch(self) -> None:
-        """Wait for what `arrange` has started and no layer has asked for; `finish` does it too."""
-        ...
+    def wait_prefetch(self) -> None:  # noqa: B027 - nothing to do, unless a subclass says so
+        """Wait for what `prefetch` has started and no layer has needed; `finish_gradients` does it too."""
 
-    def unshard(self, part: LayerRange) -> None:
-        """Gather the parameters of a part, for all its rounds: UNSHARD. A plan may leave this to `run`."""
-        ...
+    def unshard(self, layers: LayerRange) -> None:  # noqa: B027
+        """Gather the parameters of a stage: UNSHARD. A plan may leave this to `forward`."""
 
     def forward(
-        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+        self, layers: LayerRange, inputs: torch.Tensor, labels: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
-        """Run a part of the model forward.
+        """Run a stage forward.
 
         Args:
-            part: the whole model, or the layers of a stage.
-            given: token ids int64[tokens] for a part that begins, else hidden states [tokens, hidden].
-            labels: int64[tokens] for a part that ends, else None.
-            context: of the round, on this part's stage.
+            layers: of the stage.
+            inputs: token ids int64[tokens] for a stage with the embedding, else hidden states [tokens, hidden].
+            labels: int64[tokens] for a stage with the head, else None.
+            context: of the round, on this stage.
 
         Returns:
-            The sum of this rank's token losses, a scalar, for a part that ends, else hidden states [tokens, hidden].
+            With the head the sum of this rank's token losses, a scalar; else hidden states [tokens, hidden].
         """
-        ...
+        return self._loss(inputs, labels, context, layers)
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
-        """Run what `run` has run backward; the gradients are added to what is there, and if asked reduced.
+        """Run backward and add to the gradients.
 
         Args:
-            output: what `run` returned, or its place in the graph (which does not hold its memory).
-            gradient: of the step's loss by `output`; None: 1.
-            reduce: whether gradients are reduced to the shards with this backward; not if `reduce` is called later.
+            output: of `forward`, or its edge in the graph, which does not keep its memory.
+            gradient: of the step's loss with respect to `output`; None: 1.
+            reduce: whether this backward reduces gradients to the shards; not where `reduce` is called later.
         """
-        ...
+        torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
 
-    def reduce(self, part: LayerRange) -> None:
-        """Reduce the gradients of a part to the shards, after all its backwards: REDUCE of a step."""
-        ...
+    def reduce(self, layers: LayerRange) -> None:  # noqa: B027
+        """Reduce the gradients of a stage to the shards, after its last backward of the step: REDUCE."""
 
-    def reshard(self, part: LayerRange) -> None:
-        """Drop what `acquire` has gathered: RESHARD."""
-        ...
+    def reshard(self, layers: LayerRange) -> None:  # noqa: B027
+        """Free what `unshard` has gathered: RESHARD."""
 
+    @abstractmethod
     def finish_gradients(self) -> None:
-        """End a step's gradients: sum over replicas. From then on they are those of the whole step."""
-        ...
+        """Sum over replicas. From then on gradients are those of the whole step."""
 
+    @abstractmethod
     def gradient_norm(self) -> torch.Tensor:
-        """Return the norm of the whole model's gradient, every parameter once; a scalar, the same on all ranks."""
-        ...
+        """Return the norm of the whole model's gradient, every parameter once: a scalar, the same on all ranks."""
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every trained parameter's canonical name and whole gradient, one at a time; all ranks iterate."""
-        ...
+        """Yield canonical name and unsharded gradient of every trained parameter, one at a time; all ranks iterate."""
+        for name, parameter in self.master_weights().items():
+            assert parameter.grad is not None
+            yield name, _full_tensor(parameter.grad)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter's canonical name and whole value, one at a time; all ranks iterate. Tied ones once."""
-        ...
+        """Yield canonical name and unsharded value of every parameter, tied ones once; all ranks iterate."""
+        for name, parameter in self._adapter.module.named_parameters():
+            yield name, _full_tensor(parameter.detach())
 
     def master_weights(self) -> dict[str, nn.Parameter]:
         """Return what the optimiser updates on this rank, by canonical name; tied parameters once."""
-        ...
+        return trained_parameters(self._adapter.module)
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
-        """Yield what layers compute with on this rank, as it is in memory now: masters, or copies of them."""
-        ...
+        """Yield what layers compute with on this rank, as it is in memory now: master weights, or copies of them."""
+        yield from self._adapter.module.parameters()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        ...
+        if self._head_gradients is not None:
+            self._head_gradients.clear()
+        for parameter in self.master_weights().values():
+            parameter.grad = None
 
 
-class ReplicatedParameters:
-    """Every rank has all parameters; gradients are summed over all ranks once per step, through the transport."""
+class ReplicatedParameters(Parameters):
+    """All parameters on every rank, of any transport; one sum of the gradients over all ranks per step."""
 
     def __init__(self, adapter: ModelAdapter, transport: Transport, *, chunk: int = CHUNK) -> None:
-        """Take a network that has the same values on all ranks.
+        """Take a model that has the same values on all ranks.
 
         Args:
-            network: computes and accumulates gradients in the dtype of its parameters.
+            adapter: of the model, which computes and accumulates gradients in the dtype of its parameters.
             transport: this rank's. Its family has the block of all ranks.
             chunk: as in `summed_loss`.
         """
         adapter.materialize()
-        self._adapter, self._transport = adapter, transport
-        self._head = HeadGradients()
-        self._loss = LossOf(adapter, chunk, self._head)
+        head = cast("torch.Tensor", adapter.head.weight)
+        super().__init__(adapter, head.dtype, head.device, chunk, HeadGradients())
+        self._transport = transport
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
-        """This rank alone."""
+        """This rank."""
         return (self._transport.rank,)
 
-    @property
-    def weight_gradients(self) -> WeightGradients:
-        """See `Parameters.weight_gradients`."""
-        return self._adapter.weight_gradients
-
-    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.empty_hidden_states`."""
-        head = cast("torch.Tensor", self._adapter.head.weight)
-        return head.new_empty(tokens, head.shape[1])
-
     def prefetch(self, plan: Plan) -> None:
-        """See `Parameters.prefetch`; everything is here, and whole."""
-        check_whole(plan)
-
-    def wait_prefetch(self) -> None:
-        """See `Parameters.wait_prefetch`; nothing is under way."""
-
-    def unshard(self, part: LayerRange) -> None:
-        """See `Parameters.unshard`; everything is here."""
-
-    def forward(
-        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
-    ) -> torch.Tensor:
-        """See `Parameters.forward`."""
-        return self._loss(given, labels, context, part)
-
-    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
-        """See `Parameters.backward`. A shard group of one rank has nothing to reduce."""
-        torch.autograd.backward(output, gradient)
-
-    def reduce(self, part: LayerRange) -> None:
-        """See `Parameters.reduce`; a shard group of one rank has nothing to reduce."""
-
-    def reshard(self, part: LayerRange) -> None:
-        """See `Parameters.reshard`; nothing was gathered."""
+        """Refuse tensor parallelism."""
+        check_no_tensor_parallel(plan)
 
     def finish_gradients(self) -> None:
         """See `Parameters.finish_gradients`."""
-        everyone = tuple(range(self._transport.ranks))
-        if len(everyone) == 1:  # the sum is what is there already
-            complete_gradients(self.master_weights().values())
+        everyone, masters = tuple(range(self._transport.ranks)), self.master_weights().values()
+        if len(everyone) == 1:
+            fill_missing_gradients(masters)
         else:
-            sum_gradients(self.master_weights().values(), lambda flat: self._transport.all_reduce(flat, everyone))
+            all_reduce_gradients(masters, lambda flat: self._transport.all_reduce(flat, everyone))
 
     def gradient_norm(self) -> torch.Tensor:
         """See `Parameters.gradient_norm`."""
         return squared_norm(self.master_weights().values()).sqrt()
 
-    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.full_gradients`."""
-        for name, parameter in self.master_weights().items():
-            assert parameter.grad is not None
-            yield name, parameter.grad
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.full_parameters`."""
-        for name, parameter in self._adapter.module.named_parameters():
-            yield name, parameter.detach()
-
-    def master_weights(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.master_weights`."""
-        return trained(self._adapter.module)
-
-    def compute_weights(self) -> Iterator[torch.Tensor]:
-        """See `Parameters.compute_weights`."""
-        yield from self._adapter.module.parameters()
-
-    def zero_grad(self) -> None:
-        """See `Parameters.zero_grad`."""
-        self._head.clear()
-        self._adapter.module.zero_grad(set_to_none=True)
-
-
-def check_whole(plan: Plan) -> None:
-    """Refuse a plan that cuts weights over the ranks of a team."""
-    tensor = max((stage.tensor for line in plan.pipelines for stage in line.stages), default=1)
-    if tensor > 1:
+def check_no_tensor_parallel(plan: Plan) -> None:
+    """Refuse a plan that slices weights over the ranks of a TP group."""
+    degree = max((stage.tensor for pipeline in plan.pipelines for stage in pipeline.stages), default=1)
+    if degree > 1:
         raise SeqloomError(
-            f"a plan with tensor degree {tensor} for parameters that every rank of a stage computes with whole; plan "
-            "with tensor degree 1, or use FreeLayout"
+            f"a plan with tensor degree {degree} for parameters that every rank of a stage has in full; plan with "
+            "tensor degree 1, or use ReshardingParameters"
         )
 
 
-def check_fixed(plan: Plan) -> None:
-    """Refuse a plan for parameters whose places do not change from step to step."""
+def check_fixed_layout(plan: Plan) -> None:
+    """Refuse a plan for parameters whose layout does not change from step to step."""
     if plan.sharding == Sharding.FREE:
         raise SeqloomError(
             "a plan with free sharding, whose stages may be others in every step, for parameters that stay where they "
-            "were placed; use FreeLayout, or plan with the sharding of the parameters"
+            "were placed; use ReshardingParameters, or plan with the sharding of the parameters"
         )
-    check_whole(plan)
+    check_no_tensor_parallel(plan)
 
 
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that want a gradient, by name; tied ones once."""
+def check_job(transport: Transport) -> None:
+    """Refuse a transport that is not all of a torch.distributed job."""
+    world = transport.ranks
+    if not dist.is_initialized() or dist.get_world_size() != world:
+        job = f"a job of {dist.get_world_size()}" if dist.is_initialized() else "no torch.distributed job"
+        raise SeqloomError(
+            f"sharded parameters on {world} ranks in {job}: they need all ranks of a torch.distributed job; start it "
+            "with torchrun, or use ReplicatedParameters"
+        )
+
+
+def device_of(adapter: ModelAdapter, parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the device where these parameters are or will be; refuse several, and parameters without values."""
+    if adapter.deferred is not None:
+        return adapter.deferred.device
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise SeqloomError(
+            f"parameters on {sorted(map(str, devices))}: they must all be on one device, with their values; load the "
+            "model there before it is sharded"
+        )
+    return devices.pop()
+
+
+def reduce_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """Return the dtype that gradients are summed in; refuse parameters of several."""
+    dtypes = {sum_dtype(parameter.dtype) for parameter in parameters}
+    if len(dtypes) != 1:
+        raise SeqloomError(
+            f"parameters in {sorted(map(str, dtypes))}: gradients are added up in one dtype; convert the model to one"
+        )
+    return dtypes.pop()
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by name; tied ones once."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the sum of squares of what this rank holds of the gradients, a scalar in float64.
+def accumulate_wide(copy: nn.Parameter) -> nn.Parameter:
+    """Let the gradient of a trained parameter add up in float32 or wider."""
+    if copy.requires_grad and copy.dtype != sum_dtype(copy.dtype):
+        copy.grad_dtype = sum_dtype(copy.dtype)
+    return copy
 
-    A tensor's own sum is in float32 (float64 for float64).
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Return the sum of squares of this rank's shards of the gradients, a scalar in float64.
+
+    The sum of one tensor is in float32 (float64 for float64).
     """
-    held = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(each, dtype=sum_dtype(each.dtype)) for each in held]
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(each, dtype=sum_dtype(each.dtype)) for each in gradients]
     return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torch.Tensor], None]) -> None:
-    """Replace the gradients by their sums over ranks, in float32 or wider; one that is missing counts as zero.
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torch.Tensor], None]) -> None:
+    """Replace the gradients by their sums over ranks, in float32 or wider; a missing one counts as zero.
 
     Args:
         parameters: the same on all ranks, in the same order.
         all_reduce: replaces a flat tensor by its sum.
     """
     parameters = list(parameters)
-    complete_gradients(parameters)
-    for bucket in _buckets(parameters):
+    fill_missing_gradients(parameters)
+    gradients = [local_tensor(cast("torch.Tensor", parameter.grad)) for parameter in parameters]
+    for bucket in buckets(gradients, lambda gradient: gradient):
         dtype = sum_dtype(bucket[0].dtype)
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
         all_reduce(flat)
@@ -267,8 +274,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], all_reduce: Callable[[torc
             gradient.copy_(total.view(gradient.shape))
 
 
-def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give a gradient of zero to parameters that have none: a step did not touch them."""
+def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set a gradient of zero for parameters that a step has not used."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -280,24 +287,28 @@ def scale_gradients(parameters: Parameters, factor: float | torch.Tensor) -> Non
         return
     for parameter in parameters.master_weights().values():
         if parameter.grad is not None:
-            local(parameter.grad).mul_(factor)
+            local_tensor(parameter.grad).mul_(factor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: its shard of a distributed one, else the tensor itself."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Yield local gradients of one dtype, together at most `BUCKET` elements or a single one."""
-    bucket: list[torch.Tensor] = []
-    for parameter in parameters:
-        assert parameter.grad is not None
-        gradient = local(parameter.grad)
-        size = sum(each.numel() for each in bucket)
-        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.numel() > BUCKET):
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def buckets(items: Iterable[T], tensor: Callable[[T], torch.Tensor], most: int = BUCKET) -> Iterator[list[T]]:
+    """Yield consecutive items whose tensors have one dtype and together at most `most` elements, or a single item."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        current = tensor(item)
+        if bucket and (size + current.numel() > most or current.dtype != tensor(bucket[0]).dtype):
             yield bucket
-            bucket = []
-        bucket.append(gradient)
+            bucket, size = [], 0
+        bucket.append(item)
+        size += current.numel()
     if bucket:
         yield bucket

@@ -1,49 +1,75 @@
-"""Parameters of a pipeline: every rank has those of its stages, in shards over its host.
+"""Parameters of a pipeline: every rank holds shards of its own stages' parameters.
 
-Ranks stand in a table, hosts x replicas x shards. Four stages on 16 ranks, hybrid sharding in nodes of 2:
+The ranks form a mesh, pp ranks x replicas x shards. Four stages on 16 ranks, hybrid sharding in nodes of 2:
 
-    host 0   0  1      host 1   4  5      host 2   8  9      host 3   12 13     a row shares shards,
-             2  3               6  7              10 11               14 15     a host's rows are replicas
+    pp rank 0   0  1    pp rank 1   4  5    pp rank 2   8  9    pp rank 3   12 13    ranks of a row share shards,
+                2  3                6  7               10 11                14 15    the rows are replicas
 
-Once per step a host gathers its stages' parameters, whole gradients add up over all units, then each rank gets the sum
-of its rows: along a row in `reduce`, over the rows in `finish`. A table of tokens that is also the head is on the first
-and on the last stage. Its gradients are summed over both, so both keep the same values.
+Once per step the ranks of a stage gather its parameters, unsharded gradients add up over all microbatches, then
+`reduce` sums them along a row and `finish_gradients` over the rows. A tied embedding is on the first and on the last
+stage: its gradients are summed over both, so both keep the same values.
 
-torch's FSDP2 does not fit: it reduces inside a backward, and here weights' gradients come after it.
+torch's FSDP2 does not serve here: it reduces gradients in the hooks of a backward, but weight gradients of a split
+backward (W) come after the last one, when only private methods of FSDP2 could start the reduction.
+
+Parameters travel in flat buckets. Every rank's part of a parameter has the length of rank 0's, if need be with padding:
+
+    parameter a, 5 rows     | a0 a1 | a2 a3 | a4 -- |
+    parameter b, 3 rows     | b0    | b1    | b2    |
+                              rank 0  rank 1  rank 2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from seqloom.compat import inherit_timeout
+from seqloom.attention.lse import sum_dtype
+from seqloom.compat import dtensor_like, inherit_timeout
 from seqloom.dist import Context, Transport
+from seqloom.dist.torch_transport import flat_collective
 from seqloom.errors import SeqloomError
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter
 from seqloom.models.loss import CHUNK, HeadGradients
-from seqloom.models.split_backward import WeightGradients
-from seqloom.params.fsdp import check_job, device_of, reduce_dtype
-from seqloom.params.interface import check_fixed, complete_gradients, squared_norm, sum_gradients, trained
-from seqloom.params.placement import Placement, exchange, held_by, keep_only, parameters_of
-from seqloom.params.shards import ShardedParameter, buckets, gather, scatter
-from seqloom.plan import LayerRange, Plan
+from seqloom.params.fsdp import REPLICA, SHARD, new_mesh
+from seqloom.params.interface import (
+    Parameters,
+    accumulate_wide,
+    all_reduce_gradients,
+    buckets,
+    check_job,
+    device_of,
+    fill_missing_gradients,
+    local_tensor,
+    reduce_dtype,
+    squared_norm,
+    trained_parameters,
+)
+from seqloom.params.placement import (
+    Placement,
+    drop_other_stages,
+    parameters_of,
+    parameters_of_stages,
+    replace_parameters,
+)
+from seqloom.params.shards import row_shard, shard_rows
+from seqloom.plan import LayerRange
 
-HOST, REPLICA, SHARD = "host", "replica", "shard"
+PP_RANK = "pp_rank"
 
 
-class PipelineFSDP:
-    """The parameters of this rank's stages. Every rank of the job makes one, with the same values where both hold some.
+class PipelineFSDP(Parameters):
+    """The parameters of this rank's stages. Every rank of the job makes one; what several ranks hold is the same there.
 
-    Masters are the parameters that were given, in their dtype (float32 for training), cut along their first axis.
+    Master weights are the given parameters, in their dtype (float32 for training), sharded along their first axis.
     """
 
     def __init__(
@@ -55,201 +81,295 @@ class PipelineFSDP:
         param_dtype: torch.dtype | None = None,
         chunk: int = CHUNK,
     ) -> None:
-        """Cut the network in place: what this rank's stages do not need goes to "meta".
+        """Shard the model in place: parameters of other ranks' stages go to "meta".
 
         Args:
-            network: the model, on the device where it will run, or with `values`, one at a time; parameters that this
-                rank does not hold may be on "meta" for good.
+            adapter: of the model, on the device where it will run, or with `deferred` values, read one at a time;
+                parameters that this rank does not hold may be on "meta".
             transport: over torch.distributed; all its ranks.
             placement: who holds what.
-            param_dtype: dtype of parameters and activations in the model; None: that of the masters. Gradients are
-                added up and reduced in float32 or wider.
+            param_dtype: dtype of parameters and activations in the model; None: that of the master weights. Gradients
+                are summed in float32 or wider.
             chunk: as in `summed_loss`.
         """
         check_job(transport)
-        table = placement.table(transport.ranks)
-        self._host, self._parts = placement.host_of(transport.rank), placement.parts_of(transport.rank)
-        hosts = [held_by(adapter, placement.parts(host)) for host in range(len(placement.hosts))]
-        held = hosts[self._host]
-        device = device_of(adapter, list(held.values()))
-        reduce_dtype(list(held.values()))
-        self._mesh = DeviceMesh(device.type, table, mesh_dim_names=(HOST, REPLICA, SHARD))
-        for axis in (HOST, REPLICA, SHARD):
-            inherit_timeout(self._mesh.get_group(axis))
-        self._replicas = self._mesh[REPLICA].size()
-        self._shard_ranks: tuple[int, ...] = tuple(self._mesh[SHARD].mesh.flatten().tolist())
+        ranks = placement.mesh(transport.ranks)
+        self._pp_rank = placement.pp_rank_of(transport.rank)
+        self._stages = placement.layer_ranges(self._pp_rank)
+        by_pp_rank = [parameters_of_stages(adapter, placement.layer_ranges(index)) for index in range(len(ranks))]
+        held = by_pp_rank[self._pp_rank]
+        parameters = list(held.values())
+        device = device_of(adapter, parameters)
+        reduce_dtype(parameters)
+        super().__init__(adapter, param_dtype or parameters[0].dtype, device, chunk, HeadGradients())
+        del parameters
+        self._mesh = new_mesh(device, ranks, (PP_RANK, REPLICA, SHARD))
         self._holders = {
-            name: [host for host, names in enumerate(hosts) if name in names]
+            name: [index for index, names in enumerate(by_pp_rank) if name in names]
             for name, _ in adapter.module.named_parameters()
         }
-        self._together = _groups(self._holders, table)
-        keep_only(adapter, self._parts)
-        self._kept: dict[str, ShardedParameter] = {}
-        for name, each in held.items():
-            adapter.materialize([(name, each)])
-            self._kept[name] = ShardedParameter.of(each, self._mesh[SHARD], param_dtype)
-            each.data = each.data.new_empty(0)  # the whole and its shards are never all there at once
-        exchange(adapter.module, {id(held[name]): kept.copy for name, kept in self._kept.items()})
-        self._needs = {part: [self._kept[name] for name in parameters_of(adapter, part)] for part in self._parts}
-        self._ready: set[LayerRange] = set()  # acquired
-        self._due: set[LayerRange] = set()  # have run, and are to be reduced
-        self._adapter, self._device, self._head = adapter, device, HeadGradients()
-        self._loss = LossOf(adapter, chunk, self._head)
+        self._tied_groups = _tied_groups(self._holders, ranks)
+        drop_other_stages(adapter, self._stages)
+        self._sharded: dict[str, ShardedParameter] = {}
+        for name, parameter in held.items():
+            adapter.materialize([(name, parameter)])
+            self._sharded[name] = ShardedParameter.of(parameter, self._mesh[SHARD], param_dtype)
+            parameter.data = parameter.data.new_empty(0)  # so that unsharded values exist one parameter at a time
+        replace_parameters(adapter.module, {id(held[name]): each.copy for name, each in self._sharded.items()})
+        self._by_stage = {
+            layers: [self._sharded[name] for name in parameters_of(adapter, layers)] for layers in self._stages
+        }
+        self._unsharded: set[LayerRange] = set()
+        self._unreduced: set[LayerRange] = set()  # have run since the last reduction
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
         """See `Parameters.shard_ranks`."""
-        return self._shard_ranks
+        return tuple(self._mesh[SHARD].mesh.flatten().tolist())
 
-    @property
-    def weight_gradients(self) -> WeightGradients:
-        """See `Parameters.weight_gradients`."""
-        return self._adapter.weight_gradients
-
-    def empty_hidden_states(self, tokens: int) -> torch.Tensor:
-        """See `Parameters.empty_hidden_states`."""
-        head = cast("torch.Tensor", self._adapter.head.weight)
-        dtype = next(iter(self._kept.values())).copy.dtype
-        return torch.empty((tokens, head.shape[1]), dtype=dtype, device=self._device)
-
-    def prefetch(self, plan: Plan) -> None:
-        """See `Parameters.prefetch`; parameters stay where they are."""
-        check_fixed(plan)
-
-    def wait_prefetch(self) -> None:
-        """See `Parameters.wait_prefetch`; nothing is under way."""
-
-    def unshard(self, part: LayerRange) -> None:
+    def unshard(self, layers: LayerRange) -> None:
         """See `Parameters.unshard`."""
-        self._check(part)
-        if part in self._ready:
+        self._check(layers)
+        if layers in self._unsharded:
             return
-        there = self._in_use()
-        self._ready.add(part)
-        wanted = [kept for kept in self._needs[part] if id(kept) not in there and not kept.is_master]
-        for bucket in buckets(wanted):
-            for kept in bucket:
-                kept.give_memory()
-            gather(bucket, self._mesh.get_group(SHARD))
+        allocated = self._in_use()
+        self._unsharded.add(layers)
+        wanted = [each for each in self._by_stage[layers] if id(each) not in allocated and not each.is_master]
+        for bucket in buckets(wanted, lambda each: each.copy):
+            for each in bucket:
+                each.allocate()
+            _all_gather(bucket, self._mesh.get_group(SHARD))
 
     def forward(
-        self, part: LayerRange, given: torch.Tensor, labels: torch.Tensor | None, context: Context
+        self, layers: LayerRange, inputs: torch.Tensor, labels: torch.Tensor | None, context: Context
     ) -> torch.Tensor:
         """See `Parameters.forward`."""
-        self.unshard(part)
+        self.unshard(layers)
         if torch.is_grad_enabled():
-            self._due.add(part)
-        return self._loss(given, labels, context, part)
+            self._unreduced.add(layers)
+        return super().forward(layers, inputs, labels, context)
 
-    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None, *, reduce: bool) -> None:
-        """See `Parameters.backward`. Whole gradients add up on this rank: they are reduced once, in the step's end."""
-        torch.autograd.backward((cast("torch.Tensor", output),), (gradient,))
+    def reduce(self, layers: LayerRange) -> None:
+        """See `Parameters.reduce`. Adds to what was reduced before: a plan may reduce a stage several times."""
+        self._check(layers)
+        self._unreduced.discard(layers)
+        wanted = [each for each in self._by_stage[layers] if each.copy.requires_grad]
+        for bucket in buckets(wanted, lambda each: each.copy):
+            _reduce_scatter(bucket, self._mesh.get_group(SHARD))
 
-    def reduce(self, part: LayerRange) -> None:
-        """See `Parameters.reduce`. What was reduced before is added to: a table of two parts has two sums."""
-        self._check(part)
-        self._due.discard(part)
-        wanted = [kept for kept in self._needs[part] if kept.copy.requires_grad]
-        for bucket in buckets(wanted):
-            scatter(bucket, self._mesh.get_group(SHARD))
-
-    def reshard(self, part: LayerRange) -> None:
+    def reshard(self, layers: LayerRange) -> None:
         """See `Parameters.reshard`."""
-        self._check(part)
-        self._ready.discard(part)
+        self._check(layers)
+        self._unsharded.discard(layers)
         needed = self._in_use()
-        for kept in self._needs[part]:
-            if id(kept) not in needed:
-                kept.free()
+        for each in self._by_stage[layers]:
+            if id(each) not in needed:
+                each.free()
 
     def finish_gradients(self) -> None:
-        """See `Parameters.finish_gradients`. A parameter on several hosts gets its gradient from all of them."""
-        for part in self._parts:
-            if part in self._due:  # the plan left it to this
-                self.reduce(part)
+        """See `Parameters.finish_gradients`. A tied parameter gets its gradient from all stages that hold it."""
+        for layers in self._stages:
+            if layers in self._unreduced:  # the plan has no REDUCE for it
+                self.reduce(layers)
         masters = self.master_weights()
-        if self._replicas > 1:
+        if self._mesh[REPLICA].size() > 1:
             group = self._mesh.get_group(REPLICA)
-            sum_gradients(masters.values(), lambda flat: dist.all_reduce(flat, group=group))
-        complete_gradients(masters.values())
-        for holders, group in self._together.items():
-            shared = [each for name, each in masters.items() if tuple(self._holders[name]) == holders]
-            sum_gradients(shared, lambda flat, group=group: dist.all_reduce(flat, group=group))
+            all_reduce_gradients(masters.values(), lambda flat: dist.all_reduce(flat, group=group))
+        fill_missing_gradients(masters.values())
+        for holders, group in self._tied_groups.items():
+            tied = [each for name, each in masters.items() if tuple(self._holders[name]) == holders]
+            all_reduce_gradients(tied, lambda flat, group=group: dist.all_reduce(flat, group=group))
 
     def gradient_norm(self) -> torch.Tensor:
-        """See `Parameters.gradient_norm`. What several hosts hold is counted on the first of them."""
-        counted = [each for name, each in self.master_weights().items() if self._holders[name][0] == self._host]
+        """See `Parameters.gradient_norm`. A parameter of several pp ranks is counted on the first."""
+        counted = [each for name, each in self.master_weights().items() if self._holders[name][0] == self._pp_rank]
         squares = squared_norm(counted).to(self._device)
-        for axis in (SHARD, HOST):
+        for axis in (SHARD, PP_RANK):
             dist.all_reduce(squares, group=self._mesh.get_group(axis))
         return squares.sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.full_gradients`; each comes from its host when its turn comes."""
-        for name, parameter in trained(self._adapter.module).items():
-            kept = self._kept.get(name)
-            yield name, self._whole(name, parameter, None if kept is None else kept.master.grad)
+        """See `Parameters.full_gradients`; the first pp rank that holds a parameter broadcasts it."""
+        for name, parameter in trained_parameters(self._adapter.module).items():
+            held = self._sharded.get(name)
+            yield name, self._broadcast(name, parameter, None if held is None else held.master.grad)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Parameters.full_parameters`; each comes from its host when its turn comes."""
+        """See `Parameters.full_parameters`; the first pp rank that holds a parameter broadcasts it."""
         for name, parameter in self._adapter.module.named_parameters():
-            kept = self._kept.get(name)
-            yield name, self._whole(name, parameter, None if kept is None else kept.master.detach())
+            held = self._sharded.get(name)
+            yield name, self._broadcast(name, parameter, None if held is None else held.master.detach())
 
     def master_weights(self) -> dict[str, nn.Parameter]:
-        """See `Parameters.master_weights`; all of them are distributed tensors, of this rank's stages."""
-        return {name: kept.master for name, kept in self._kept.items() if kept.master.requires_grad}
+        """See `Parameters.master_weights`; all of them are DTensors, of this rank's stages."""
+        return {name: each.master for name, each in self._sharded.items() if each.master.requires_grad}
 
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """See `Parameters.compute_weights`."""
-        yield from (kept.copy for kept in self._kept.values())
+        yield from (each.copy for each in self._sharded.values())
 
     def zero_grad(self) -> None:
-        """See `Parameters.zero_grad`. Copies are dropped too: the optimiser may have changed the masters."""
-        self._due.clear()
-        self._head.clear()
-        for kept in self._kept.values():
-            kept.master.grad = kept.copy.grad = None
-        for part in tuple(self._ready):
-            self.reshard(part)
+        """See `Parameters.zero_grad`. Frees the copies too: the optimiser may have changed the master weights."""
+        super().zero_grad()
+        self._unreduced.clear()
+        for each in self._sharded.values():
+            each.copy.grad = None
+        for layers in tuple(self._unsharded):
+            self.reshard(layers)
 
-    def _whole(self, name: str, like: nn.Parameter, found: torch.Tensor | None) -> torch.Tensor:
-        """Return a parameter's tensor on all ranks, from the first host that has it."""
+    def _broadcast(self, name: str, like: nn.Parameter, held: torch.Tensor | None) -> torch.Tensor:
+        """Return a parameter's unsharded tensor on all ranks, from the first pp rank that holds it."""
         source = self._holders[name][0]
-        if source == self._host:
-            whole = cast("DTensor", found).full_tensor().contiguous()
+        if source == self._pp_rank:
+            full = cast("DTensor", held).full_tensor().contiguous()
         else:
-            dtype = next(iter(self._kept.values())).master.dtype
-            whole = torch.empty(like.shape, dtype=dtype, device=self._device)
-        column = self._mesh[HOST]
+            dtype = next(iter(self._sharded.values())).master.dtype
+            full = torch.empty(like.shape, dtype=dtype, device=self._device)
+        column = self._mesh[PP_RANK]
         if column.size() > 1:
-            dist.broadcast(whole, int(column.mesh[source]), group=column.get_group())
-        return whole
+            dist.broadcast(full, int(column.mesh[source]), group=column.get_group())
+        return full
 
     def _in_use(self) -> set[int]:
-        """Copies that acquired parts need."""
-        return {id(kept) for part in self._ready for kept in self._needs[part]}
+        """Ids of the parameters of unsharded stages."""
+        return {id(each) for layers in self._unsharded for each in self._by_stage[layers]}
 
-    def _check(self, part: LayerRange) -> None:
-        if part not in self._needs:
-            mine = ", ".join(f"{each.first} to {each.stop - 1}" for each in self._parts)
+    def _check(self, layers: LayerRange) -> None:
+        if layers not in self._by_stage:
+            mine = ", ".join(f"{each.first} to {each.stop - 1}" for each in self._stages)
             raise SeqloomError(
-                f"layers {part.first} to {part.stop - 1} of {part.model_layers} asked of a rank that holds the stages "
-                f"with layers {mine}; plan with the stages that the parameters were placed for"
+                f"layers {layers.first} to {layers.stop - 1} of {layers.model_layers} asked of a rank that holds the "
+                f"stages with layers {mine}; plan with the stages that the parameters were placed for"
             )
 
 
-def _groups(holders: dict[str, list[int]], table: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make groups of ranks that have the same rows of what several hosts hold; return those of this rank.
+def _tied_groups(holders: dict[str, list[int]], ranks: torch.Tensor) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Create process groups of ranks with the same rows of a parameter of several pp ranks; return those of this rank.
 
-    All processes of the job take part, in one order.
+    All processes of the job call it and create the groups in one order.
     """
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for hosts in sorted({tuple(each) for each in holders.values() if len(each) > 1}):
-        for replica, shard in product(*map(range, table.shape[1:])):
-            members = [int(table[host, replica, shard]) for host in hosts]
-            group = dist.new_group(members)
+    for pp_ranks in sorted({tuple(each) for each in holders.values() if len(each) > 1}):
+        for replica, shard in product(*map(range, ranks.shape[1:])):
+            group = dist.new_group([int(ranks[pp_rank, replica, shard]) for pp_rank in pp_ranks])
             if isinstance(group, dist.ProcessGroup):  # this rank is a member
                 inherit_timeout(group)
-                found[hosts] = group
+                found[pp_ranks] = group
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedParameter:
+    """A parameter as one rank has it.
+
+    Attributes:
+        master: what the optimiser updates: a DTensor, of which this rank has some rows.
+        copy: the unsharded parameter, in the dtype that layers compute in; without memory while its stage is sharded.
+            Its gradient adds up in float32 or wider.
+        shard: this rank's rows, in the master's memory: asking a DTensor for them takes longer than a small layer.
+        ranks: that have shards.
+    """
+
+    master: nn.Parameter
+    copy: nn.Parameter
+    shard: torch.Tensor
+    ranks: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None) -> ShardedParameter:
+        """Shard a parameter with the same values on all ranks of a mesh with one axis; None: copies keep its dtype."""
+        values, ranks = parameter.detach().contiguous(), mesh.size()
+        shard = values if ranks == 1 else values[shard_rows(len(values), mesh.get_local_rank(), ranks)].clone()
+        master = nn.Parameter(row_shard(shard, values, mesh), requires_grad=parameter.requires_grad)
+        dtype = dtype or values.dtype
+        if ranks == 1 and dtype == values.dtype:
+            full = shard  # the same memory: an update by the optimiser needs no copy
+        else:
+            full = torch.empty_like(values, dtype=dtype)
+            full.untyped_storage().resize_(0)
+        copy = accumulate_wide(nn.Parameter(full, requires_grad=parameter.requires_grad))
+        return cls(master, copy, shard, ranks)
+
+    @property
+    def padded_size(self) -> int:
+        """Elements of a rank's rows, padding included."""
+        return -(-len(self.copy) // self.ranks) * (self.copy.numel() // len(self.copy))
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the copy shares the master's memory."""
+        return self.copy.data_ptr() == self.shard.data_ptr() != 0
+
+    def allocate(self) -> None:
+        """Allocate the copy's memory."""
+        self.copy.untyped_storage().resize_(self.copy.numel() * self.copy.element_size())
+
+    def free(self) -> None:
+        """Free the copy's memory."""
+        if not self.is_master:
+            self.copy.untyped_storage().resize_(0)
+
+    def pop_gradient(self) -> torch.Tensor | None:
+        """Return the copy's gradient, unsharded and flat, and drop it."""
+        gradient, self.copy.grad = self.copy.grad, None
+        return None if gradient is None else gradient.reshape(-1)
+
+    def add_gradient(self, flat: torch.Tensor) -> None:
+        """Add the first elements of a flat tensor, without its padding, to the master's gradient."""
+        shard = self.shard
+        gradient = flat[: shard.numel()].view(shard.shape).to(shard.dtype)
+        if self.master.grad is None:
+            self.master.grad = dtensor_like(cast("DTensor", self.master), gradient)
+        else:
+            local_tensor(self.master.grad).add_(gradient)
+
+
+@torch.no_grad()
+def _all_gather(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+    """Fill the allocated copies from the shards of all ranks."""
+    ranks = bucket[0].ranks
+    if ranks == 1:
+        for each in bucket:
+            each.copy.copy_(each.shard)
+        return
+    sizes = [each.padded_size for each in bucket]
+    packed = bucket[0].copy.new_empty(sum(sizes))
+    for each, part in zip(bucket, packed.split(sizes), strict=True):
+        part[: each.shard.numel()].copy_(each.shard.reshape(-1))
+    gathered = packed.new_empty(ranks * len(packed))
+    flat_collective("all_gather")(gathered, packed, group=group)
+    for each, parts in zip(bucket, gathered.view(ranks, -1).split(sizes, 1), strict=True):
+        for full, shards in _without_padding(each.copy.detach().view(-1), parts):
+            full.copy_(shards)
+
+
+@torch.no_grad()
+def _reduce_scatter(bucket: Sequence[ShardedParameter], group: dist.ProcessGroup) -> None:
+    """Add the sum of all ranks' gradients to those of the masters; a missing gradient counts as zero."""
+    ranks = bucket[0].ranks
+    if ranks == 1:
+        for each in bucket:
+            gradient = each.pop_gradient()
+            if gradient is not None:
+                each.add_gradient(gradient)
+        return
+    sizes = [each.padded_size for each in bucket]
+    packed = bucket[0].copy.new_zeros((ranks, sum(sizes)), dtype=sum_dtype(bucket[0].copy.dtype))
+    for each, parts in zip(bucket, packed.split(sizes, 1), strict=True):
+        gradient = each.pop_gradient()
+        if gradient is not None:
+            for full, shards in _without_padding(gradient, parts):
+                shards.copy_(full)
+    summed = packed.new_empty(sum(sizes))
+    flat_collective("reduce_scatter")(summed, packed.view(-1), group=group)
+    for each, part in zip(bucket, summed.split(sizes), strict=True):
+        each.add_gradient(part)
+
+
+def _without_padding(full: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the corresponding elements of a flat tensor and of its parts [ranks, padded size]: full parts, the rest."""
+    size = parts.shape[1]
+    count = len(full) // size
+    yield full[: count * size].view(count, size), parts[:count]
+    if count * size < len(full):
+        yield full[count * size :], parts[count, : len(full) - count * size]

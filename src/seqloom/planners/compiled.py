@@ -146,7 +146,7 @@ def _call_each(compiled: Any) -> None:
     compiled.swap_rebalance(problem, one * 0, loads, 1)
     compiled.pack_micro_batches(one, one, 1, 1, 1, False, one.copy())
     compiled.first_fit(one, 1, one.copy())
-    compiled.least_loaded(one, one, 1, 1, one.copy())
+    compiled.least_loaded(one, one, 1, 1, False, one.copy())
     compiled.fill_packs(one, np.arange(2), np.arange(2), 1, 0, 1, 0, one.copy())
 
 

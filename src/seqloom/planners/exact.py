@@ -15,32 +15,31 @@ import numpy as np
 from seqloom.cost import CostModel
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
-from seqloom.planners.flex.planner import finish_searches, start_searches, work_bound
-from seqloom.planners.flex.search import tiles
+from seqloom.planners.flex import searched_ns, tiles
 from seqloom.planners.problem import BatchProblem, GroupPlacement, fitting_problems
-from seqloom.planners.solver import Matrix, programme, require_highspy
+from seqloom.planners.published.flexsp.milp import Matrix, highs_model, require_highspy
 
-MOST_DOCUMENTS = 20
-MOST_RANKS = 16
+MAX_DOCUMENTS = 20
+MAX_RANKS = 16
 
 
 class Slot(NamedTuple):
-    """A group that may be opened: what its round keeps, shape index, first rank, and the round it would run in."""
+    """A group that may be opened."""
 
-    kept: int
+    policy: int
     """Index of the problem whose policy prices the round."""
-
     shape: int
     start: int
     degree: int
-    place: tuple[int, int]
+    ranks: tuple[int, int]
     """First rank and number of ranks that run this round together."""
-    round: int
+    number: int
+    """Of the round, among those on these ranks under this policy."""
 
     @property
-    def pair(self) -> tuple[tuple[int, int], int, int]:
-        """The round: where it runs, what it keeps, its number."""
-        return self.place, self.kept, self.round
+    def round(self) -> tuple[tuple[int, int], int, int]:
+        """The round it would run in: its ranks, its policy, its number."""
+        return self.ranks, self.policy, self.number
 
 
 @dataclass
@@ -48,13 +47,13 @@ class Model:
     """A mixed-integer programme in rows, as arrays for the solver. Times in milliseconds, for its tolerances."""
 
     upper: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
     rows: list[tuple[float, float, list[int], list[float]]] = field(default_factory=list)
 
     def variable(self, *, upper: float, integer: bool) -> int:
         """Add a variable between 0 and ``upper``; returns its column."""
         self.upper.append(upper)
-        self.whole.append(integer)
+        self.integer.append(integer)
         return len(self.upper) - 1
 
     def constrain(self, terms: dict[int, float], low: float, high: float) -> None:
@@ -75,8 +74,8 @@ class Model:
             np.concatenate(values),
         )
         cost = (np.arange(len(self.upper)) == column).astype(float)
-        bounds = (np.zeros(len(cost)), np.array(self.upper))
-        solver.passModel(programme(cost, bounds, self.whole, (np.array(low), np.array(high)), matrix))
+        limits = (np.zeros(len(cost)), np.array(self.upper))
+        solver.passModel(highs_model(cost, limits, self.integer, (np.array(low), np.array(high)), matrix))
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             raise SeqloomError(
@@ -85,92 +84,84 @@ class Model:
         return np.array(solver.getSolution().col_value)
 
 
-def slots_of(problem: BatchProblem, kept: int, rounds: int) -> Iterator[Slot]:
-    """Every group that a plan of at most ``rounds`` rounds per place may open under this policy."""
-    cost, degrees = problem.cost, problem.tables.degree.tolist()
-    shard_group = cost.shard_group_size
-    for shape, degree in enumerate(degrees):
-        if not tiles(degree, shard_group, cost.node_size):
-            continue
-        for block in cost.family.blocks(degree):
-            ranks = max(shard_group, degree)
-            place = (block.start // ranks * ranks, ranks) if degree <= shard_group else (block.start, degree)
-            for index in range(rounds):
-                yield Slot(kept, shape, block.start, degree, place, index)
-
-
 def plan_exact(lengths: np.ndarray, cost: CostModel, *, nodes: int = 200_000) -> Plan:
-    """The best plan, proven: over every way to reduce gradients, and in each over what every round keeps.
+    """The best plan, proven: over every way to reduce gradients, and in each over the checkpoint of every round.
 
     Args:
         lengths: int64[n] tokens, at most 20 of them, on at most 16 ranks.
         nodes: of the branch-and-bound tree, per way to reduce; SeqloomError if the proof needs more.
     """
-    if len(lengths) > MOST_DOCUMENTS or cost.ranks > MOST_RANKS:
+    if len(lengths) > MAX_DOCUMENTS or cost.ranks > MAX_RANKS:
         raise SeqloomError(
-            f"exact takes at most {MOST_DOCUMENTS} documents on {MOST_RANKS} GPUs, not {len(lengths)} on {cost.ranks}; "
+            f"exact takes at most {MAX_DOCUMENTS} documents on {MAX_RANKS} GPUs, not {len(lengths)} on {cost.ranks}; "
             f"use flex, whose gap to the bound is printed"
         )
     fitting = fitting_problems(lengths, cost)
     plans = []
     for reduce in dict.fromkeys(problem.policy.reduce for problem in fitting):
-        array = fitting[0].lengths
-        alike = [BatchProblem(array, cost, v, cost.tables(array, v)) for v in cost.policies if v.reduce == reduce]
-        plans.append(exact_for(alike, nodes))
+        policies = [policy for policy in cost.policies if policy.reduce == reduce]
+        plans.append(_exact_plan([BatchProblem(fitting[0].lengths, cost, policy) for policy in policies], nodes))
     return min(plans, key=cost.plan_ns)
 
 
-def exact_for(problems: Sequence[BatchProblem], nodes: int) -> Plan:
+def _exact_plan(problems: Sequence[BatchProblem], nodes: int) -> Plan:
     """The best plan whose rounds use any of these policies: data, variables, constraints, objective."""
     # data
     cost, n = problems[0].cost, len(problems[0].lengths)
-    longest = min(searched_ns(problem) for problem in problems if problem.fits)
-    rounds = min(n, max(1, longest // max(1, min(int(p.tables.fixed.max(axis=0).min()) for p in problems))))
-    slots = [slot for kept, problem in enumerate(problems) for slot in slots_of(problem, kept, rounds)]
-    pairs = sorted({slot.pair for slot in slots})
+    longest = min(searched_ns(problem) for problem in problems if problem.fits)  # the optimum is no longer
+    most = min(n, max(1, longest // max(1, min(int(p.tables.fixed.max(axis=0).min()) for p in problems))))
+    slots = [slot for policy, problem in enumerate(problems) for slot in _slots(problem, policy, most)]
+    rounds = sorted({slot.round for slot in slots})
     # variables
     model = Model()
     step = model.variable(upper=longest / 1e6, integer=False)
-    time = {pair: model.variable(upper=longest / 1e6, integer=False) for pair in pairs}
+    time = {one: model.variable(upper=longest / 1e6, integer=False) for one in rounds}
     opened = [model.variable(upper=1, integer=True) for _ in slots]
     holds = [[model.variable(upper=1, integer=True) for _ in slots] for _ in range(n)]
     # constraints
     for k in range(n):
         model.constrain({holds[k][s]: 1.0 for s in range(len(slots))}, 1, 1)
     for s, slot in enumerate(slots):
-        tables = problems[slot.kept].tables
-        room = slot.degree * tables.capacity
+        tables = problems[slot.policy].tables
         terms = {holds[k][s]: float(tables.tokens[k]) for k in range(n)}
-        model.constrain({**terms, opened[s]: -float(room)}, -np.inf, 0)
-        for lane in range(len(tables.cost)):
-            terms = {holds[k][s]: tables.cost[lane, slot.shape, k] / 1e6 for k in range(n)}
-            fixed = tables.fixed[lane, slot.shape] / 1e6
+        model.constrain({**terms, opened[s]: -float(slot.degree * tables.capacity)}, -np.inf, 0)
+        for stream in range(len(tables.cost)):
+            terms = {holds[k][s]: tables.cost[stream, slot.shape, k] / 1e6 for k in range(n)}
+            fixed = tables.fixed[stream, slot.shape] / 1e6
             if fixed or any(terms.values()):
-                model.constrain({**terms, opened[s]: fixed, time[slot.pair]: -1.0}, -np.inf, 0)
+                model.constrain({**terms, opened[s]: fixed, time[slot.round]: -1.0}, -np.inf, 0)
     for rank in range(cost.ranks):
-        for pair in pairs:
-            here = [s for s, slot in enumerate(slots) if slot.pair == pair]
+        for one in rounds:
+            here = [s for s, slot in enumerate(slots) if slot.round == one]
             covers = [s for s in here if slots[s].start <= rank < slots[s].start + slots[s].degree]
             if len(covers) > 1:
                 model.constrain({opened[s]: 1.0 for s in covers}, 0, 1)
     for start in range(0, cost.ranks, cost.shard_group_size):
-        runs = [pair for pair in pairs if pair[0][0] <= start < sum(pair[0])]
-        model.constrain({**{time[pair]: 1.0 for pair in runs}, step: -1.0}, -np.inf, 0)
-    for place, kept, index in pairs:  # rounds of a place that keep the same may be numbered by falling time
-        if (place, kept, index + 1) in time:
-            model.constrain({time[place, kept, index]: 1.0, time[place, kept, index + 1]: -1.0}, 0, np.inf)
+        runs = [one for one in rounds if one[0][0] <= start < sum(one[0])]
+        model.constrain({**{time[one]: 1.0 for one in runs}, step: -1.0}, -np.inf, 0)
+    for ranks, policy, number in rounds:  # rounds on the same ranks under one policy are numbered by falling time
+        if (ranks, policy, number + 1) in time:
+            model.constrain({time[ranks, policy, number]: 1.0, time[ranks, policy, number + 1]: -1.0}, 0, np.inf)
     # objective
     values = model.minimise(step, nodes)
-    return problems[0].plan(chosen_rounds(problems[0], slots, values, opened, holds), "exact")
+    return problems[0].plan(_chosen_rounds(problems[0], slots, values, opened, holds), "exact")
 
 
-def searched_ns(problem: BatchProblem) -> int:
-    """ns of a step that ``flex`` finds under one policy, without the step's overhead: the optimum is no longer."""
-    bound = work_bound(problem.batch_tables)
-    return finish_searches(start_searches(problem.batch_tables, bound), bound, None, 0).best_ns
+def _slots(problem: BatchProblem, policy: int, rounds: int) -> Iterator[Slot]:
+    """Every group that a plan of at most ``rounds`` rounds on the same ranks may open under this policy."""
+    cost, degrees = problem.cost, problem.tables.degree.tolist()
+    shard_group = cost.shard_group_size
+    for shape, degree in enumerate(degrees):
+        if not tiles(degree, shard_group, cost.node_size):
+            continue
+        for block in cost.family.blocks(degree):
+            width = max(shard_group, degree)
+            ranks = (block.start // width * width, width) if degree <= shard_group else (block.start, degree)
+            for number in range(rounds):
+                yield Slot(policy, shape, block.start, degree, ranks, number)
 
 
-def chosen_rounds(
+def _chosen_rounds(
     problem: BatchProblem, slots: list[Slot], values: np.ndarray, opened: list[int], holds: list[list[int]]
 ) -> list[list[GroupPlacement]]:
     """The rounds of a solution; wide ones first, so that no shard group waits in between."""
@@ -178,6 +169,6 @@ def chosen_rounds(
     for s, slot in enumerate(slots):
         members = [k for k in range(len(holds)) if values[holds[k][s]] > 0.5]
         if values[opened[s]] > 0.5 and members:
-            seat = GroupPlacement(problem.tables.shapes[slot.shape], slot.start, members)
-            rounds.setdefault((-slot.place[1], *slot.pair), []).append(seat)
+            group = GroupPlacement(problem.tables.shapes[slot.shape], slot.start, members)
+            rounds.setdefault((-slot.ranks[1], *slot.round), []).append(group)
     return [rounds[key] for key in sorted(rounds)]

@@ -733,15 +733,14 @@ def split_round(
     return numbered
 
 
-# Packing: `planners.packing` has the same algorithms for lists of documents.
+# Packing, for `planners.packing` and for the micro-batches of planner hydraulis.
 
 
-def first_fit(sizes: np.ndarray, room: int, out: np.ndarray) -> int:
-    """Put every item, in the order given, into the first bin with room for it.
+def first_fit(sizes: np.ndarray, capacity: int, out: np.ndarray) -> int:
+    """Put every item, in the order given, into the first bin that it fits into.
 
     Args:
         sizes: int64[n].
-        room: size of a bin.
         out: int64[n], receives the bin of every item.
 
     Returns:
@@ -750,7 +749,7 @@ def first_fit(sizes: np.ndarray, room: int, out: np.ndarray) -> int:
     leaves = 1
     while leaves < sizes.shape[0]:
         leaves *= 2
-    most = np.full(2 * leaves, room, np.int64)  # a tree: most room of any bin below each node
+    most = np.full(2 * leaves, capacity, np.int64)  # a tree: most capacity left of any bin below each node
     bins = 0
     for item in range(sizes.shape[0]):
         node = 1
@@ -765,28 +764,29 @@ def first_fit(sizes: np.ndarray, room: int, out: np.ndarray) -> int:
     return bins
 
 
-def least_loaded(sizes: np.ndarray, work: np.ndarray, room: int, bins: int, out: np.ndarray) -> int:
-    """Put every item, in the order given, into the bin with the least work among those with room for it.
+def least_loaded(sizes: np.ndarray, work: np.ndarray, capacity: int, bins: int, overflow: bool, out: np.ndarray) -> int:
+    """Put every item, in the order given, into the bin with the least work of those it fits into; the first of equals.
 
     With items by falling work this is longest processing time first (LPT).
 
     Args:
         sizes: int64[n].
         work: int64[n].
-        room: size of a bin.
-        bins: how many there are.
+        overflow: whether an item that fits nowhere goes to the bin with the most capacity left.
         out: int64[n], receives the bin of every item.
 
     Returns:
-        work of the most loaded bin; -1 if an item found no room.
+        work of the most loaded bin; -1 if an item fits nowhere.
     """
     held = np.zeros(bins, np.int64)
     load = np.zeros(bins, np.int64)
     for i in range(sizes.shape[0]):
         best = -1
         for b in range(bins):
-            if held[b] + sizes[i] <= room and (best < 0 or load[b] < load[best]):
+            if held[b] + sizes[i] <= capacity and (best < 0 or load[b] < load[best]):
                 best = b
+        if best < 0 and overflow:
+            best = np.argmin(held)
         if best < 0:
             return -1
         out[i] = best
@@ -1123,7 +1123,7 @@ def pack_micro_batches(
     for count in range(least, min(tokens.shape[0], least + MAX_BATCH_COUNTS - 1) + 1):
         if stages == 1 and count > fitted:
             break
-        if least_loaded(tokens, cost, max_tokens, count, tried) >= 0:
+        if least_loaded(tokens, cost, max_tokens, count, False, tried) >= 0:
             time = order_micro_batches(cost, tried, count, fixed, stages, charge_largest)
             if time < best or (time == best and stages == 1):  # of one stage level ones: they need the least memory
                 best = time

@@ -29,7 +29,7 @@ CHECKPOINTS = (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL, Checkpoin
 
 
 class GroupPlacement(NamedTuple):
-    """A group to be: its shape, its first rank and the documents it works on."""
+    """A planned group: its shape, its first rank and the documents it works on."""
 
     shape: GroupShape
     start: int
@@ -37,7 +37,7 @@ class GroupPlacement(NamedTuple):
 
 
 PlacedRounds = Sequence[Sequence[GroupPlacement]]
-"""What a planner answers: the groups of every round, in running order."""
+"""A planner's answer: the groups of every round, in running order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,16 +48,11 @@ class BatchProblem:
     """int64[n]: true lengths; a document's id is its index."""
     cost: CostModel
     policy: MemoryPolicy
-    tables: CostTables
 
-    @classmethod
-    def of(cls, lengths: Sequence[int] | np.ndarray, cost: CostModel, policy: MemoryPolicy) -> BatchProblem:
-        """Price the documents; SeqloomError if one of them fits on no group."""
-        array = Batch.of(lengths).lengths
-        problem = cls(array, cost, policy, cost.tables(array, policy))
-        if not problem.fits:
-            raise problem.too_long()
-        return problem
+    @cached_property
+    def tables(self) -> CostTables:
+        """The documents priced in every shape."""
+        return self.cost.tables(self.lengths, self.policy)
 
     @property
     def fits(self) -> bool:
@@ -65,13 +60,13 @@ class BatchProblem:
         return bool(self.tables.tokens.max() <= self.tables.degree.max() * self.tables.capacity)
 
     def too_long(self) -> SeqloomError:
-        """The error that says which document is beyond the largest group's memory, and the way out."""
+        """The error that names the document beyond the largest group's memory, and the way out."""
         longest = int(self.tables.tokens.argmax())
         most = int(self.tables.degree.max())
-        room = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
+        held = most * self.tables.capacity // self.cost.pad_multiple * self.cost.pad_multiple
         return SeqloomError(
             f"sequence {longest} has {self.lengths[longest]} tokens, but the largest group ({most} GPUs x "
-            f"{self.tables.capacity} tokens) holds {room}; drop longer sequences (--max-length {room}), "
+            f"{self.tables.capacity} tokens) holds {held}; drop longer sequences (--max-length {held}), "
             f"raise the memory budget or use more GPUs"
         )
 
@@ -90,11 +85,11 @@ class BatchProblem:
 
     @cached_property
     def batch_tables(self) -> BatchTables:
-        """The same problem for the loops; lanes that are never used are left out."""
+        """The same problem for the loops, without the streams that no shape uses."""
         tables = self.tables
-        lanes = [0] + [lane for lane in (1, 2) if tables.cost[lane].any() or tables.fixed[lane].any()]
-        cost = np.ascontiguousarray(tables.cost[lanes])
-        fixed = np.ascontiguousarray(tables.fixed[lanes])
+        streams = [0] + [stream for stream in (1, 2) if tables.cost[stream].any() or tables.fixed[stream].any()]
+        cost = np.ascontiguousarray(tables.cost[streams])
+        fixed = np.ascontiguousarray(tables.fixed[streams])
         degrees = np.unique(tables.degree)
         fits = tables.tokens[None, :] <= tables.degree[:, None] * tables.capacity
         time = np.where(fits, (cost + fixed[:, :, None]).max(axis=0), NEVER)
@@ -123,7 +118,7 @@ class BatchProblem:
         )
 
     def plan(self, rounds: PlacedRounds, planner: str) -> Plan:
-        """Build the plan of these rounds; each keeps as much of its activations as its memory allows."""
+        """Build the plan of these rounds, each with the fastest checkpoint that its memory allows."""
         cost, lengths = self.cost, self.lengths.tolist()
         built = []
         for placed in rounds:
@@ -135,10 +130,12 @@ class BatchProblem:
         return build_plan(cost, lengths, built, self.policy.reduce, planner)
 
 
-def fitting_problems(lengths: Sequence[int] | np.ndarray, cost: CostModel) -> list[BatchProblem]:
-    """The batch under every policy whose memory holds it; SeqloomError if there is none."""
+def fitting_problems(
+    lengths: Sequence[int] | np.ndarray, cost: CostModel, only: MemoryPolicy | None = None
+) -> list[BatchProblem]:
+    """The batch under every policy, or ``only`` one, whose memory holds it; SeqloomError if there is none."""
     array = Batch.of(lengths).lengths
-    problems = [BatchProblem(array, cost, policy, cost.tables(array, policy)) for policy in cost.policies]
+    problems = [BatchProblem(array, cost, policy) for policy in cost.policies if only in (None, policy)]
     fitting = [problem for problem in problems if problem.fits]
     if not fitting:
         raise max(problems, key=lambda problem: problem.tables.capacity).too_long()
@@ -183,13 +180,13 @@ class StepPricer:
     """Step times of many answers to one problem, from the integers that planners compare.
 
     They equal ``cost.plan_ns`` of the plan that `BatchProblem.plan` builds, but for the exposed resharding time under
-    free sharding. NICs and NVLink ports need no look here: groups lie on disjoint blocks of the family; a block that
-    crosses nodes consists of whole nodes, so no two groups of a round share a NIC, and what one group puts on a NIC or
+    free sharding. NICs and NVLink ports never decide: groups lie on disjoint blocks of the family, and a block that
+    crosses nodes consists of whole nodes. So no two groups of a round share a NIC, and one group's traffic on a NIC or
     port never takes longer than the group.
     """
 
     def __init__(self, problem: BatchProblem) -> None:
-        """Tables of other checkpoints are made when one is first used."""
+        """Price answers to this problem, under any checkpoint that their rounds may have."""
         self.problem = problem
         self._shape = {shape: index for index, shape in enumerate(problem.tables.shapes)}
         self._tables = {problem.policy.checkpoint: problem.tables}
@@ -228,7 +225,7 @@ class StepPricer:
         return times
 
     def tables(self, checkpoint: Checkpoint | None = None) -> CostTables:
-        """Tables of one checkpoint; None: of the one that keeps the most, under which every round is fastest."""
+        """Tables of one checkpoint, made on first use; None: of the fastest checkpoint that holds a token."""
         if checkpoint is None:
             checkpoint = next(c for c in CHECKPOINTS if c in self.problem.capacities)
         if checkpoint not in self._tables:

@@ -20,6 +20,44 @@ from seqloom.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedClaim:
+    """A published speed-up, and the ratio that this implementation gives under some profiles.
+
+    A speed-up over a rival says little about the authors' system where the rival here does not give their figures. So
+    every report of a rival says "validated" or "not validated". The ratios are those of the committed results
+    (`benchmarks/results`), and a test compares the two.
+
+    Attributes:
+        over: the planner that the speed-up is over.
+        ratio: the published figure; None if none could be read, or none that can be repeated.
+        tolerance: relative deviation that still counts as reproduced.
+        measured: profile -> the same ratio here, over the batches of the benchmark.
+        remark: why the claim cannot be repeated.
+    """
+
+    over: str = ""
+    ratio: float | None = None
+    tolerance: float = 0.2
+    measured: Mapping[str, float] = field(default_factory=dict)
+    remark: str = ""
+
+    def validated(self, profile: str) -> bool:
+        """Whether the published ratio is met under this profile."""
+        here = self.measured.get(profile)
+        return self.ratio is not None and here is not None and abs(here / self.ratio - 1) <= self.tolerance
+
+    def verdict(self, profile: str) -> str:
+        """The verdict under this profile in one line."""
+        verdict = "validated" if self.validated(profile) else "not validated"
+        if self.ratio is None:
+            return f"{verdict}: {self.remark}"
+        published = f"published {self.ratio:.2f}x over {self.over}"
+        if profile not in self.measured:
+            return f"{verdict}: {published}, not tried under profile {profile}"
+        return f"{verdict}: {self.measured[profile]:.2f}x under profile {profile}, {published}"
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerSpec:
     """One row of the table.
 
@@ -33,6 +71,7 @@ class PlannerSpec:
         reads_strategies: whether it chooses from a list of strategies under free sharding.
         quick: whether it answers at once: `plan_batches` then asks for a tiny plan before it measures any.
         packs_dataset: whether it decides which documents make a batch, and so plans no batch that is given.
+        claim: its published speed-up.
     """
 
     name: str
@@ -44,6 +83,7 @@ class PlannerSpec:
     reads_strategies: bool = False
     quick: bool = False
     packs_dataset: bool = False
+    claim: PublishedClaim | None = None
 
     def load(self) -> Callable[..., Plan]:
         """Import the planner's function: ``(lengths, cost, **options) -> Plan``."""
@@ -54,7 +94,12 @@ class PlannerSpec:
 _TABLE = (
     PlannerSpec("static", "planners.uniform:plan_static", option="degree", quick=True),
     PlannerSpec("adaptive", "planners.uniform:plan_adaptive", quick=True),
-    PlannerSpec("flexsp", "planners.published.flexsp:plan_flexsp", seeded=True),
+    PlannerSpec(
+        "flexsp",
+        "planners.published.flexsp:plan_flexsp",
+        seeded=True,
+        claim=PublishedClaim("static:64", 1.72, 0.10, {"flexsp-a100": 1.88}),
+    ),
     PlannerSpec("flex", "planners.flex:plan_flex", seeded=True, quick=True),
     PlannerSpec("zones", "planners.zones:plan_zones", quick=True),
     PlannerSpec("pipeline", "planners.pipeline:plan_pipeline", option="stages", makes_stages=True, quick=True),
@@ -68,16 +113,47 @@ _TABLE = (
     ),
     PlannerSpec("exact", "planners.exact:plan_exact"),
     PlannerSpec("auto", "planners.auto:plan_auto", seeded=True, reads_strategies=True, quick=True),
-    PlannerSpec("te-cp", "planners.published.ring_cp:plan_te_cp", rival=True),
-    PlannerSpec("llama-cp", "planners.published.allgather_cp:plan_llama_cp", rival=True),
-    PlannerSpec("hybrid-dp", "planners.published.hybrid_dp:plan_hybrid_dp", rival=True),
-    PlannerSpec("megatron", "planners.published.megatron:plan_megatron", rival=True),
-    PlannerSpec("zeppelin", "planners.published.zeppelin:plan_zeppelin", rival=True),
+    PlannerSpec(
+        "te-cp",
+        "planners.published.context_parallel:plan_te_cp",
+        rival=True,
+        claim=PublishedClaim(remark="the baseline of Zeppelin's figures, with no speed-up of its own"),
+    ),
+    PlannerSpec(
+        "llama-cp",
+        "planners.published.context_parallel:plan_llama_cp",
+        rival=True,
+        claim=PublishedClaim(remark="no speed-up of its own could be read"),
+    ),
+    PlannerSpec(
+        "hybrid-dp",
+        "planners.published.context_parallel:plan_hybrid_dp",
+        rival=True,
+        claim=PublishedClaim(remark="published up to 7.89x on 1,024 GPUs of an unnamed kind"),
+    ),
+    PlannerSpec(
+        "megatron",
+        "planners.published.megatron:plan_megatron",
+        rival=True,
+        claim=PublishedClaim(remark="published 1.21x to 1.50x over static packing, on an unnamed model and cluster"),
+    ),
+    PlannerSpec(
+        "zeppelin",
+        "planners.published.zeppelin:plan_zeppelin",
+        rival=True,
+        claim=PublishedClaim("te-cp", 2.80, 0.2, {"a800": 7.40, "h800": 7.78, "h200": 9.79}),
+    ),
     PlannerSpec("hbp", "packing:hbp", packs_dataset=True),
 )
 PLANNERS: Mapping[str, PlannerSpec] = {spec.name: spec for spec in _TABLE}
 RIVALS: tuple[str, ...] = tuple(spec.name for spec in _TABLE if spec.rival)
 _RENAMED = {"strategies": "hydraulis"}
+
+
+def verdicts(names: Sequence[str], profile: str) -> dict[str, str]:
+    """The published ones of these planners, each with its verdict under a profile."""
+    specs = {name: PLANNERS.get(name) for name in names}
+    return {name: spec.claim.verdict(profile) for name, spec in specs.items() if spec and spec.claim}
 
 
 def parse_planner(name: str) -> tuple[PlannerSpec, dict[str, Any]]:

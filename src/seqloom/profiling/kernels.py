@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from seqloom import compat
+from seqloom.attention.kernels.dispatch import KernelTimes, Measurement, TimePoint, device_name, dtype_name
 from seqloom.attention.kernels.interface import AttentionShape, Kernel, Saved
-from seqloom.attention.kernels.tables import Measurement, Point, Times, device_name, dtype_name
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -38,7 +38,7 @@ def time_kernels(
 ) -> Measurement:
     """Time kernels on tensors of one shape, with a causal mask and without; a kernel that refuses it is an error."""
     for kernel in kernels:
-        refusal = kernel.ability.refuse_shape(shape)
+        refusal = kernel.capabilities.unsupported_shape(shape)
         if refusal is not None:
             raise SeqloomError(refusal)
     times = tuple(_time_kernel(kernel, shape, settings, report) for kernel in kernels)
@@ -46,18 +46,18 @@ def time_kernels(
     return Measurement(device_name(shape.device), torch.__version__, *sizes, dtype_name(shape.dtype), times)
 
 
-def _time_kernel(kernel: Kernel, shape: AttentionShape, settings: TimingSettings, report: Report | None) -> Times:
+def _time_kernel(kernel: Kernel, shape: AttentionShape, settings: TimingSettings, report: Report | None) -> KernelTimes:
     empty_calls = {causal: _time_pack(kernel, shape, SMALLEST, 1, causal, settings.repeats) for causal in (True, False)}
-    curves: dict[bool, list[Point]] = {True: [], False: []}
+    curves: dict[bool, list[TimePoint]] = {True: [], False: []}
     for causal, points in curves.items():
         for length in settings.lengths:
             if report is not None:
-                report(kernel.ability.name, length)
+                report(kernel.capabilities.name, length)
             documents = max(1, settings.tokens // length)
             pack = _time_pack(kernel, shape, length, documents, causal, settings.repeats)
             pairs = zip(pack, empty_calls[causal], strict=True)
-            points.append(Point(length, *(max(0, round((ns - empty) / documents)) for ns, empty in pairs)))
-    return Times(kernel.ability.name, *empty_calls[True], tuple(curves[True]), tuple(curves[False]))
+            points.append(TimePoint(length, *(max(0, round((ns - empty) / documents)) for ns, empty in pairs)))
+    return KernelTimes(kernel.capabilities.name, *empty_calls[True], tuple(curves[True]), tuple(curves[False]))
 
 
 def _time_pack(

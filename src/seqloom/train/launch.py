@@ -1,7 +1,7 @@
 """Starting the ranks of a run or a measurement, and ending all of them when one dies.
 
-Ranks are processes that `..._on_processes` starts on this machine, or those that torchrun has started
-(`..._under_torchrun`). Every training rank runs under a `Watchdog`: it knows the current phase, and when another rank
+Ranks are processes that `run_on_processes` starts on this machine, or those that torchrun has started
+(`run_under_torchrun`). Every training rank runs under a `Watchdog`: it knows the current phase, and when another rank
 dies or nothing moves, it reports the phase and ends the process, so that no rank waits for ever.
 """
 
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -46,101 +46,61 @@ START_S = 600.0
 EXIT_FAILED = 2
 """Exit code of a rank that could not continue."""
 
+
+class RankProcess(NamedTuple):
+    """One of the processes that run a body together."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    report: Callable[[str], None]
+    """Says why this rank cannot continue; callable from any thread, also just before the process ends."""
+
+
 Body = Callable[..., Any]
-"""body(rank, ranks, device, *arguments) -> plain values; at the top of a module, so that other processes find it."""
-
-
-def started_by_torchrun() -> bool:
-    """Whether a launcher has started this process as one rank of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+"""body(process, *arguments) -> plain values; at the top of a module, so that other processes find it."""
 
 
 # ---- Training
 
 
 def train_under_torchrun(config: Config, *, model_family: ModelFamily = REFERENCE, show: bool = True) -> dict[str, Any]:
-    """Train as the rank that torchrun made this process; return the summary on rank 0, {} on others.
-
-    A rank that cannot continue prints the reason to stderr and ends the process.
-    """
+    """Train as the rank that torchrun made this process; return the summary on rank 0, {} on others."""
     _check_compilers_if_needed(config)
-    dist.init_process_group(backend(), timeout=_torch_timeout(config))
-    rank = dist.get_rank()
-
-    def report(text: str) -> None:
-        print(f"seqloom: rank {rank}: {text}", file=sys.stderr, flush=True)
-
-    summary = _train_watched(config, model_family, rank, dist.get_world_size(), show, report)
-    dist.destroy_process_group()
-    return summary
+    return run_under_torchrun(_train, config, model_family, show, timeout=_torch_timeout(config))
 
 
 def train_on_processes(
     config: Config, ranks: int, *, model_family: ModelFamily = REFERENCE, show: bool = True
 ) -> dict[str, Any]:
-    """Start `ranks` processes on this machine, wait for them, and return the summary.
-
-    When one fails, the others are stopped and its reason is raised.
-    """
+    """Start `ranks` processes on this machine, wait for them, and return the summary."""
     _check_compilers_if_needed(config)
     setup = RunSetup.load(config, ranks)  # refuse here, once, what every process would refuse
     config = write_strategies(setup.config, setup.planners.strategies)
     model = model_family.build(config, torch.device("meta"), parameter_dtypes(config)[0])
     if setup.planners.multi_stage:
         check_splits(model, setup.planners.tensor_degrees)
-    with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        arguments = (ranks, config, model_family, folder, show)
-        with allocator_environment():
-            started = start_processes(_training_process, arguments, ranks, model_family.build.__module__, join=False)
-        assert started is not None
-        try:
-            while not started.join(grace_period=GRACE_S):
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            codes = [process.exitcode for process in started.processes]
-            raise SeqloomError(_failure_reason(Path(folder), codes, error)) from None
-        return torch.load(Path(folder) / "result", weights_only=True)
+    return run_on_processes(
+        *(_train, ranks, config, model_family, show),
+        preload=model_family.build.__module__,
+        timeout=_torch_timeout(config),
+        way_out="the last checkpoint is intact: run the same command to go on from it",
+    )
 
 
-def _training_process(
-    rank: int, ranks: int, config: Config, model_family: ModelFamily, folder: str, show: bool
-) -> None:
-    def report(text: str) -> None:
-        (Path(folder) / f"failed-{rank}").write_text(text)
-
-    _init_process_group(rank, ranks, folder, _torch_timeout(config))
-    summary = _train_watched(config, model_family, rank, ranks, show, report)
-    _end_process_group(rank, folder, summary)
-
-
-def _train_watched(
-    config: Config, model_family: ModelFamily, rank: int, ranks: int, show: bool, report: Callable[[str], None]
-) -> dict[str, Any]:
-    """Train; or report why not, and end the process without waiting for other ranks, which wait for this one."""
-    try:
-        with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
-            return _train(config, model_family, rank, ranks, show, watchdog)
-    except SeqloomError as error:
-        report(str(error))
-    except Exception:
-        report(traceback.format_exc())
-    os._exit(EXIT_FAILED)
-
-
-def _train(
-    config: Config, model_family: ModelFamily, rank: int, ranks: int, show: bool, watchdog: Watchdog
-) -> dict[str, Any]:
-    """Connect to the other ranks and train."""
-    setup = RunSetup.load(config, ranks)
-    communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
-    communicators.warm_up()
-    device = device_of(rank)
-    stream = sys.stderr if show and rank == 0 else None
-    notes = [text for text in (allocator_advice(device.type),) if text]
-    parts = {"model_family": model_family, "device": device, "watchdog": watchdog}
-    with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
-        summary = trainer.train(stream, notes=notes)
-    communicators.close()
+def _train(process: RankProcess, config: Config, model_family: ModelFamily, show: bool) -> dict[str, Any]:
+    """Connect to the other ranks and train, watched."""
+    rank, ranks, device, report = process
+    with Watchdog(ranks, config.run.timeout_s, config.checkpoints, report) as watchdog:
+        setup = RunSetup.load(config, ranks)
+        communicators = Communicators.create(GroupFamily(ranks, setup.cost.node_size))
+        communicators.warm_up()
+        stream = sys.stderr if show and rank == 0 else None
+        notes = [text for text in (allocator_advice(device.type),) if text]
+        parts = {"model_family": model_family, "device": device, "watchdog": watchdog}
+        with Trainer(setup, TorchTransport(communicators), **parts) as trainer:
+            summary = trainer.train(stream, notes=notes)
+        communicators.close()
     return summary
 
 
@@ -149,81 +109,98 @@ def _torch_timeout(config: Config) -> timedelta:
     return timedelta(seconds=max(config.run.timeout_s, START_S))
 
 
-def _failure_reason(folder: Path, codes: Sequence[int | None], error: Exception) -> str:
-    """Say which rank died by its exit code (-9: killed by signal 9), and what the first rank wrote into `folder`."""
-    files = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
-    reports = [f"rank {path.name.removeprefix('failed-')}: {path.read_text().strip()}" for path in files]
-    if not reports:
-        reports = [f"{error}; the last checkpoint is intact: run the same command to go on from it"]
-    killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
-    dead = [f"rank {rank} has died ({signal.Signals(by).name})" for rank, by in killed if by != signal.SIGTERM]
-    return "; ".join([*dead, reports[0]])
-
-
-# ---- Measuring
-
-
-def run_under_torchrun(body: Body, *arguments: Any) -> Any:
-    """Run a body as the rank that torchrun made this process, and return its result."""
-    dist.init_process_group(backend())
-    try:
-        return body(dist.get_rank(), dist.get_world_size(), device_of(dist.get_rank()), *arguments)
-    finally:
-        dist.destroy_process_group()
-
-
-def run_on_processes(body: Body, ranks: int, *arguments: Any) -> Any:
-    """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0."""
-    with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
-        try:
-            start_processes(_body_process, (ranks, folder, body, arguments), ranks, body.__module__)
-        except mp.ProcessRaisedException as error:
-            refusal = Path(folder) / "refusal"
-            raise SeqloomError(refusal.read_text() if refusal.is_file() else str(error)) from None
-        except mp.ProcessExitedException as error:
-            raise SeqloomError(f"a rank has died ({error}); try fewer ranks, or a smaller model") from None
-        return torch.load(Path(folder) / "result", weights_only=True)
-
-
-def _body_process(rank: int, ranks: int, folder: str, body: Body, arguments: tuple[Any, ...]) -> None:
-    _init_process_group(rank, ranks, folder)
-    try:
-        result = body(rank, ranks, device_of(rank), *arguments)
-    except SeqloomError as error:
-        (Path(folder) / "refusal").write_text(str(error))
-        raise
-    _end_process_group(rank, folder, result)
-
-
 # ---- Processes and devices
 
 
-def start_processes(
-    main: Callable[..., None], arguments: tuple[Any, ...], ranks: int, *modules: str, join: bool = True
-) -> mp.ProcessContext | None:
-    """Start `main(rank, *arguments)` for every rank, as forks of a server that has loaded torch and the modules once.
+def started_by_torchrun() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
-    Loading takes seconds of a core, and forking takes none; the server has no threads yet and has not touched a GPU.
-    `main` is at the top of a module. Without `join` the context of the processes is returned at once.
+
+def run_under_torchrun(body: Body, *arguments: Any, timeout: timedelta | None = None) -> Any:
+    """Run a body as the rank that torchrun made this process, and return its result.
+
+    A rank that cannot continue prints the reason to stderr and ends the process.
+    """
+    dist.init_process_group(backend(), timeout=timeout)
+    rank = dist.get_rank()
+
+    def report(text: str) -> None:
+        print(f"seqloom: rank {rank}: {text}", file=sys.stderr, flush=True)
+
+    return _run_body(body, arguments, rank, dist.get_world_size(), report)
+
+
+def run_on_processes(
+    body: Body,
+    ranks: int,
+    *arguments: Any,
+    preload: str | None = None,
+    timeout: timedelta | None = None,
+    way_out: str = "try fewer ranks, or a smaller model",
+) -> Any:
+    """Start `ranks` processes on this machine, wait for them, and return the body's result on rank 0.
+
+    When one fails, the others are stopped and its reason is raised; a rank that died without one is told with
+    `way_out`. Processes are forks of a server that has loaded torch, the body's module and `preload` once: loading
+    takes seconds of a core, forking none; the server has no threads yet and has not touched a GPU.
     """
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     if method == "forkserver":
-        mp.set_forkserver_preload([main.__module__, *modules])
-    return mp.start_processes(main, arguments, nprocs=ranks, join=join, start_method=method)
+        mp.set_forkserver_preload([__name__, body.__module__, *filter(None, [preload])])
+    with tempfile.TemporaryDirectory(prefix="seqloom-") as folder:
+        process_arguments = (ranks, folder, timeout, body, arguments)
+        with allocator_environment():
+            started = mp.start_processes(
+                _process_main, process_arguments, nprocs=ranks, join=False, start_method=method
+            )
+        assert started is not None
+        try:
+            while not started.join(grace_period=GRACE_S):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            codes = [process.exitcode for process in started.processes]
+            raise SeqloomError(_failure_reason(Path(folder), codes, f"{error}; {way_out}")) from None
+        return torch.load(Path(folder) / "result", weights_only=True)
 
 
-def _init_process_group(rank: int, ranks: int, folder: str, timeout: timedelta | None = None) -> None:
-    """Take this rank's share of the cores and connect through a file in `folder`."""
+def _process_main(
+    rank: int, ranks: int, folder: str, timeout: timedelta | None, body: Body, arguments: tuple[Any, ...]
+) -> None:
+    """Take this rank's share of the cores, connect through a file in `folder`, run the body, leave rank 0's result."""
+
+    def report(text: str) -> None:
+        (Path(folder) / f"failed-{rank}").write_text(text)
+
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group(backend(), store=store, rank=rank, world_size=ranks, timeout=timeout)
-
-
-def _end_process_group(rank: int, folder: str, result: Any) -> None:
-    """Disconnect; rank 0 leaves its result for the process that started the ranks."""
-    dist.destroy_process_group()
+    result = _run_body(body, arguments, rank, ranks, report)
     if rank == 0:
         torch.save(result, Path(folder) / "result")
+
+
+def _run_body(body: Body, arguments: tuple[Any, ...], rank: int, ranks: int, report: Callable[[str], None]) -> Any:
+    """Run a body; or report why not, and end the process without waiting for other ranks, which wait for this one."""
+    try:
+        result = body(RankProcess(rank, ranks, device_of(rank), report), *arguments)
+    except SeqloomError as error:
+        report(str(error))
+    except Exception:
+        report(traceback.format_exc())
+    else:
+        dist.destroy_process_group()
+        return result
+    os._exit(EXIT_FAILED)
+
+
+def _failure_reason(folder: Path, codes: Sequence[int | None], unreported: str) -> str:
+    """Say which rank died by its exit code (-9: killed by signal 9), and what the first rank wrote into `folder`."""
+    files = sorted(folder.glob("failed-*"), key=lambda path: path.stat().st_mtime_ns)
+    reports = [f"rank {path.name.removeprefix('failed-')}: {path.read_text().strip()}" for path in files]
+    killed = [(rank, -code) for rank, code in enumerate(codes) if code is not None and code < 0]
+    dead = [f"rank {rank} has died ({signal.Signals(by).name})" for rank, by in killed if by != signal.SIGTERM]
+    return "; ".join([*dead, *(reports or [unreported])[:1]])
 
 
 def backend() -> str:
@@ -371,15 +348,13 @@ def allocator_environment() -> Iterator[None]:
     if user_allocator_setting() is not None:
         yield
         return
-    before = os.environ.get(name)
+    before = os.environ.pop(name, None)  # empty, if it is there
     os.environ[name] = ALLOCATOR_SETTING
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
 
 
 # ---- Compilers

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self
+from statistics import fmean
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from seqloom.errors import SeqloomError, unknown_name
+from seqloom.errors import SeqloomError
 from seqloom.view.format import duration, percent
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class StepRecord:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
-class Metrics:
+class Metrics(AbstractContextManager):
     """Writes the metrics of a run, on rank 0: to the file always, to trackers and the display as configured."""
 
     def __init__(
@@ -78,17 +79,13 @@ class Metrics:
         *,
         done: int = 0,
         every: int = 1,
-        trackers: Sequence[_Tracker] = (),
+        trackers: Sequence[Tracker] = (),
         display: _Display | None = None,
     ) -> None:
         """Open the file after step `done`; trackers and display get every `every`-th step, and the first."""
         self._file = MetricsFile(path, done=done)
-        self._every, self._trackers, self._display, self._first = every, tuple(trackers), display, done + 1
-        self.summary = Summary(self._file.earlier)
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
+        self._path, self._done, self._every = path, done, every
+        self._trackers, self._display = tuple(trackers), display
 
     def __exit__(self, *error: object) -> None:
         """Close."""
@@ -96,9 +93,8 @@ class Metrics:
 
     def step(self, record: StepRecord) -> None:
         """Write one step."""
-        self.summary.add(record)
         self._file.write(record.as_dict())
-        if record.step % self._every == 0 or record.step == self._first:
+        if record.step % self._every == 0 or record.step == self._done + 1:
             for tracker in self._trackers:
                 tracker.write(record.step, _numbers(record.as_dict()))
             if self._display is not None:
@@ -119,6 +115,10 @@ class Metrics:
         if self._display is not None:
             self._display.note(f"step {step}: {text}")
 
+    def summary(self) -> dict[str, Any]:
+        """Return the totals of the run so far, earlier processes included."""
+        return summarize(read_steps(self._path), self._done)
+
     def close(self) -> None:
         """Close the file, the trackers and the display."""
         self._file.close()
@@ -135,9 +135,6 @@ class MetricsFile:
     """The .jsonl of a run: one object per line, each with its `step`.
 
     A line is written at once, so a crash tears at most the last one, and opening the file again cuts that off.
-
-    Attributes:
-        earlier: records of earlier processes that stay.
     """
 
     def __init__(self, path: Path, *, done: int = 0) -> None:
@@ -148,7 +145,7 @@ class MetricsFile:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self.earlier, size = _read_records(path, done)
+        _, size = _read_records(path, done)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._file.truncate(size)
 
@@ -193,52 +190,26 @@ def _read_records(path: Path, done: int | None) -> tuple[list[dict[str, Any]], i
     return records, size
 
 
-class Summary:
-    """Totals of a run so far. Times are means of the steps of this process, without its first, which warms up."""
+def summarize(records: Sequence[StepRecord], done: int = 0) -> dict[str, Any]:
+    """Return the totals of a run, which `seqloom train --json` prints; None where nothing was measured.
 
-    def __init__(self, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Continue from the records of earlier processes."""
-        steps = [record for record in earlier if "loss" in record]
-        self.steps: int = steps[-1]["step"] if steps else 0
-        self.first_loss: float | None = steps[0]["loss"] if steps else None
-        self.final_loss: float | None = steps[-1]["loss"] if steps else None
-        self._added = 0
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+    Times are means of the steps after step `done`, those of this process, without the first, which warms up.
+    """
+    timed = [record for record in records if record.step > done]
+    timed = timed[1:] or timed
 
-    def add(self, record: StepRecord) -> None:
-        """Count one more step."""
-        self.steps, self.final_loss = record.step, record.loss
-        if self.first_loss is None:
-            self.first_loss = record.loss
-        if self._added == 1:
-            self._sums, self._counts = {}, {}
-        self._added += 1
-        values = {
-            "tokens": record.tokens,
-            "seconds": (record.measured_ms + record.planner_wait_ms) / 1e3,
-            "predicted_ms": record.predicted_ms,
-            "measured_ms": record.measured_ms,
-            "planner_wait_ms": record.planner_wait_ms,
-            "gap_to_bound": record.gap_to_bound,
-        }
-        for name, value in values.items():
-            if value is not None:
-                self._sums[name] = self._sums.get(name, 0.0) + value
-                self._counts[name] = self._counts.get(name, 0) + 1
+    def mean(name: str) -> float | None:
+        values = [value for record in timed if (value := getattr(record, name)) is not None]
+        return fmean(values) if values else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `seqloom train --json` prints; None where nothing was measured."""
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        tokens, seconds = means.get("tokens"), means.get("seconds")
-        metrics = {
-            "steps": self.steps,
-            "first_loss": self.first_loss,
-            "final_loss": self.final_loss,
-            "tokens_per_second": tokens / seconds if tokens and seconds else None,
-            **{name: means.get(name) for name in ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")},
-        }
-        return {name: _finite(value) for name, value in metrics.items()}
+    seconds = sum(record.measured_ms + record.planner_wait_ms for record in timed) / 1e3
+    return {
+        "steps": records[-1].step if records else 0,
+        "first_loss": records[0].loss if records else None,
+        "final_loss": records[-1].loss if records else None,
+        "tokens_per_second": sum(record.tokens for record in timed) / seconds if seconds else None,
+        **{name: mean(name) for name in ("predicted_ms", "measured_ms", "planner_wait_ms", "gap_to_bound")},
+    }
 
 
 def _finite(value: Any) -> Any:
@@ -253,28 +224,24 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 # ---- Trackers
 
 
-class _Tracker(Protocol):
-    """Receives the metrics of a step, from 1."""
+class Tracker(NamedTuple):
+    """An open tracker: `write(step, metrics)` takes the metrics of a step, from 1."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
-def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any], done: int = 0) -> list[_Tracker]:
+def open_trackers(names: Sequence[str], folder: Path, *, settings: Mapping[str, Any], done: int = 0) -> list[Tracker]:
     """Open trackers by name. One that is not installed is an error here, before the first step.
 
     `folder` is the run's, and gives it its name; `settings` is the config, shown beside the run; `done` is the step of
     the checkpoint that the run resumes from, 0 for a new run.
     """
-    trackers = {"tensorboard": _TensorBoard, "wandb": _Wandb, "trackio": _Trackio}
-    for name in names:
-        if name not in trackers:
-            raise unknown_name("tracker", name, trackers)
     modules = [_import_tracker(name) for name in names]  # all of them before the first one starts anything
-    return [trackers[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
+    return [_TRACKERS[name](module, folder, settings, done) for name, module in zip(names, modules, strict=True)]
 
 
-def _import_tracker(name: str) -> ModuleType:
+def _import_tracker(name: str) -> Any:
     try:
         return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as error:
@@ -284,50 +251,41 @@ def _import_tracker(name: str) -> ModuleType:
         ) from None
 
 
-class _TensorBoard:
+def _open_tensorboard(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
     """Event files in the run's folder."""
+    purge = done + 1 if done else None  # hides what an earlier process wrote of steps that come again
+    writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+    if not done:
+        flat = [(section, key, value) for section, keys in settings.items() for key, value in keys.items()]
+        writer.add_text("config", "\n".join(f"    {section}.{key} = {value}" for section, key, value in flat))
 
-    def __init__(self, module: ModuleType, folder: Path, settings: Mapping[str, Any], done: int) -> None:
-        purge = done + 1 if done else None  # hides what an earlier process wrote of steps that come again
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-        if not done:
-            flat = [(section, key, value) for section, keys in settings.items() for key, value in keys.items()]
-            lines = [f"    {section}.{key} = {value}" for section, key, value in flat]
-            self._writer.add_text("config", "\n".join(lines))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(write, writer.close)
 
 
-class _Trackio:
+def _open_trackio(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
     """A run of trackio, known by its name."""
-
-    def __init__(self, module: ModuleType, folder: Path, settings: Mapping[str, Any], done: int) -> None:
-        resume = "allow" if done else "never"
-        self._run = module.init(project=PROJECT, name=folder.name, config=dict(settings), resume=resume)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    resume = "allow" if done else "never"
+    run = module.init(project=PROJECT, name=folder.name, config=dict(settings), resume=resume)
+    return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
 
-class _Wandb(_Trackio):
+def _open_wandb(module: Any, folder: Path, settings: Mapping[str, Any], done: int) -> Tracker:
     """A run of Weights & Biases; its id is stored in the run's folder, so that a resumed run continues it."""
+    id_file = folder / "wandb-id"
+    resume = {}
+    if done and id_file.is_file():
+        resume = {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "must"}
+    folder.mkdir(parents=True, exist_ok=True)
+    run = module.init(project=PROJECT, name=folder.name, dir=str(folder), config=dict(settings), **resume)
+    id_file.write_text(f"{run.id}\n", encoding="utf-8")
+    return Tracker(lambda step, metrics: run.log(dict(metrics), step=step), run.finish)
 
-    def __init__(self, module: ModuleType, folder: Path, settings: Mapping[str, Any], done: int) -> None:
-        id_file = folder / "wandb-id"
-        resume: dict[str, Any] = {}
-        if done and id_file.is_file():
-            resume = {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "must"}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = module.init(project=PROJECT, name=folder.name, dir=str(folder), config=dict(settings), **resume)
-        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+_TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "trackio": _open_trackio}
 
 
 # ---- Displays
@@ -352,26 +310,20 @@ def open_display(stream: IO[str], steps: int, done: int = 0) -> _Display:
 
 def format_step(record: StepRecord) -> str:
     """Describe a step in one line: loss and throughput first, then the times, then how good the plan was."""
-    time = f"{duration(record.measured_ms * MS)}"
-    if record.predicted_ms is not None:
-        time += f" (predicted {duration(record.predicted_ms * MS)})"
+    predicted = "" if record.predicted_ms is None else f" (predicted {duration(record.predicted_ms * MS)})"
     phrases = [
         f"loss {record.loss:.4f}",
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"lr {record.lr:.2e}",
         f"norm {record.grad_norm:.3g}",
-        time,
+        f"{duration(record.measured_ms * MS)}{predicted}",
         f"wait {duration(record.planner_wait_ms * MS)}",
+        "" if record.gap_to_bound is None else f"gap {percent(record.gap_to_bound)} %",
+        "" if record.idle_share is None else f"idle {percent(record.idle_share)} %",
+        record.shape,
+        f"{record.planner}, planner late" if record.planner and record.fallback else record.planner,
     ]
-    if record.gap_to_bound is not None:
-        phrases.append(f"gap {percent(record.gap_to_bound)} %")
-    if record.idle_share is not None:
-        phrases.append(f"idle {percent(record.idle_share)} %")
-    if record.shape:
-        phrases.append(record.shape)
-    if record.planner:
-        phrases.append(f"{record.planner}, planner late" if record.fallback else record.planner)
-    return "  ".join(phrases)
+    return "  ".join(filter(None, phrases))
 
 
 class _LineDisplay:

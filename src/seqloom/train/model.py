@@ -19,8 +19,8 @@ from torch import nn
 from seqloom.cost import CostModel
 from seqloom.dist import Transport
 from seqloom.models import ModelAdapter, Transformer, compile_layers, defer_weight_gradients, recompute_layers
-from seqloom.models.deferred_init import DeferredParameters
-from seqloom.models.files import config_of, load_options, parameters_in, write_model
+from seqloom.models.adapter import DeferredParameters
+from seqloom.models.files import load_options, model_config, parameter_reader, write_model
 from seqloom.params import FSDPParameters, Parameters, PipelineFSDP, Placement, ReshardingParameters
 from seqloom.params.placement import parameters_of
 from seqloom.plan import LayerRange, Sharding, Stage
@@ -55,11 +55,11 @@ class ModelFamily:
 def build_reference(config: Config, device: torch.device, dtype: torch.dtype) -> ModelAdapter:
     """Build the reference model with random parameters, or those that the config names: see `BuildModel`."""
     settings = config.model
-    details = load_options(str(settings.spec)) if settings.parameters is not None else None
-    model = Transformer(load_model_spec(config), details, dtype=dtype, device="meta")
-    config_of(model.spec, model.details)  # refuse now what could not be saved in the end
+    options = load_options(str(settings.spec)) if settings.parameters is not None else None
+    model = Transformer(load_model_spec(config), options, dtype=dtype, device="meta")
+    model_config(model.spec, model.options)  # refuse now what could not be saved in the end
     path = settings.parameters
-    read = partial(model.drawn, settings.seed) if path is None else parameters_in(model, path)
+    read = partial(model.initial_value, settings.seed) if path is None else parameter_reader(model, path)
     return replace(ModelAdapter.of(model), deferred=None if device.type == "meta" else DeferredParameters(read, device))
 
 

@@ -102,9 +102,9 @@ def test_pieces_of_documents():
 
 def test_what_a_kernel_cannot_do():
     class Narrow:
-        from seqloom.attention.kernels.interface import Ability
+        from seqloom.attention.kernels.interface import Capabilities
 
-        ability = Ability("narrow", ("cpu",), (torch.float32,), max_dim=4)
+        capabilities = Capabilities("narrow", ("cpu",), (torch.float32,), max_dim=4)
 
         def prepare(self, segments, shape):
             raise AssertionError("it must be asked first")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seqloom.attention.context_parallel.ulysses import Exchange, HeadSplit
+from seqloom.attention.context_parallel.ulysses import HeadSplit, UlyssesExchange
 from seqloom.dist.threads import run_ranks
 from seqloom.layout import Span
 from seqloom.plan import Group
@@ -18,7 +18,7 @@ SPLITS = [  # heads, kv heads, ulysses
 
 def exchange_of(transport, counts, split, order=None):
     places = None if order is None else torch.argsort(order)
-    return Exchange(transport, tuple(range(len(counts))), transport.rank, tuple(counts), split, order, places)
+    return UlyssesExchange(transport, tuple(range(len(counts))), transport.rank, tuple(counts), split, order, places)
 
 
 def stamp(rows, heads, dim, what):
@@ -36,10 +36,10 @@ def test_the_split_is_the_plans_head_layout(heads, kv_heads, ulysses):
     assert split.replicated == (sum(high - low for low, high in split.kv) > kv_heads)
 
 
-def test_readers_only_where_heads_are_shared_unequally():
-    assert [HeadSplit.of(8, 2, 4).readers(rank) for rank in range(4)] == [None] * 4
-    assert [HeadSplit.of(8, 2, 3).readers(rank) for rank in range(3)] == [None, (0, 1, 1), None]
-    assert [HeadSplit.of(9, 3, 2).readers(rank) for rank in range(2)] == [(0, 0, 0, 1, 1), (0, 1, 1, 1)]
+def test_kv_index_only_where_heads_are_shared_unequally():
+    assert [HeadSplit.of(8, 2, 4).kv_index(rank) for rank in range(4)] == [None] * 4
+    assert [HeadSplit.of(8, 2, 3).kv_index(rank) for rank in range(3)] == [None, (0, 1, 1), None]
+    assert [HeadSplit.of(9, 3, 2).kv_index(rank) for rank in range(2)] == [(0, 0, 0, 1, 1), (0, 1, 1, 1)]
 
 
 @pytest.mark.parametrize("heads, kv_heads, ulysses", SPLITS)

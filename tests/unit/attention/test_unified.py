@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from seqloom.attention import attention, attention_with_lse, prepare_attention
-from seqloom.attention.kernels.reference import REFERENCE, Reference
+from seqloom.attention.kernels.cpu import Reference
 from seqloom.dist.threads import run_ranks
 from seqloom.dist.token_layout import bind, bind_single_rank
 from seqloom.layout import Span
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 class Watching:
     """The reference kernel, with a record of what it was asked."""
 
-    ability = REFERENCE
+    capabilities = Reference.capabilities
 
     def __init__(self):
         self.prepared, self.seen = [], []

@@ -134,7 +134,7 @@ def test_elements_are_those_of_the_moves(cluster, pipelines):
 def test_resharding_takes_as_long_as_its_busiest_nic_and_link():
     one, two = cost_of("8xH100"), cost_of("2x4xH100")
     parameters = SPEC.parameters()
-    bundles = LAYERS + 2
+    buckets = LAYERS + 2
     intra, network = one.profile.intra.all_to_all, two.profile.network.all_to_all
     links = one.cluster.intra, two.cluster.nic
     latency = [
@@ -144,14 +144,14 @@ def test_resharding_takes_as_long_as_its_busiest_nic_and_link():
     for size, way in ((2, "before"), (4, "after")):
         near, far = (size / (link.gb_s * rate.efficiency) for link, rate in zip(links, (intra, network), strict=True))
         whole = parameters * 7 / 8 * near
-        assert getattr(reshard_times(one, empty(WHOLE)), way) == pytest.approx(whole + bundles * latency[0])
+        assert getattr(reshard_times(one, empty(WHOLE)), way) == pytest.approx(whole + buckets * latency[0])
         # A NIC for every GPU: one quarter of the other node's half, then the other quarters from this node.
         hops = parameters / 8 * far + parameters * 3 / 8 * near
-        assert getattr(reshard_times(two, empty(WHOLE)), way) == pytest.approx(hops + bundles * sum(latency[1:]))
+        assert getattr(reshard_times(two, empty(WHOLE)), way) == pytest.approx(hops + buckets * sum(latency[1:]))
         apart = [[Stage((rank,), (k, k + 1)) for k, rank in enumerate((0, 1, 4, 5))]]
         table = 512 * 64
         most = (table + SPEC.layer_parameters(0) + 64) * 4 / 8 * far  # nobody shares: one hop, the last stage's
-        assert getattr(reshard_times(two, empty(apart)), way) == pytest.approx(most + bundles * latency[1])
+        assert getattr(reshard_times(two, empty(apart)), way) == pytest.approx(most + buckets * latency[1])
     first = 512 * 64 + SPEC.layer_parameters(0)
     lead = first * 7 / 8 * 2 / (links[0].gb_s * intra.efficiency) + 2 * latency[0]
     assert reshard_times(one, empty(WHOLE)).first == pytest.approx(lead)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqloom.dist import Resharder, SingleRankTransport, run_ranks
-from seqloom.dist.resharding import boxes_of, index_bundles
+from seqloom.dist.resharding import boxes_of, index_buckets
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout
 from seqloom.layout.move import move_of_rank
@@ -58,14 +58,14 @@ def test_a_node_adds_up_before_its_sum_crosses(dtype):
 
 
 def test_second_hops_begin_in_the_order_of_the_first():
-    """Ranks ask for bundles in different orders, some of them twice, and all find theirs."""
+    """Ranks ask for buckets in different orders, some of them twice, and all find theirs."""
 
     def body(transport):
         layouts = optimiser_layout(WEIGHTS, 4), whole_on(0, 1, 3)
         resharder = Resharder(WEIGHTS, *layouts, transport, device="cpu", node_size=2)
         values = [torch.arange(each.rows * each.columns).view(each.rows, -1).float() for each in WEIGHTS]
         held = {weight: values[weight][box.start : box.stop] for weight, box in resharder.source.items()}
-        started = [resharder.start_copy(bundle, held, torch.float32) for bundle in range(4)]
+        started = [resharder.start_copy(bucket, held, torch.float32) for bucket in range(4)]
         order = started[:: 1 if transport.rank % 2 else -1]
         order[1].start_second_hop()
         found = {weight: each for flight in (*order, *order) for weight, each in flight.wait().items()}
@@ -83,13 +83,13 @@ def test_where_several_ranks_hold_a_box_their_parts_add_up_to_the_sum():
         given = {
             weight: torch.full((box.rows, box.columns), 10.0**transport.rank) for weight, box in resharder.target.items()
         }
-        return [resharder.start_reduce(bundle, given, torch.float32).wait() for bundle in range(4)]
+        return [resharder.start_reduce(bucket, given, torch.float32).wait() for bucket in range(4)]
 
     results = run_ranks(4, body, strict=True)
-    for bundle, weights in ((1, (0,)), (2, (1, 2))):
+    for bucket, weights in ((1, (0,)), (2, (1, 2))):
         for weight in weights:
-            assert torch.all(results[0][bundle][weight] + results[1][bundle][weight] == 1110)
-        assert results[2][bundle] == results[3][bundle] == {}
+            assert torch.all(results[0][bucket][weight] + results[1][bucket][weight] == 1110)
+        assert results[2][bucket] == results[3][bucket] == {}
 
 
 def test_two_bundles_are_in_flight_and_waited_for_in_any_order():
@@ -155,7 +155,7 @@ def test_pieces_of_many_ranks_are_a_few_strips():
     weights = [Weight("a", 640, 3, (0,)), Weight("b", 128, 7, (0,))]
     source, target = optimiser_layout(weights, 64), whole_on(5, 70, weights=weights)
     index = {
-        rank: index_bundles(
+        rank: index_buckets(
             move_of_rank(rank, source, target), rank, [[0, 1]], boxes_of(source, rank), boxes_of(target, rank)
         )[0]
         for rank in (5, 9, 70)

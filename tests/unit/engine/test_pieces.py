@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import SingleRankTransport, bind, bind_single_rank
 from seqloom.layout import Span
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
@@ -24,7 +24,7 @@ def whole():
     """Gradients of one call over whole documents."""
     adapter = STEP.model_adapter()
     context = bind_single_rank(STEP.lengths)
-    LossOf(adapter)(*STEP.rows()(context), context).backward()
+    ModelWithLoss(adapter)(*STEP.rows()(context), context).backward()
     return [parameter.grad for parameter in adapter.module.parameters()]
 
 
@@ -34,7 +34,7 @@ def in_pieces(adapter, checkpoint):
     for spans in ROUNDS:
         work = StageMicroBatch((Group((0,), 1, 1, spans),), checkpoint)
         context = bind(work, SingleRankTransport(), pieces={0: PIECES}, kv_cache=kv_cache)
-        losses.append(LossOf(adapter)(*STEP.rows()(context), context))
+        losses.append(ModelWithLoss(adapter)(*STEP.rows()(context), context))
     for loss in reversed(losses):
         loss.backward()
     kv_cache.check_empty()
@@ -55,7 +55,7 @@ def test_layers_keep_their_keys_apart(checkpoint):
     assert_same(in_pieces(adapter, checkpoint), whole())
 
 
-def test_one_compiled_graph_serves_all_layers(held_tickets):
+def test_one_compiled_graph_serves_all_layers(live_handles):
     torch._dynamo.reset()
     counters.clear()
     adapter = ModelAdapter.of(STEP.model())
@@ -64,4 +64,4 @@ def test_one_compiled_graph_serves_all_layers(held_tickets):
     for checkpoint in (Checkpoint.NONE, Checkpoint.SELECTIVE, Checkpoint.FULL):
         assert_same(in_pieces(adapter, checkpoint), whole())
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    assert not held_tickets
+    assert not live_handles

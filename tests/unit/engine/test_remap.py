@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from seqloom.attention import attention
-from seqloom.attention.kernels.dispatch import default
 from seqloom.dist import run_ranks
 from seqloom.engine.rank_plan import bind_plan
 from seqloom.errors import SeqloomError
 from seqloom.layout import Layout, Span
 from seqloom.layout.move import move_between
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, Remap, Sharding
+from support.attention_cases import CountingKernel
 from support.steps import Step, one_stage_plan, tiny_spec
 from support.transports import CountingTransport
 from support.two_layouts import with_works
@@ -46,7 +46,7 @@ def traffic(plan, **options):
         recompute_layers(adapter.layers, **options)
         context = bind_plan(plan, counting).rounds[0].context
         counting.reset()
-        LossOf(adapter)(*STEP.rows()(context), context).backward()
+        ModelWithLoss(adapter)(*STEP.rows()(context), context).backward()
         sent, passed = counting.traffic("all_to_all"), counting.traffic("exchange")
         return sent.calls, sent.bytes // 8, passed.calls
 
@@ -91,28 +91,12 @@ def test_what_recomputation_sends_again(remap, checkpoint, options, more, again)
 @pytest.mark.parametrize("remap", Remap)
 @pytest.mark.parametrize(("checkpoint", "forwards"), list(zip(KINDS, (1, 1, 2), strict=True)))
 def test_selective_runs_no_kernel_twice(monkeypatch, remap, checkpoint, forwards):
-    calls, inner = [], default(torch.device("cpu"))
-
-    class Kernel:
-        ability = inner.ability
-
-        def prepare(self, segments, shape):
-            prepared = inner.prepare(segments, shape)
-
-            class Prepared:
-                backward = prepared.backward
-
-                def forward(self, *tensors):
-                    calls.append(tensors)
-                    return prepared.forward(*tensors)
-
-            return Prepared()
-
-    monkeypatch.setattr("seqloom.attention.plan._default_kernels", lambda device: Kernel())
+    kernel = CountingKernel()
+    monkeypatch.setattr("seqloom.attention.plan._default_kernel", lambda device: kernel)
     traffic(planned(remap))
-    plain, calls[:] = len(calls), []
+    plain = kernel.calls["forward"]
     traffic(planned(remap, checkpoint))
-    assert len(calls) == forwards * plain
+    assert kernel.calls["forward"] == (1 + forwards) * plain
 
 
 def test_attention_keeps_no_more_than_with_ulysses():

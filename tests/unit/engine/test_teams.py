@@ -10,7 +10,7 @@ from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
 from seqloom.models import TransformerOptions
-from seqloom.models.adapter import LossOf, ModelAdapter
+from seqloom.models.adapter import ModelAdapter, ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
@@ -49,7 +49,7 @@ def in_teams(step, tensor, rounds, checkpoint=Checkpoint.NONE, *, split=False, b
             options = {"pieces": pieces, "kv_cache": kv_cache, "tensor": tensor}
             context = bind(StageMicroBatch(tuple(groups), checkpoint), transport, **options)
             adapter.prepare(context, step.dtype)
-            losses.append(LossOf(adapter)(*step.rows()(context), context) / step.valid)
+            losses.append(ModelWithLoss(adapter)(*step.rows()(context), context) / step.valid)
         for number, loss in reversed(list(enumerate(losses))):
             if split:
                 with adapter.weight_gradients.deferred(number):
@@ -105,7 +105,7 @@ def in_float64(step):
         def model(self):
             return step.model().double()
 
-    return Wide(step.lengths, step.spec, step.details)
+    return Wide(step.lengths, step.spec, step.options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +129,7 @@ def test_a_layer_gathers_twice_and_sums_twice_each_way():
         counting, adapter = CountingTransport(transport), GROUPED.model_adapter()
         slice_parameters(adapter, 2, transport.rank)
         context = bind(StageMicroBatch((one_group(2),), Checkpoint.NONE), counting, tensor=2)
-        LossOf(adapter)(*GROUPED.rows()(context), context).backward()
+        ModelWithLoss(adapter)(*GROUPED.rows()(context), context).backward()
         return counting.traffic("exchange").calls
 
     assert run_ranks(2, body, strict=True) == [2 * 2 * 2 * GROUPED.spec.layers] * 2
@@ -153,7 +153,7 @@ def test_degrees_that_shapes_do_not_allow(changes, degree, words):
 
 def test_a_network_that_nobody_has_cut():
     own = GROUPED.model_adapter()
-    with pytest.raises(SeqloomError, match=r"Transformer cannot be cut: nobody has said .*; plan with tensor = 1"):
+    with pytest.raises(SeqloomError, match=r"Transformer cannot be sharded: nobody has said .*; plan with tensor = 1"):
         ModelAdapter(own.module, own.layers, own.hidden, own.head).check_tp_degree(2)
 
 
@@ -167,7 +167,7 @@ def test_weights_that_are_not_the_members_share(sliced):
             slice_parameters(adapter, 2, transport.rank)
         group = one_group(1, 2)
         context = bind(StageMicroBatch((group,), Checkpoint.NONE), transport, tensor=1 if sliced else 2)
-        with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a team of \d.*sharding 'free'"):
+        with pytest.raises(SeqloomError, match=r"\d+ of 32 rows of a weight in a TP group of \d.*sharding 'free'"):
             adapter.hidden(GROUPED.rows()(context)[0], context)
 
     run_ranks(2, body, strict=True)

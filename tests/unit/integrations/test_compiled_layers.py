@@ -9,7 +9,7 @@ from seqloom.dist import SingleRankTransport, bind
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
@@ -48,14 +48,14 @@ def test_gradients_are_those_of_plain_transformers_and_fresh_lengths_compile_not
         plain.zero_grad(), model.zero_grad()
         one_by_one(plain, ids)
         labels, context = torch.cat([targets(each) for each in ids]), round_of(lengths, Checkpoint(checkpoint))
-        LossOf(own)(torch.cat(ids), labels, context).backward()
+        ModelWithLoss(own)(torch.cat(ids), labels, context).backward()
         for wanted, found in zip(gradients(plain).values(), gradients(model).values(), strict=True):
             assert float((found - wanted).norm()) <= 1e-9 * float(wanted.norm()), (checkpoint, lengths)
         assert counters["stats"]["unique_graphs"] == graphs
     nothing = torch.empty(0, dtype=torch.int64)
     for _ in range(2):
         model.zero_grad()
-        LossOf(own)(nothing, nothing, round_of([])).backward()
+        ModelWithLoss(own)(nothing, nothing, round_of([])).backward()
         assert not any(each.any() for each in gradients(model).values())
         assert counters["stats"]["unique_graphs"] == 2 * graphs
     assert not counters["graph_break"] and list(model.state_dict()) == list(plain.state_dict())

@@ -9,8 +9,8 @@ from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.parts import StageSplitError, split_decoder
-from seqloom.models.adapter import LossOf
-from seqloom.params.placement import held_by
+from seqloom.models.adapter import ModelWithLoss
+from seqloom.params.placement import parameters_of_stages
 from seqloom.plan import LayerRange
 from support.tiny_models import MODELS, SIZES, VOCABULARY, gradients, randomised, tiny_model
 
@@ -39,10 +39,10 @@ def test_parts_in_turn_are_the_whole(name, tokens):
     ids, labels = (torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(k)) for k in (1, 2))
     models = [model_of(name) for _ in range(2)]
     adapters = [model_adapter(attach(model)) for model in models]
-    wanted = LossOf(adapters[0])(ids, labels, context)
+    wanted = ModelWithLoss(adapters[0])(ids, labels, context)
     found = ids
     for part in CUTS:
-        found = LossOf(adapters[1])(found, labels, context, part)
+        found = ModelWithLoss(adapters[1])(found, labels, context, part)
     assert torch.equal(found, wanted)
     wanted.backward()
     found.backward()
@@ -53,10 +53,10 @@ def test_parts_in_turn_are_the_whole(name, tokens):
 def test_parameters_belong_to_parts():
     found = model_adapter(attach(tiny_model("qwen3", num_hidden_layers=LAYERS)))  # tied
     names = dict(found.module.named_parameters())
-    first, _, last = (held_by(found, [part]) for part in CUTS)
+    first, _, last = (parameters_of_stages(found, [part]) for part in CUTS)
     assert first.keys() & last.keys() == {"model.embed_tokens.weight"} and first.keys() | last.keys() == names.keys()
     assert "model.norm.weight" in last and all("layers.0." not in name for name in last)
-    assert not held_by(found, [CUTS[1]])
+    assert not parameters_of_stages(found, [CUTS[1]])
 
 
 def test_granite_is_refused_where_it_is_cut():

@@ -7,7 +7,7 @@ from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import SingleRankTransport, bind
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.layout import Span
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.compile import compile_layers
 from seqloom.models.recompute import recompute_layers
 from seqloom.plan import Checkpoint, Group, StageMicroBatch
@@ -33,7 +33,7 @@ def test_a_layer_says_which_one_it_is(name, checkpoint, compiled):
         work = StageMicroBatch((Group((0,), 1, 1, (piece,)),), Checkpoint(checkpoint))
         context = bind(work, SingleRankTransport(), pieces={0: PIECES}, kv_cache=kv_cache)
         rows = slice(piece.start, piece.stop)
-        losses.append(LossOf(own)(ids[rows], targets(ids)[rows], context))
+        losses.append(ModelWithLoss(own)(ids[rows], targets(ids)[rows], context))
     for loss in reversed(losses):
         loss.backward()
     kv_cache.check_empty()

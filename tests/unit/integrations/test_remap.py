@@ -12,7 +12,7 @@ from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
 from seqloom.integrations.transformers.attach import remap_layers
 from seqloom.layout import Layout, Span
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.plan import Checkpoint, Group, Remap, StageMicroBatch
 from support.tiny_models import SIZES, documents, gradients, one_by_one, targets, tiny_model
 
@@ -44,7 +44,7 @@ def test_gradients_are_those_of_plain_transformers(name, checkpointing):
         first.register_forward_pre_hook(lambda _, args: seen[transport.rank].append(args[0].numel() // 16))
         rows = [torch.cat([each[d][a:b] for d, a, b in context.spans]) for each in (ids, labels)]
         before = hooks(own)
-        LossOf(described)(*rows, context).backward()
+        ModelWithLoss(described)(*rows, context).backward()
         assert hooks(own) == before, "what a layer put up it has taken away"
 
     run_ranks(2, body, strict=True)

@@ -13,9 +13,9 @@ from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
-from seqloom.integrations.transformers.tensor_parallel import Region, team_layers
+from seqloom.integrations.transformers.tensor_parallel import Region, tp_layers
 from seqloom.layout import Span
-from seqloom.models.adapter import LossOf
+from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
 from seqloom.models.split_backward import defer_weight_gradients
 from seqloom.plan import Checkpoint, Group, LayerRange, StageMicroBatch
@@ -55,8 +55,8 @@ def assert_same(
             none = [torch.empty(0, dtype=torch.int64)]
             given, wanted = (torch.cat([each[d][a:b] for d, a, b in context.spans] or none) for each in (ids, labels))
             if stages:
-                given = LossOf(own)(given, None, context, LayerRange(0, 1, 2))
-            losses.append(LossOf(own)(given, wanted, context, LayerRange(1, 2, 2) if stages else None))
+                given = ModelWithLoss(own)(given, None, context, LayerRange(0, 1, 2))
+            losses.append(ModelWithLoss(own)(given, wanted, context, LayerRange(1, 2, 2) if stages else None))
         with own.weight_gradients.deferred(0):
             sum(losses).backward()
         assert not split or own.layers[0].mlp.down_proj.weight.grad is None
@@ -129,7 +129,7 @@ def test_models_that_cannot_be_cut(family, keys, words):
     own = model_adapter(attach(getattr(hf, f"{family}ForCausalLM")(config)))
     own.check_tp_degree(1)
     assert not own.tp_axes
-    with pytest.raises(SeqloomError, match=rf"degree 2: {family}ForCausalLM cannot be cut: .*{words}.*tensor = 1"):
+    with pytest.raises(SeqloomError, match=rf"degree 2: {family}ForCausalLM cannot be sharded: .*{words}.*tensor = 1"):
         own.check_tp_degree(2)
 
 
@@ -183,13 +183,13 @@ class Sum(nn.Module):
     [
         (("x", "x"), 6, r"Sum is called with 2 tensors of hidden states in a team"),
         ((torch.zeros(1, 3, 16),), 6, r"\[1, 3, 16\] in or out of a part of a layer, where \d+ tokens are"),
-        (("x",), 12, r"12 of 12 rows of a weight in a team of 2"),
+        (("x",), 12, r"12 of 12 rows of a weight in a TP group of 2"),
     ],
 )
 def test_layers_that_cannot_run_in_a_team(call, rows, words):
     def body(transport):
         layer = Odd(*call)
-        team_layers([layer], [(Region("mlp", ("mlp.up",), ("mlp.down",)),)])
+        tp_layers([layer], [(Region("mlp", ("mlp.up",), ("mlp.down",)),)])
         layer.mlp.up.weight.data = layer.mlp.up.weight.data[:rows]
         context = bind(StageMicroBatch((Group((0, 1), 2, 1, SPANS),), Checkpoint.NONE), transport, tensor=2)
         with pytest.raises(SeqloomError, match=words):

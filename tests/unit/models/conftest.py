@@ -25,10 +25,10 @@ def tiny(**changes) -> ModelSpec:
 
 
 def lively(
-    spec: ModelSpec, details: TransformerOptions | None = None, dtype: torch.dtype = torch.float64
+    spec: ModelSpec, options: TransformerOptions | None = None, dtype: torch.dtype = torch.float64
 ) -> Transformer:
     """A model whose attention is far from uniform and whose norms and biases are not trivial."""
-    model = Transformer(spec, details, seed=3, dtype=dtype)
+    model = Transformer(spec, options, seed=3, dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +72,7 @@ def run(model: Transformer, docs: list[torch.Tensor], work: StageMicroBatch, *, 
     layout = work.attention_layout()
 
     def body(transport):
-        local = Transformer(model.spec, model.details, dtype=next(model.parameters()).dtype)
+        local = Transformer(model.spec, model.options, dtype=next(model.parameters()).dtype)
         local.load_state_dict(model.state_dict())
         context = bind(work, transport, device=torch.device("cpu"))
         spans = layout.spans(transport.rank)
@@ -111,38 +111,38 @@ def _visible(length: int, window: int | None) -> torch.Tensor:
 
 
 def plain_document(
-    p: Mapping[str, torch.Tensor], spec: ModelSpec, details: TransformerOptions, ids: torch.Tensor
+    p: Mapping[str, torch.Tensor], spec: ModelSpec, options: TransformerOptions, ids: torch.Tensor
 ) -> torch.Tensor:
     """Logits of one document, [length, vocabulary], from parameters by their Hugging Face names."""
-    speeds = [details.rope.theta ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)]
+    speeds = [options.rope.theta ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)]
     frequencies = torch.tensor(speeds, dtype=torch.float64)
     x = p["model.embed_tokens.weight"][ids]
     for layer, window in enumerate(spec.windows):
         name = f"model.layers.{layer}."
-        y = _norm(x, p[name + "input_layernorm.weight"], details.eps)
+        y = _norm(x, p[name + "input_layernorm.weight"], options.eps)
         heads = []
         for which, count in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads)):
             bias = p.get(f"{name}self_attn.{which}_proj.bias")
             heads.append(functional.linear(y, p[f"{name}self_attn.{which}_proj.weight"], bias).view(len(x), count, -1))
         q, k, v = heads
-        if details.qk_norm:
-            q = _norm(q, p[name + "self_attn.q_norm.weight"], details.eps)
-            k = _norm(k, p[name + "self_attn.k_norm.weight"], details.eps)
+        if options.qk_norm:
+            q = _norm(q, p[name + "self_attn.q_norm.weight"], options.eps)
+            k = _norm(k, p[name + "self_attn.k_norm.weight"], options.eps)
         q, k = _turn(q, frequencies), _turn(k, frequencies)
         q, k, v = (h.repeat_interleave(spec.heads // h.shape[1], dim=1).transpose(0, 1) for h in (q, k, v))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=_visible(len(x), window))
         x = x + out.transpose(0, 1).reshape(len(x), -1) @ p[name + "self_attn.o_proj.weight"].T
-        y = _norm(x, p[name + "post_attention_layernorm.weight"], details.eps)
+        y = _norm(x, p[name + "post_attention_layernorm.weight"], options.eps)
         gate, up, down = (p[f"{name}mlp.{which}_proj.weight"] for which in ("gate", "up", "down"))
         x = x + (functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
     head = p["model.embed_tokens.weight"] if spec.tied else p["lm_head.weight"]
-    return _norm(x, p["model.norm.weight"], details.eps) @ head.T
+    return _norm(x, p["model.norm.weight"], options.eps) @ head.T
 
 
 def plain(model: Transformer, docs: list[torch.Tensor], dtype: torch.dtype = torch.float64) -> Result:
     """The independent implementation, document by document, in `dtype`."""
     p = {name: q.detach().to(dtype).requires_grad_() for name, q in model.named_parameters()}
-    logits = [plain_document(p, model.spec, model.details, doc) for doc in docs]
+    logits = [plain_document(p, model.spec, model.options, doc) for doc in docs]
     weights = cotangents([len(doc) for doc in docs])
     sum((x.double() * w).sum() for x, w in zip(logits, weights, strict=True)).backward()
     gradients = {name: q.grad.double() for name, q in p.items()}

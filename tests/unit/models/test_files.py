@@ -10,7 +10,7 @@ from seqloom.describe import ModelSpec
 from seqloom.dist import bind_single_rank
 from seqloom.errors import SeqloomError
 from seqloom.models import Llama3Scaling, Rope, Transformer, TransformerOptions
-from seqloom.models.files import config_of, load_options, parameters_in, write_model
+from seqloom.models.files import load_options, model_config, parameter_reader, write_model
 
 torch.set_num_threads(1)
 LENGTHS = [9, 1, 30]
@@ -38,7 +38,7 @@ def logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("family", "details"),
+    ("family", "options"),
     [
         ("Llama", TransformerOptions()),
         ("Llama", STRETCHED),
@@ -46,9 +46,9 @@ def logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
         ("Qwen3", TransformerOptions(qk_norm=True)),
     ],
 )
-def test_transformers_computes_the_same(kit, tmp_path, monkeypatch, family, details, tied):
+def test_transformers_computes_the_same(kit, tmp_path, monkeypatch, family, options, tied):
     hf = pytest.importorskip("transformers")
-    model = kit.lively(kit.tiny(tied=tied), details)
+    model = kit.lively(kit.tiny(tied=tied), options)
     written(tmp_path, model)
     kind = getattr(hf, f"{family}ForCausalLM")
     theirs, report = kind.from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
@@ -68,12 +68,12 @@ def test_transformers_computes_the_same(kit, tmp_path, monkeypatch, family, deta
 
 
 @pytest.mark.parametrize(
-    "details", [TransformerOptions(), STRETCHED, TransformerOptions(qk_norm=True), TransformerOptions(qkv_bias=True)]
+    "options", [TransformerOptions(), STRETCHED, TransformerOptions(qk_norm=True), TransformerOptions(qkv_bias=True)]
 )
-def test_spec_and_details_come_back(kit, details):
+def test_spec_and_details_come_back(kit, options):
     spec = kit.tiny()
-    config = json.loads(json.dumps(config_of(spec, details)))
-    assert TransformerOptions.from_config(config) == details
+    config = json.loads(json.dumps(model_config(spec, options)))
+    assert TransformerOptions.from_config(config) == options
 
 
 @pytest.mark.parametrize("windows", [(None, None), (5, 5), (5, None)])
@@ -85,8 +85,8 @@ def test_seqloom_reads_it_back(kit, tmp_path, windows):
     assert replace(spec, name=model.spec.name) == model.spec
     assert ("model_type" in json.loads(config.read_text())) == (not any(windows)), "transformers has no such model"
     again = Transformer(spec, load_options(str(config)), seed=9, dtype=torch.float64)
-    assert load_options(str(tmp_path)) == load_options(str(config)) == model.details
-    read = parameters_in(again, tmp_path / "model.safetensors")
+    assert load_options(str(tmp_path)) == load_options(str(config)) == model.options
+    read = parameter_reader(again, tmp_path / "model.safetensors")
     with torch.no_grad():
         for name, parameter in again.named_parameters():
             parameter.copy_(read(name))
@@ -95,12 +95,12 @@ def test_seqloom_reads_it_back(kit, tmp_path, windows):
 
 
 def test_what_no_config_can_say_is_refused(kit):
-    for spec, details in (
+    for spec, options in (
         (kit.tiny(windows=(5, None)), STRETCHED),
         (kit.tiny(), TransformerOptions(qk_norm=True, qkv_bias=True)),
     ):
         with pytest.raises(SeqloomError, match="no config says all of this"):
-            config_of(spec, details)
+            model_config(spec, options)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -117,11 +117,11 @@ def test_parameters_of_another_model_are_refused(kit, tmp_path, changes, words, 
     written(tmp_path, kit.lively(kit.tiny(tied=True)))
     other = Transformer(kit.tiny(**{"tied": True, **changes}), device=device)
     with pytest.raises(SeqloomError, match=words):
-        parameters_in(other, tmp_path / "model.safetensors")
+        parameter_reader(other, tmp_path / "model.safetensors")
 
 
 def test_a_file_that_is_none_is_refused(kit, tmp_path):
     (tmp_path / "torn.safetensors").write_bytes(b"{}")
     for name in ("torn.safetensors", "nothing.safetensors"):
         with pytest.raises(SeqloomError, match=f"{name} cannot be read"):
-            parameters_in(Transformer(kit.tiny()), tmp_path / name)
+            parameter_reader(Transformer(kit.tiny()), tmp_path / name)

@@ -19,8 +19,8 @@ MODELS = {
 @pytest.mark.parametrize(("ulysses", "ring"), SHAPES)
 @pytest.mark.parametrize("which", MODELS)
 def test_logits_and_summed_gradients_equal_plain_torch(kit, which, ulysses, ring):
-    changes, details = MODELS[which]
-    model, docs = kit.lively(kit.tiny(**changes), details), kit.documents(LENGTHS)
+    changes, options = MODELS[which]
+    model, docs = kit.lively(kit.tiny(**changes), options), kit.documents(LENGTHS)
     found = kit.errors(kit.run(model, docs, kit.one_group(LENGTHS, ulysses, ring)), kit.plain(model, docs))
     assert max(found.values()) < 1e-10, found
 

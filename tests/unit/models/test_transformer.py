@@ -22,8 +22,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_all_gradients_equal_plain_torch(kit, case):
-    changes, details = CASES[case]
-    model, docs = kit.lively(kit.tiny(**changes), details), kit.documents(LENGTHS)
+    changes, options = CASES[case]
+    model, docs = kit.lively(kit.tiny(**changes), options), kit.documents(LENGTHS)
     found = kit.errors(kit.run(model, docs, kit.one_group(LENGTHS)), kit.plain(model, docs))
     assert max(found.values()) < 1e-10, found
 
@@ -118,7 +118,7 @@ def test_a_model_made_on_meta_is_filled_later(kit):
     model = Transformer(kit.tiny(tied=True), device="meta")
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
-    model.initialise(4)
+    model.initialize(4)
     expected = Transformer(kit.tiny(tied=True), seed=4)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, parameter in expected.named_parameters():

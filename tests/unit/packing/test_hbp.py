@@ -188,8 +188,8 @@ def test_levels_alternate_in_proportion_after_short_ones():
 def test_documents_of_a_part_step_go_to_the_pack_with_the_least():
     found = np.empty(4, np.int64)
     sizes = np.array([5, 4, 3, 1])
-    assert least_loaded(sizes, sizes, 7, 2, found) == 7 and found.tolist() == [0, 1, 1, 0]
-    assert least_loaded(np.array([5, 4, 4]), np.array([5, 4, 4]), 7, 2, found) == -1
+    assert least_loaded(sizes, sizes, 7, 2, False, found) == 7 and found.tolist() == [0, 1, 1, 0]
+    assert least_loaded(np.array([5, 4, 4]), np.array([5, 4, 4]), 7, 2, False, found) == -1
 
 
 def test_the_last_step_is_even():

@@ -4,12 +4,12 @@ import sys
 
 import numpy as np
 import pytest
+from brute_force import shortest_step
 
 from seqloom.errors import SeqloomError
 from seqloom.planners import make_plan
 from seqloom.planners.bounds import policies_bound
-from seqloom.planners.exact import MOST_DOCUMENTS, plan_exact
-from support.brute_force import shortest_step
+from seqloom.planners.exact import MAX_DOCUMENTS, plan_exact
 from support.strategies import roomy_cost_model
 
 
@@ -53,7 +53,7 @@ def test_rounds_may_differ_in_what_they_keep():
     assert len({current.by_stage[0].checkpoint for current in plan.pipelines[0].rounds}) > 1
 
 
-@pytest.mark.parametrize(("count", "cluster"), [(MOST_DOCUMENTS + 1, "1x4xA100-40G"), (2, "3x8xA100-40G")])
+@pytest.mark.parametrize(("count", "cluster"), [(MAX_DOCUMENTS + 1, "1x4xA100-40G"), (2, "3x8xA100-40G")])
 def test_too_large_is_refused(count, cluster):
     with pytest.raises(SeqloomError, match=r"exact takes at most.*use flex"):
         plan_exact(np.full(count, 100), published("full", cluster))

@@ -5,16 +5,20 @@ import pytest
 
 from seqloom.describe import sample
 from seqloom.planners.bounds import lower_bound
-from seqloom.planners.flex.planner import (
+from seqloom.planners.flex import (
+    FlexSearch,
+    changes,
     default_evaluations,
     plan_flex,
+    reordered,
+    replaced,
     start_searches,
+    tiles,
     virtual_shard_groups,
     work_bound,
 )
-from seqloom.planners.flex.search import FlexSearch, changes, reordered, replaced, tiles
 from seqloom.planners.loops import NEVER
-from seqloom.planners.problem import BatchProblem
+from seqloom.planners.problem import fitting_problems
 from support.strategies import roomy_cost_model
 
 LENGTHS = sample("commoncrawl", 40, seed=2, max_length=40_000)
@@ -25,7 +29,7 @@ def published(sharding="full", cluster="1x8xA100-40G"):
 
 
 def problem_of(cost, lengths=LENGTHS):
-    return BatchProblem.of(lengths, cost, cost.policies[0])
+    return fitting_problems(lengths, cost, cost.policies[0])[0]
 
 
 def test_which_degrees_tile_an_island():

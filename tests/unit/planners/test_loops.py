@@ -9,8 +9,7 @@ from seqloom.cost.plan_cost import finish_times, join_shard_groups
 from seqloom.plan import GroupFamily
 from seqloom.planners import loops
 from seqloom.planners.compiled import kernels
-from seqloom.planners.flex.planner import rounds_of, virtual_shard_groups, work_bound
-from seqloom.planners.flex.search import LIMIT_GROWTH, FlexSearch
+from seqloom.planners.flex import LIMIT_GROWTH, FlexSearch, placed_rounds, virtual_shard_groups, work_bound
 from seqloom.planners.loops import MAX_LIMITS, NEVER
 from seqloom.planners.problem import BatchProblem, StepPricer
 from support.strategies import batches, cost_models
@@ -21,7 +20,7 @@ def problems(draw, **limits):
     """A batch under one policy of a drawn cost model."""
     cost, lengths = draw(cost_models(**limits)), draw(batches())
     policy = draw(st.sampled_from(cost.policies))
-    problem = BatchProblem(lengths, cost, policy, cost.tables(lengths, policy))
+    problem = BatchProblem(lengths, cost, policy)
     assume(problem.fits)
     return problem
 
@@ -195,7 +194,7 @@ def test_groups_with_ranks_make_a_valid_plan_of_that_time(drawn):
     if step >= NEVER:
         assert search.tables.shard_group != search.shard_group  # only groups from wider shard groups may find no place
         return
-    rounds = rounds_of(problem, search.rounds, search.ranks)
+    rounds = placed_rounds(problem, search.rounds, search.ranks)
     plan = problem.plan(rounds, "test")
     plan.validate()
     ends = problem.cost.plan_ns(plan)

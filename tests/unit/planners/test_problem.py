@@ -6,7 +6,7 @@ import pytest
 from seqloom.errors import SeqloomError
 from seqloom.plan import Checkpoint
 from seqloom.planners.loops import NEVER
-from seqloom.planners.problem import CHECKPOINTS, BatchProblem, GroupPlacement, fitting_problems
+from seqloom.planners.problem import CHECKPOINTS, GroupPlacement, fitting_problems
 from support.strategies import roomy_cost_model
 
 PUBLISHED = roomy_cost_model("1x8xA100-40G", "gpt-7b", "flexsp-a100", "full", 1)
@@ -27,16 +27,16 @@ def test_what_is_no_batch_is_refused(lengths, message):
     with pytest.raises(SeqloomError, match=message):
         fitting_problems(np.array(lengths), PUBLISHED)
     with pytest.raises(SeqloomError, match=message):
-        BatchProblem.of(lengths, PUBLISHED, PUBLISHED.policies[0])
+        fitting_problems(lengths, PUBLISHED, PUBLISHED.policies[0])[0]
 
 
 def test_too_long_names_the_document_and_a_length_that_fits():
     with pytest.raises(SeqloomError, match=r"sequence 1 has 10000000 tokens.*--max-length (\d+)") as refused:
-        BatchProblem.of([7, 10**7], PUBLISHED, PUBLISHED.policies[0])
+        fitting_problems([7, 10**7], PUBLISHED, PUBLISHED.policies[0])[0]
     room = int(str(refused.value).split("--max-length ")[1].split(")")[0])
-    assert BatchProblem.of([room], PUBLISHED, PUBLISHED.policies[0]).fits
+    assert fitting_problems([room], PUBLISHED, PUBLISHED.policies[0])[0].fits
     with pytest.raises(SeqloomError):
-        BatchProblem.of([room + 1], PUBLISHED, PUBLISHED.policies[0])
+        fitting_problems([room + 1], PUBLISHED, PUBLISHED.policies[0])[0]
 
 
 def test_only_variants_that_hold_the_batch_are_left():
@@ -48,7 +48,7 @@ def test_only_variants_that_hold_the_batch_are_left():
 
 
 def test_tables_for_the_hot_loops_agree_with_the_prices():
-    problem = BatchProblem.of([100, 9_000, 40_000], PUBLISHED, PUBLISHED.policies[0])
+    problem = fitting_problems([100, 9_000, 40_000], PUBLISHED, PUBLISHED.policies[0])[0]
     search = problem.batch_tables
     for d, degree in enumerate(search.degrees.tolist()):
         for k, tokens in enumerate(search.tokens.tolist()):
@@ -66,7 +66,7 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
     }
     lengths = [capacity[Checkpoint.NONE], capacity[Checkpoint.SELECTIVE], capacity[Checkpoint.FULL]]
     roomiest = next(v for v in ANALYTIC.policies if v.checkpoint == Checkpoint.FULL)
-    problem = BatchProblem.of(lengths, ANALYTIC, roomiest)
+    problem = fitting_problems(lengths, ANALYTIC, roomiest)[0]
     shape = problem.tables.shapes[0]
     plan = problem.plan([[GroupPlacement(shape, 0, [k])] for k in range(3)], "test")
     plan.validate()
@@ -75,7 +75,7 @@ def test_each_round_keeps_as_much_as_its_memory_allows():
 
 def test_groups_stand_slow_links_first():
     cost = roomy_cost_model("3x2xH100", "qwen3-0.6b", None, "full", 0)
-    problem = BatchProblem.of([100] * 4, cost, cost.policies[0])
+    problem = fitting_problems([100] * 4, cost, cost.policies[0])[0]
     by_degree = {shape.degree: shape for shape in problem.tables.shapes}
     seats = [
         GroupPlacement(by_degree[1], 0, [0]),

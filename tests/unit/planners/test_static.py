@@ -7,7 +7,7 @@ from seqloom.cost import CostModel
 from seqloom.describe import Cluster, ModelSpec, sample
 from seqloom.errors import SeqloomError
 from seqloom.planners.packing import best_fit_decreasing
-from seqloom.planners.problem import BatchProblem, StepPricer, fitting_problems
+from seqloom.planners.problem import StepPricer, fitting_problems
 from seqloom.planners.uniform import fastest_static_degree, plan_static, rounds_in_order, uniform_answers
 
 CLUSTER, MODEL = Cluster.parse("8x8xA100-40G"), ModelSpec.load("gpt-7b")
@@ -25,7 +25,7 @@ def degrees_of(plan):
 @pytest.mark.parametrize(("sharding", "budget"), [("full", None), ("hybrid", None), ("none", 150)])
 def test_price_of_rounds_is_the_plan_s(sharding, budget):
     cost = published(sharding, budget_gib=budget)
-    problem = BatchProblem.of(LENGTHS, cost, cost.policies[0])
+    problem = fitting_problems(LENGTHS, cost, cost.policies[0])[0]
     for answer in uniform_answers([problem], problem.tables.degree.tolist()):
         plan = problem.plan(answer.rounds, "test")
         plan.validate()
@@ -86,7 +86,7 @@ def test_a_batch_that_fits_nowhere_is_refused():
 
 def test_bins_hold_nine_tenths_of_a_group():
     cost = published()
-    problem = BatchProblem.of(np.full(2 * 64, 3_200), cost, cost.policies[0])
+    problem = fitting_problems(np.full(2 * 64, 3_200), cost, cost.policies[0])[0]
     (answer,) = uniform_answers([problem], [1])  # two fill 6400 of 6436 tokens, above nine tenths
     assert {len(seat.documents) for seats in answer.rounds for seat in seats} == {1}
     assert [len(seats) for seats in answer.rounds] == [64, 64]

@@ -10,9 +10,8 @@ from seqloom.errors import SeqloomError
 from seqloom.planners.bounds import lower_bound
 from seqloom.planners.explain import cut_thresholds
 from seqloom.planners.zones import plan_zones
-from seqloom.planners.zones.fill import best_ranks, rank_times
+from seqloom.planners.zones.fill import SingleRankPrices, ZonePrices, best_ranks, rank_times
 from seqloom.planners.zones.planner import fill_rounds, plan_of, split_lpt, split_sorted
-from seqloom.planners.zones.prices import SingleRankPrices, ZonePrices
 from seqloom.simulate.memory import peak_memory
 from support.overlapping import shortest_overlapping_step
 

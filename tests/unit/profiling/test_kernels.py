@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seqloom.attention.kernels.cpu_flash import CPU_FLASH, CpuFlash
+from seqloom.attention.kernels.cpu import CpuFlash
+from seqloom.attention.kernels.dispatch import device_name
 from seqloom.attention.kernels.interface import AttentionShape
-from seqloom.attention.kernels.tables import device_name
 from seqloom.errors import SeqloomError
 from seqloom.profiling.kernels import SMALLEST, TimingSettings, time_kernels
 
@@ -19,7 +19,7 @@ SHAPE = AttentionShape(2, 1, 8, torch.float32, torch.device("cpu"), 1.0)
 class Recording:
     """A kernel that notes what it is given."""
 
-    ability = replace(CPU_FLASH, name="recording")
+    capabilities = replace(CpuFlash.capabilities, name="recording")
 
     def __init__(self):
         self.packs = []

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -142,7 +141,7 @@ def test_advice_is_for_gpus(unset):
     assert ALLOCATOR_SETTING in examine("8x8xH100")["choices"]["GPU allocator"]["choice"]
 
 
-def test_train_starts_its_ranks_with_it(unset, monkeypatch):
+def test_ranks_are_started_with_it(unset, monkeypatch):
     """What the processes of a run would inherit, at the moment they are started."""
     found = {}
 
@@ -150,14 +149,9 @@ def test_train_starts_its_ranks_with_it(unset, monkeypatch):
         found.update(os.environ)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "start_processes", start)
-    monkeypatch.setattr(launch, "_check_compilers_if_needed", lambda _: None)
-    setup = SimpleNamespace(config=None, planners=SimpleNamespace(multi_stage=False, strategies=()))
-    monkeypatch.setattr(launch.RunSetup, "load", lambda *_: setup)
-    monkeypatch.setattr(launch, "parameter_dtypes", lambda _: (None, None))
-    model_family = launch.ModelFamily(lambda *_: None, lambda *_: None)
+    monkeypatch.setattr(launch.mp, "start_processes", start)
     with pytest.raises(KeyboardInterrupt):
-        launch.train_on_processes(None, 2, model_family=model_family)
+        launch.run_on_processes(print, 2)
     assert found[ALLOCATOR_VARIABLES[0]] == ALLOCATOR_SETTING and ALLOCATOR_VARIABLES[0] not in os.environ
 
 

@@ -1,6 +1,6 @@
 """Gathered keys: every ring index receives, in one exchange, the keys and values that its queries can see.
 
-Forward is one exchange. Backward gathers again (nothing gathered is kept), computes, and returns the gradients in
+Forward is one exchange. Backward gathers again (gathered keys are not saved), computes, and returns the gradients in
 one exchange more, in float32, where they are added in ring order.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Meanwhile, Waits
-from seqloom.attention.context_parallel.routed import RoutedExchanges, keys_of, returned
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
+from seqloom.attention.context_parallel.routed import RoutedExchanges, key_item, returned_item
 from seqloom.attention.kernels.interface import Gradients, Saved
-from seqloom.attention.lse import Joins, Sum, Total, sum_dtype
+from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
 from seqloom.attention.tiles import GatherSchedule, PreparedTile, add_key_gradients, backward_tiles, forward_tiles
 from seqloom.dist.rows import RowIndex, add, count, inverse_permutation, on_device, take
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
@@ -25,16 +25,16 @@ class Gather(ContextParallelAttention):
     """One rank's part of a gather.
 
     Attributes:
-        transport: this rank's.
+        transport: of this rank.
         ranks: of the ring, by ring index.
         index: of this rank.
         sends: rows of the own buffer that every ring index wants.
         counts: rows that come from every ring index, the own ones too.
-        order: sorts what came by document and position; None: it is sorted.
-        places: the inverse of `order`.
+        order: sorts the received rows by document and position; None: they are sorted.
+        inverse_order: undoes `order`.
         tiles: over the own queries and the sorted keys.
-        joins: how partial results are joined.
-        roads: how exchanges cross nodes; None: from rank to rank.
+        ops: merge partial results.
+        routed: exchanges through proxy ranks; None: from rank to rank.
     """
 
     transport: Transport
@@ -43,10 +43,10 @@ class Gather(ContextParallelAttention):
     sends: tuple[RowIndex, ...]
     counts: tuple[int, ...]
     order: torch.Tensor | None
-    places: torch.Tensor | None
+    inverse_order: torch.Tensor | None
     tiles: tuple[PreparedTile, ...]
-    joins: Joins
-    roads: RoutedExchanges | None
+    ops: MergeOps
+    routed: RoutedExchanges | None
 
     @classmethod
     def of(
@@ -56,88 +56,87 @@ class Gather(ContextParallelAttention):
         index: int,
         schedule: GatherSchedule,
         tiles: tuple[PreparedTile, ...],
-        joins: Joins,
+        ops: MergeOps,
         device: torch.device,
-        roads: RoutedExchanges | None = None,
+        routed: RoutedExchanges | None = None,
     ) -> Gather:
-        """Put a schedule's index arrays on a device; `tiles` are the schedule's, prepared."""
+        """Copy a schedule's index arrays to a device; `tiles` are the schedule's, prepared."""
         sends = tuple(rows if isinstance(rows, slice) else on_device(rows, device) for rows in schedule.sends)
-        order = places = None
+        order = inverse_order = None
         if schedule.order is not None:
             order = on_device(schedule.order, device)
-            places = inverse_permutation(order)
-        return cls(transport, ranks, index, sends, schedule.counts, order, places, tiles, joins, roads)
+            inverse_order = inverse_permutation(order)
+        return cls(transport, ranks, index, sends, schedule.counts, order, inverse_order, tiles, ops, routed)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
-        total = Total(q, self.joins)
-        forward_tiles(self.tiles, total, q, self._gathered(k, v, meanwhile))
+        """Return (out, lse), see `ContextParallelAttention.forward`."""
+        total = OutputAccumulator(q, self.ops)
+        forward_tiles(self.tiles, total, q, self._gather(k, v, overlap))
         return total.result()
 
-    def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
-        """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
-        kv = self._gathered(saved.k, saved.v, meanwhile)
-        dq = Sum(saved.q, self.joins)
-        found = backward_tiles(self.tiles, dout, saved, kv, dq)
-        dkv = add_key_gradients(None, len(kv), found, self.joins)
+    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
+        """Return (dq, dk, dv), see `ContextParallelAttention.backward`."""
+        kv = self._gather(saved.k, saved.v, overlap)
+        dq = GradientAccumulator(saved.q, self.ops)
+        parts = backward_tiles(self.tiles, dout, saved, kv, dq)
+        dkv = add_key_gradients(None, len(kv), parts, self.ops)
         if dkv is None:
             dkv = kv.new_empty(kv.shape, dtype=sum_dtype(kv.dtype))
-        dk, dv = self._returned(dkv, meanwhile).tensor_split(2, dim=1)
+        dk, dv = self._return_gradients(dkv, overlap).tensor_split(2, dim=1)
         return dq.result(), dk, dv
 
-    def waits(self, row: int, wide_row: int) -> Waits:
-        """See `Shared.waits`."""
-        came = sum(self.counts) - self.counts[self.index]
-        home = sum(count(rows) for n, rows in enumerate(self.sends) if n != self.index)
-        return Waits((row * came,), (row * came, wide_row * home))
+    def exchange_bytes(self, kv_row: int, gradient_row: int) -> ExchangeBytes:
+        """See `ContextParallelAttention.exchange_bytes`."""
+        received = kv_row * (sum(self.counts) - self.counts[self.index])
+        returned = gradient_row * sum(count(rows) for n, rows in enumerate(self.sends) if n != self.index)
+        return ExchangeBytes((received,), (received, returned))
 
-    def _gathered(self, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile) -> torch.Tensor:
+    def _gather(self, k: torch.Tensor, v: torch.Tensor, overlap: Overlap) -> torch.Tensor:
         """Return the visible keys and values [sum of counts, 2 * kv heads, dim], sorted."""
         kv = torch.cat((k, v), dim=1)
-        came = kv.new_empty((sum(self.counts), *kv.shape[1:]))
-        pieces = came.split(self.counts)
-        handle = self._start_gathering(kv, pieces)
-        pieces[self.index].copy_(kv)
-        meanwhile(0)
+        received = kv.new_empty((sum(self.counts), *kv.shape[1:]))
+        buffers = received.split(self.counts)
+        handle = self._start_gather(kv, buffers)
+        buffers[self.index].copy_(kv)
+        overlap(0)
         handle.wait()
-        return came if self.order is None else came.index_select(0, self.order)
+        return received if self.order is None else received.index_select(0, self.order)
 
-    def _start_gathering(self, kv: torch.Tensor, rooms: Sequence[torch.Tensor]) -> Handle:
+    def _start_gather(self, kv: torch.Tensor, buffers: Sequence[torch.Tensor]) -> Handle:
         """Start to send every index the rows it sees, and to receive those seen here."""
-        if self.roads is None:
+        if self.routed is None:
             sends = [kv if n == self.index else take(kv, rows) for n, rows in enumerate(self.sends)]
-            return exchange_nonempty(self.transport, self._parcels(sends), self._parcels(rooms))
-        here = self.ranks[self.index]
-        wanted = {keys_of(rank): room for rank, room in self._parcels(rooms)}
-        return self.roads.start(self.roads.ahead[0], {keys_of(here): kv}, wanted)
+            return exchange_nonempty(self.transport, self._messages(sends), self._messages(buffers))
+        wanted = {key_item(rank): buffer for rank, buffer in self._messages(buffers)}
+        return self.routed.start(self.routed.forward[0], {key_item(self.ranks[self.index]): kv}, wanted)
 
-    def _start_returning(self, pieces: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> Handle:
-        """Start to send gradients home, and to receive those of the own rows."""
-        if self.roads is None:
-            return exchange_nonempty(self.transport, self._parcels(pieces), self._parcels(rooms))
-        here = self.ranks[self.index]
-        sent = {returned(here, rank): piece for rank, piece in self._parcels(pieces)}
-        wanted = {returned(rank, here): room for rank, room in self._parcels(rooms)}
-        return self.roads.start(self.roads.back[1], sent, wanted)
-
-    def _returned(self, dkv: torch.Tensor, meanwhile: Meanwhile) -> torch.Tensor:
+    def _return_gradients(self, dkv: torch.Tensor, overlap: Overlap) -> torch.Tensor:
         """Send gradients of gathered rows home; return the sum of those of the own rows."""
-        if self.places is not None:
-            dkv = dkv.index_select(0, self.places)
+        if self.inverse_order is not None:
+            dkv = dkv.index_select(0, self.inverse_order)
         pieces = dkv.split(self.counts)
         total = pieces[self.index]
         wanted = [len(total) if n == self.index else count(rows) for n, rows in enumerate(self.sends)]
-        came = [dkv.new_empty((rows, *dkv.shape[1:])) for rows in wanted]
-        handle = self._start_returning(pieces, came)
-        meanwhile(1)
+        received = [dkv.new_empty((rows, *dkv.shape[1:])) for rows in wanted]
+        handle = self._start_return(pieces, received)
+        overlap(1)
         handle.wait()
         for n, rows in enumerate(self.sends):
             if n != self.index:
-                add(total, rows, came[n])
+                add(total, rows, received[n])
         return total
 
-    def _parcels(self, tensors: Sequence[torch.Tensor]) -> list[P2PTensor]:
-        """A parcel for, or from, every other rank of the ring."""
+    def _start_return(self, pieces: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Handle:
+        """Start to send gradients home, and to receive those of the own rows."""
+        if self.routed is None:
+            return exchange_nonempty(self.transport, self._messages(pieces), self._messages(buffers))
+        own = self.ranks[self.index]
+        sent = {returned_item(own, rank): piece for rank, piece in self._messages(pieces)}
+        wanted = {returned_item(rank, own): buffer for rank, buffer in self._messages(buffers)}
+        return self.routed.start(self.routed.backward[1], sent, wanted)
+
+    def _messages(self, tensors: Sequence[torch.Tensor]) -> list[P2PTensor]:
+        """Return a message for, or from, every other rank of the ring."""
         return [P2PTensor(self.ranks[n], tensor) for n, tensor in enumerate(tensors) if n != self.index]

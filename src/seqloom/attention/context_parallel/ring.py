@@ -1,8 +1,9 @@
 """Ring attention: keys and values go round, every ring index computes its tiles with each of them in turn.
 
-In step s index i works on the keys of index j = (i - s) mod ring. What the next step needs is under way meanwhile.
-Backward sends keys and values round again, and their gradients one step behind them, in float32: they are sums
-that grow with every step, and after the last one they go home.
+In step s index i works on the keys of index j = (i - s) mod ring, while the keys of the next step are under way. The
+results of a step are merged into the output by log-sum-exp, see `tiles.forward_tiles`. Backward sends keys and values
+round again, and their gradients one step behind them, in float32: they are sums that grow with every step, and after
+the last one they go home.
 
     exchange    0     1          2          ...   r - 1     r
     keys of     s=1   s=2        s=3        ...
@@ -13,17 +14,54 @@ In a routed ring all messages are as long as the longest, with rows at their end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from seqloom.attention.context_parallel.overlap import ContextParallelAttention, Meanwhile, Waits
-from seqloom.attention.context_parallel.routed import RoutedExchanges, gradients_of, keys_of
-from seqloom.attention.kernels.interface import Gradients, Saved
-from seqloom.attention.lse import Joins, Sum, Total, sum_dtype
-from seqloom.attention.tiles import PreparedTile, add_key_gradients, backward_tiles, forward_tiles
+from seqloom.attention.context_parallel.overlap import ContextParallelAttention, ExchangeBytes, Overlap
+from seqloom.attention.context_parallel.routed import RoutedExchanges, gradient_item, key_item
+from seqloom.attention.kernels.interface import Gradients, Kernel, Saved
+from seqloom.attention.lse import GradientAccumulator, MergeOps, OutputAccumulator, sum_dtype
+from seqloom.attention.tiles import (
+    LocalHeads,
+    PreparedTile,
+    ZigzagChunks,
+    add_key_gradients,
+    backward_tiles,
+    forward_tiles,
+    prepare_tiles,
+    ring_tiles,
+)
 from seqloom.dist.routed import RoutedTransfer
 from seqloom.dist.transport import Handle, P2PTensor, Transport, exchange_nonempty
+from seqloom.plan import Group
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RingKeys:
+    """Keys that go round: those of the round, or the prefix of a document in pieces.
+
+    Attributes:
+        counts: rows of every ring index.
+        steps: the tiles of every step.
+    """
+
+    counts: tuple[int, ...]
+    steps: tuple[tuple[PreparedTile, ...], ...]
+
+    @classmethod
+    def of_round(
+        cls, group: Group, index: int, heads: LocalHeads, kernel: Kernel, *, causal: bool, window: int | None
+    ) -> RingKeys:
+        """Return the keys of a group's tokens in this round, as ring index `index` computes with them."""
+        chunks = [ZigzagChunks.of(group, other) for other in range(group.ring)]
+        in_order = [chunks[(index - step) % group.ring] for step in range(group.ring)]
+        tiles = [ring_tiles(chunks[index], keys, causal=causal, window=window) for keys in in_order]
+        steps = tuple(prepare_tiles(kernel, step_tiles, heads) for step_tiles in tiles)
+        return cls(tuple(each.rows for each in chunks), steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,106 +69,121 @@ class Ring(ContextParallelAttention):
     """One rank's part of a ring.
 
     Attributes:
-        transport: this rank's.
+        transport: of this rank.
         ranks: of the ring, by ring index.
         index: of this rank.
-        counts: rows of every ring index.
-        steps: the tiles of every step.
-        joins: how partial results are joined.
-        roads: how exchanges cross nodes; None: from rank to rank.
+        keys: that go round in the same exchanges: those of the round first.
+        ops: merge partial results.
+        routed: exchanges through proxy ranks; None: from rank to rank.
     """
 
     transport: Transport
     ranks: tuple[int, ...]
     index: int
-    counts: tuple[int, ...]
-    steps: tuple[tuple[PreparedTile, ...], ...]
-    joins: Joins
-    roads: RoutedExchanges | None = None
+    keys: tuple[RingKeys, ...]
+    ops: MergeOps
+    routed: RoutedExchanges | None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meanwhile: Meanwhile
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, overlap: Overlap
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) over the keys of all ring indices. `out` has the dtype of q."""
-        total = Total(q, self.joins)
-        kv = self._joined(k, v)
-        for step, tiles in enumerate(self.steps):
-            coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
-            passage = None if self.roads is None or coming is None else self.roads.ahead[step]
-            handle = self._pass_on(passage, (None if coming is None else kv, coming))
-            forward_tiles(tiles, total, q, kv)
-            meanwhile(step)
+        """Return (out, lse), see `ContextParallelAttention.forward`."""
+        total, held = OutputAccumulator(q, self.ops), self._pack(k, v)
+        for step in range(self.size):
+            incoming = self._buffers(held, step + 1, k.dtype) if step + 1 < self.size else []
+            transfer = self.routed.forward[step] if self.routed is not None and incoming else None
+            handle = self._send_to_next(transfer, (held if incoming else [], incoming))
+            for keys, kv in zip(self.keys, held, strict=True):
+                forward_tiles(keys.steps[step], total, q, kv)
+            overlap(step)
             handle.wait()
-            kv = kv if coming is None else coming
+            held = incoming or held
         return total.result()
 
-    def backward(self, dout: torch.Tensor, saved: Saved, meanwhile: Meanwhile) -> Gradients:
-        """Return (dq, dk, dv) of the own rows: dq in the dtype of q, dk and dv in `sum_dtype`."""
-        q, wide = saved.q, sum_dtype(saved.q.dtype)
-        kv = self._joined(saved.k, saved.v)
-        dq, dkv = Sum(q, self.joins), None
-        for step, tiles in enumerate(self.steps):
-            coming = self._room(kv, step + 1, kv.dtype) if step + 1 < len(self.steps) else None
-            arriving = self._room(kv, step, wide) if step else None
-            passage = None if self.roads is None else self.roads.back[step]
-            handle = self._pass_on(passage, (None if coming is None else kv, coming), (dkv, arriving))
-            found = backward_tiles(tiles, dout, saved, kv, dq)
-            meanwhile(step)
+    def backward(self, dout: torch.Tensor, saved: Saved, overlap: Overlap) -> Gradients:
+        """Return (dq, dk, dv), see `ContextParallelAttention.backward`."""
+        wide, dq = sum_dtype(saved.q.dtype), GradientAccumulator(saved.q, self.ops)
+        held, started = self._pack(saved.k, saved.v), self._started_gradients()
+        gradients: Tensors = []
+        for step in range(self.size):
+            incoming = self._buffers(held, step + 1, held[0].dtype) if step + 1 < self.size else []
+            arriving = self._buffers(held, step, wide) if step else []
+            transfer = None if self.routed is None else self.routed.backward[step]
+            handle = self._send_to_next(transfer, (held if incoming else [], incoming), (gradients, arriving))
+            parts = [
+                backward_tiles(keys.steps[step], dout, saved, kv, dq) for keys, kv in zip(self.keys, held, strict=True)
+            ]
+            overlap(step)
             handle.wait()
-            dkv = add_key_gradients(arriving, self._rows(step), found, self.joins)
-            dkv = self._room(kv, step, wide) if dkv is None else dkv  # there is no such key
-            kv = kv if coming is None else coming
-        home = self._room(kv, 0, wide)
-        passage = None if self.roads is None else self.roads.back[-1]
-        handle = self._pass_on(passage, (None, None), (dkv, home))
-        meanwhile(len(self.steps))
-        handle.wait()
-        dk, dv = home[: self._count(0)].tensor_split(2, dim=1)
+            gradients = []
+            for kv, found, so_far in zip(held, parts, arriving or started, strict=True):
+                total = add_key_gradients(so_far, len(kv), found, self.ops)
+                gradients.append(kv.new_zeros(kv.shape, dtype=wide) if total is None else total)
+            held = incoming or held
+        if self.size > 1:
+            home = self._buffers(held, 0, wide)
+            transfer = None if self.routed is None else self.routed.backward[-1]
+            handle = self._send_to_next(transfer, ([], []), (gradients, home))
+            overlap(self.size)
+            handle.wait()
+            gradients = home
+        dk, dv = self._finish_gradients(gradients, started).tensor_split(2, dim=1)
         return dq.result(), dk, dv
 
-    def waits(self, row: int, wide_row: int) -> Waits:
-        """See `Shared.waits`."""
-        ring = len(self.steps)
-        keys = [row * self._count(step) for step in range(1, ring)]
-        gradients = [wide_row * self._count(step) for step in range(1, ring)]
-        both = [sum(pair) for pair in zip([*keys, 0], [0, *gradients], strict=True)]
-        return Waits(tuple(keys), (*both, wide_row * self._count(0)))
+    def exchange_bytes(self, kv_row: int, gradient_row: int) -> ExchangeBytes:
+        """See `ContextParallelAttention.exchange_bytes`."""
+        rows = [sum(keys.counts[self._holder(step)] for keys in self.keys) for step in range(self.size)]
+        kv, gradients = [kv_row * count for count in rows[1:]], [gradient_row * count for count in rows[1:]]
+        both = [sum(pair) for pair in zip([*kv, 0], [0, *gradients], strict=True)]
+        return ExchangeBytes(tuple(kv), (*both, gradient_row * rows[0]))
 
-    def _count(self, step: int) -> int:
-        """Rows of the index whose keys are here in a step."""
-        return self.counts[(self.index - step) % len(self.counts)]
+    @property
+    def size(self) -> int:
+        """Indices of the ring."""
+        return len(self.ranks)
 
-    def _rows(self, step: int) -> int:
-        """Rows of a message that belongs to the keys of a step."""
-        return self._count(step) if self.roads is None else max(self.counts)
+    def _holder(self, step: int) -> int:
+        """Ring index whose keys are here in a step."""
+        return (self.index - step) % self.size
 
-    def _joined(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return the own keys and values as a message [rows, 2 * kv heads, dim]."""
-        if len(k) == self._rows(0):
-            return torch.cat((k, v), dim=1)
-        kv = k.new_zeros((self._rows(0), 2 * k.shape[1], k.shape[2]))
+    def _message_rows(self, keys: RingKeys, step: int) -> int:
+        return keys.counts[self._holder(step)] if self.routed is None else max(keys.counts)
+
+    def _pack(self, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        """Return the local keys and values as messages [rows, 2 * kv heads, dim], one for each of `keys`."""
+        rows = self._message_rows(self.keys[0], 0)
+        if len(k) == rows:
+            return [torch.cat((k, v), dim=1)]
+        kv = k.new_zeros((rows, 2 * k.shape[1], k.shape[2]))
         torch.cat((k, v), dim=1, out=kv[: len(k)])
-        return kv
+        return [kv]
 
-    def _room(self, like: torch.Tensor, step: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty buffer for what belongs to the keys of a step."""
-        return like.new_empty((self._rows(step), *like.shape[1:]), dtype=dtype)
+    def _started_gradients(self) -> list[torch.Tensor | None]:
+        """Return gradients of keys to which the first step adds."""
+        return [None]
 
-    def _pass_on(
-        self, passage: RoutedTransfer | None, *moves: tuple[torch.Tensor | None, torch.Tensor | None]
-    ) -> Handle:
-        """Send the first of every pair to the next index, receive the second from the one before; None: nothing.
+    def _finish_gradients(self, gradients: Tensors, started: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return dk and dv of this rank's rows, [rows, 2 * kv heads, dim]."""
+        return gradients[0][: self.keys[0].counts[self.index]]
+
+    def _buffers(self, like: Tensors, step: int, dtype: torch.dtype) -> Tensors:
+        """Return empty buffers for messages that belong to the keys of a step."""
+        shape = like[0].shape[1:]
+        return [like[0].new_empty((self._message_rows(keys, step), *shape), dtype=dtype) for keys in self.keys]
+
+    def _send_to_next(self, transfer: RoutedTransfer | None, *messages: tuple[Tensors, Tensors]) -> Handle:
+        """Send the first of every pair to the next index, receive the second from the one before.
 
         Args:
-            passage: of a routed exchange.
-            moves: of keys and values, then of their gradients.
+            transfer: of a routed exchange.
+            messages: keys and values, then their gradients.
         """
-        here, after, before = (self.ranks[(self.index + k) % len(self.ranks)] for k in (0, 1, -1))
-        if self.roads is not None and passage is not None:
-            named = list(zip((keys_of, gradients_of), moves, strict=False))
-            sent = {item(here): tensor for item, (tensor, _) in named if tensor is not None}
-            wanted = {item(before): room for item, (_, room) in named if room is not None}
-            return self.roads.start(passage, sent, wanted)
-        sends = [P2PTensor(after, tensor) for tensor, _ in moves if tensor is not None]
-        receives = [P2PTensor(before, room) for _, room in moves if room is not None]
+        rank, after, before = (self.ranks[(self.index + k) % self.size] for k in (0, 1, -1))
+        if self.routed is not None and transfer is not None:
+            named = list(zip((key_item, gradient_item), messages, strict=False))
+            sent = {item(rank): tensor for item, (tensors, _) in named for tensor in tensors}
+            wanted = {item(before): buffer for item, (_, buffers) in named for buffer in buffers}
+            return self.routed.start(transfer, sent, wanted)
+        sends = [P2PTensor(after, tensor) for tensors, _ in messages for tensor in tensors]
+        receives = [P2PTensor(before, buffer) for _, buffers in messages for buffer in buffers]
         return exchange_nonempty(self.transport, sends, receives)

@@ -1,4 +1,4 @@
-"""The Ulysses exchange: some tokens of all heads become all tokens of some heads, and back.
+"""Ulysses all-to-all: some tokens of all heads become all tokens of some heads, and back.
 
 In a block of u ranks, rank j works on the j-th of u even runs of the query heads and on the kv heads that these
 read; a kv head is replicated only on ranks whose query heads share it. q, k and v travel together, one exchange in
@@ -6,7 +6,7 @@ and one out, forward and backward. For rank j a sender packs, row by row,
 
     [ query heads of j | key heads of j | value heads of j ]
 
-so that what a rank receives is [all rows, its heads, dim], of which q, k and v are views.
+so that a rank receives [all rows, its heads, dim], of which q, k and v are views.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """Who in a block has which heads; the same as `Group.head_layout` says.
+    """Which rank of a block has which heads; the same as `Group.head_layout` says.
 
     Attributes:
         heads, kv_heads: of the model.
@@ -44,9 +44,9 @@ class HeadSplit:
     @classmethod
     def of(cls, heads: int, kv_heads: int, ulysses: int) -> HeadSplit:
         """Split evenly, the first ranks one head more."""
-        shared = heads // kv_heads
+        group = heads // kv_heads
         query = tuple(even_ranges(heads, ulysses))
-        kv = tuple((low // shared, -(-high // shared)) for low, high in query)
+        kv = tuple((low // group, -(-high // group)) for low, high in query)
         return cls(heads, kv_heads, query, kv, _is_even(query) and _is_even(kv))
 
     @property
@@ -54,27 +54,33 @@ class HeadSplit:
         """Whether a kv head is on several ranks."""
         return any(first[1] > second[0] for first, second in pairwise(self.kv))
 
-    def readers(self, index: int) -> tuple[int, ...] | None:
+    def counts(self, rank: int) -> tuple[int, int]:
+        """Return how many query heads and kv heads a rank of the block has."""
+        (low, high), (kv_low, kv_high) = self.query[rank], self.kv[rank]
+        return high - low, kv_high - kv_low
+
+    def kv_index(self, rank: int) -> tuple[int, ...] | None:
         """Return the local kv head of every local query head of a rank; None when they share them equally."""
-        (low, high), (kv_low, kv_high) = self.query[index], self.kv[index]
-        shared = self.heads // self.kv_heads
-        found = tuple(head // shared - kv_low for head in range(low, high))
+        (low, high), (kv_low, kv_high) = self.query[rank], self.kv[rank]
+        group = self.heads // self.kv_heads
+        found = tuple(head // group - kv_low for head in range(low, high))
         each, rest = divmod(high - low, kv_high - kv_low)
         return None if not rest and found == tuple(h // each for h in range(high - low)) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
-    """One rank's part of the exchange.
+class UlyssesExchange:
+    """One rank's part of the all-to-all.
 
     Attributes:
-        transport: this rank's.
-        block: ranks that exchange. A run of them has a communicator; those of a column, one of every team, have none.
-        index: of this rank in it.
+        transport: of this rank.
+        block: ranks that exchange. A run of them has a communicator; those of one weight slice of several TP groups
+            have none.
+        index: of this rank in the block.
         counts: rows of every rank of the block.
-        split: who has which heads.
+        split: heads of every rank.
         order: sorts the rows of all ranks into the buffer that attention works on; None: they are sorted.
-        places: the inverse of `order`.
+        inverse_order: undoes `order`.
     """
 
     transport: Transport
@@ -83,7 +89,7 @@ class Exchange:
     counts: tuple[int, ...]
     split: HeadSplit
     order: torch.Tensor | None
-    places: torch.Tensor | None
+    inverse_order: torch.Tensor | None
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Exchange q, k, v (or one tensor of query heads alone): all heads of own rows for own heads of all rows.
@@ -104,16 +110,16 @@ class Exchange:
         else:
             _pack(sent.split([rows * other * dim for other in widths]), tensors, ranges)
         received = sent.new_empty(sum(self.counts) * width * dim)
-        into, out_of = [count * width * dim for count in self.counts], [rows * other * dim for other in widths]
-        self._all_to_all(received, sent, into, out_of)
+        output_sizes, input_sizes = [count * width * dim for count in self.counts], [rows * w * dim for w in widths]
+        self._all_to_all(received, sent, output_sizes, input_sizes)
         buffer = received.view(-1, width, dim)
         if self.order is not None:
             buffer = buffer.index_select(0, self.order)
         return buffer.split([own[self.index][1] - own[self.index][0] for own in ranges], dim=1)
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """Give [all rows, own heads, dim] back: return [own rows, all heads, dim]."""
-        received, pieces = self._give_back(out, [high - low for low, high in self.split.query])
+        """Exchange an output [all rows, own heads, dim] for [own rows, all heads, dim]."""
+        received, pieces = self._return_rows(out, [high - low for low, high in self.split.query])
         if self.split.even:
             return _side_by_side(received.view(len(self.block), -1, *out.shape[1:]))
         return torch.cat(pieces, dim=1)
@@ -121,12 +127,12 @@ class Exchange:
     def gradients_to_tokens(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Give gradients back in `dtype`. Those of a kv head on several ranks are summed in float32, then rounded.
+        """Exchange gradients in `dtype`. Those of a kv head on several ranks are summed in float32, then rounded.
 
         Args:
             dq: [all rows, own heads, dim].
             dk, dv: [all rows, own kv heads, dim].
-            dtype: of what travels and is returned.
+            dtype: of the messages and of the result.
 
         Returns:
             dq [own rows, heads, dim], dk and dv [own rows, kv heads, dim].
@@ -135,24 +141,24 @@ class Exchange:
         fused = dq.new_empty((len(dq), heads + 2 * kv_heads, dq.shape[2]), dtype=dtype)
         fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :] = dq, dk, dv
         query, kv = ([high - low for low, high in own] for own in (self.split.query, self.split.kv))
-        received, pieces = self._give_back(fused, [q + 2 * k for q, k in zip(query, kv, strict=True)])
+        received, pieces = self._return_rows(fused, [q + 2 * k for q, k in zip(query, kv, strict=True)])
         if self.split.even:
             dq, dkv = received.view(len(self.block), -1, *fused.shape[1:]).split([heads, 2 * kv_heads], dim=2)
-            dkv = _kv_gradient_even(dkv.unflatten(2, (2, -1)), self.split)
+            dkv = _join_kv_gradients_even(dkv.unflatten(2, (2, -1)), self.split)
             return _side_by_side(dq), dkv[:, 0], dkv[:, 1]
         dq = torch.cat([piece[:, :count] for piece, count in zip(pieces, query, strict=True)], dim=1)
         both = [piece[:, count:].unflatten(1, (2, -1)) for piece, count in zip(pieces, query, strict=True)]
-        dkv = _kv_gradient(both, self.split)
+        dkv = _join_kv_gradients(both, self.split)
         return dq, dkv[:, 0], dkv[:, 1]
 
-    def _give_back(self, tensor: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _return_rows(self, tensor: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Send every rank its rows of `tensor` [all rows, own width, dim].
 
         Returns:
-            What came, flat, and the same as [own rows, width, dim] for every rank (left out when heads are even).
+            The received elements, flat, and as [own rows, width, dim] of every rank (none when heads are even).
         """
-        if self.places is not None:
-            tensor = tensor.index_select(0, self.places)
+        if self.inverse_order is not None:
+            tensor = tensor.index_select(0, self.inverse_order)
         rows, dim, row = self.counts[self.index], tensor.shape[2], tensor.shape[1] * tensor.shape[2]
         sizes = [rows * width * dim for width in widths]
         received = tensor.new_empty(sum(sizes))
@@ -165,16 +171,16 @@ class Exchange:
     def _all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> None:
-        if sum(self.counts):  # a block without rows has nothing to say, and all its ranks know
-            run = self.block[-1] - self.block[0] == len(self.block) - 1
-            all_to_all(self.transport, output, input, output_sizes, input_sizes, self.block, collective=run)
+        if sum(self.counts):  # all ranks of a block without rows skip it
+            collective = self.block[-1] - self.block[0] == len(self.block) - 1
+            all_to_all(self.transport, output, input, output_sizes, input_sizes, self.block, collective=collective)
 
 
-def _is_even(own: Ranges) -> bool:
+def _is_even(ranges: Ranges) -> bool:
     """Whether every rank has as many heads as the others, shared by equally many ranks."""
-    width, distinct = own[0][1], len(set(own))
-    each = len(own) // distinct
-    return own == tuple((rank // each * width, rank // each * width + width) for rank in range(len(own)))
+    width, distinct = ranges[0][1], len(set(ranges))
+    each = len(ranges) // distinct
+    return ranges == tuple((rank // each * width, rank // each * width + width) for rank in range(len(ranges)))
 
 
 def _pack(pieces: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], ranges: Sequence[Ranges]) -> None:
@@ -187,7 +193,7 @@ def _pack(pieces: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], range
 
 
 def _pack_even(packed: torch.Tensor, tensors: Sequence[torch.Tensor], ranges: Sequence[Ranges]) -> None:
-    """The same for [ranks, rows, heads of a rank, dim]: one copy per tensor, also where ranks share a head."""
+    """Fill [ranks, rows, heads of a rank, dim]: one copy per tensor, also where ranks share a head."""
     start = 0
     for tensor, own in zip(tensors, ranges, strict=True):
         width, distinct = own[0][1], len(set(own))
@@ -201,7 +207,7 @@ def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
     return parts.transpose(0, 1).flatten(1, 2)
 
 
-def _kv_gradient(parts: list[torch.Tensor], split: HeadSplit) -> torch.Tensor:
+def _join_kv_gradients(parts: list[torch.Tensor], split: HeadSplit) -> torch.Tensor:
     """Join [rows, 2, kv heads of a rank, dim] of all ranks to [rows, 2, kv heads, dim], in rank order."""
     if not split.replicated:
         return torch.cat(parts, dim=2)
@@ -212,8 +218,8 @@ def _kv_gradient(parts: list[torch.Tensor], split: HeadSplit) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def _kv_gradient_even(parts: torch.Tensor, split: HeadSplit) -> torch.Tensor:
-    """The same for [ranks, rows, 2, kv heads of a rank, dim]."""
+def _join_kv_gradients_even(parts: torch.Tensor, split: HeadSplit) -> torch.Tensor:
+    """Join [ranks, rows, 2, kv heads of a rank, dim] to [rows, 2, kv heads, dim]."""
     if split.replicated:
         shared = parts.unflatten(0, (split.kv_heads // parts.shape[3], -1))
         parts = shared.sum(1, dtype=sum_dtype(parts.dtype)).to(parts.dtype)

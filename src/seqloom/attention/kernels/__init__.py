@@ -1,13 +1,13 @@
-"""Kernels behind one interface: what they can do, which one runs, and what they were measured to take.
+"""Attention kernels behind one interface: their capabilities, measured times, and the choice among them.
 
-Heavy modules are loaded by `registry`, not here.
+`dispatch` imports every kernel; this package only the interface.
 """
 
-from seqloom.attention.kernels.interface import Ability, AttentionShape, Kernel, Prepared
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Kernel, PreparedAttention
 
 __all__ = [
-    "Ability",
     "AttentionShape",
+    "Capabilities",
     "Kernel",
-    "Prepared",
+    "PreparedAttention",
 ]

@@ -1,9 +1,25 @@
-"""Segments over several kernels, as one prepared attention: they share the buffers of the result."""
+"""Which kernel runs: segments go to the kernels that are predicted to finish soonest, by measured times.
+
+    KERNELS       all kernels by name, what each needs of a device, in order of preference
+    KernelTable   measured times, written by `seqloom profile`; the package brings some
+    Dispatcher    a kernel that splits segments over the available ones
+
+A predicted time is a sum: every kernel in use costs a call, every segment costs its time on its kernel. So for a given
+set of kernels each segment goes to the fastest of them; the few sets are all tried. Forward and backward are chosen
+separately: all a backward needs of its forward is the output and the log-sum-exp.
+
+A measured time is that of one segment among others in the same call, by how many (query, key) pairs it holds. Times for
+other head counts are scaled by the heads; other head dims and dtypes need a measurement of their own.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import combinations
@@ -13,167 +29,169 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.cpu_flash import CpuFlash
+from seqloom.attention.kernels.cpu import CpuFlash, Reference
 from seqloom.attention.kernels.cudnn import Cudnn
 from seqloom.attention.kernels.flash import FlashAttn2, FlashAttn3, Varlen, installed
 from seqloom.attention.kernels.interface import (
-    Ability,
     AttentionShape,
+    Capabilities,
     Gradients,
+    InPlaceAttention,
     Kernel,
-    Prepared,
+    PreparedAttention,
     Saved,
-    Warmable,
-    Writer,
-    rows_of,
+    SupportsWarmUp,
+    WarmUpReport,
+    device_rows,
+    dtype_name,
 )
-from seqloom.attention.kernels.reference import Reference
-from seqloom.attention.kernels.tables import KernelTable, Times, built_in, default_path
 from seqloom.attention.kernels.triton_attention import TritonSegments
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError, unknown_name
+from seqloom.reader import read_mapping
 
-Share = tuple[Kernel, Segments]
+FORMAT = 1
+UNSUPPORTED_NS = 2**40
+"""Time of a segment on a kernel that does not support it; far above any, and a sum of many still fits an integer."""
 
 
-class Placed(NamedTuple):
-    """A prepared part and where its rows are."""
+# -- all kernels ------------------------------------------------------------------------------------------------------
 
-    prepared: Prepared
-    queries: slice | torch.Tensor
-    keys: slice | torch.Tensor
-    writer: Writer | None
 
-    @classmethod
-    def of(cls, kernel: Kernel, segments: Segments, shape: AttentionShape) -> Placed:
-        """Prepare a part."""
-        prepared = kernel.prepare(segments, shape)
-        queries = rows_of(segments.q_start, segments.q_stop, shape.device)
-        keys = rows_of(segments.k_start, segments.k_stop, shape.device)
-        return cls(prepared, queries, keys, prepared if isinstance(prepared, Writer) else None)
+class KernelEntry(NamedTuple):
+    """A kernel of the project.
+
+    Attributes:
+        make: its class.
+        missing: what a device or an installation lacks to run it; None: nothing.
+        min_length: without measurements it is preferred for segments of at least this many tokens.
+    """
+
+    make: Callable[[], Kernel]
+    missing: Callable[[torch.device], str | None] = lambda device: None
+    min_length: int = 0
+
+
+def _triton_missing(device: torch.device) -> str | None:
+    return "package triton is not installed" if find_spec("triton") is None else None
+
+
+def _cudnn_missing(device: torch.device) -> str | None:
+    needed = "it needs the package nvidia-cudnn-frontend and a GPU of compute capability 9.0 or more"
+    return None if Cudnn.available(device) else needed
+
+
+def _ampere_missing(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}, not 8.0 or more" if major < 8 else None
+
+
+def _flash_attn_2_missing(device: torch.device) -> str | None:
+    return _ampere_missing(device) if installed("flash_attn_2") else "package flash_attn is not installed"
+
+
+def _flash_attn_3_missing(device: torch.device) -> str | None:
+    if not installed("flash_attn_3"):
+        return "package flash_attn_interface is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}, not 9.x" if major != 9 else None
+
+
+KERNELS = {
+    "cudnn": KernelEntry(Cudnn, _cudnn_missing, min_length=256),
+    "triton": KernelEntry(TritonSegments, _triton_missing),
+    "varlen": KernelEntry(Varlen, _ampere_missing),
+    "flash_attn_3": KernelEntry(FlashAttn3, _flash_attn_3_missing),
+    "flash_attn_2": KernelEntry(FlashAttn2, _flash_attn_2_missing),
+    "cpu_flash": KernelEntry(CpuFlash),
+    "reference": KernelEntry(Reference),
+}
+"""In order of preference, which decides where nothing was measured."""
+
+
+def make_kernel(name: str) -> Kernel:
+    """Return the kernel of this name."""
+    if name not in KERNELS:
+        raise unknown_name("kernel", name, KERNELS)
+    return KERNELS[name].make()
+
+
+def unavailable_kernels(device: torch.device) -> dict[str, str]:
+    """Return the kernels for this type of device that cannot run on it, and why."""
+    found = {}
+    for name, entry in KERNELS.items():
+        why = entry.missing(device) if device.type in entry.make().capabilities.devices else None
+        if why is not None:
+            found[name] = why
+    return found
+
+
+def available_kernels(device: torch.device) -> tuple[Kernel, ...]:
+    """Return the kernels that can run on a device, in order of preference."""
+    absent = unavailable_kernels(device)
+    kernels = [entry.make() for name, entry in KERNELS.items() if name not in absent]
+    return tuple(kernel for kernel in kernels if device.type in kernel.capabilities.devices)
+
+
+def default_dispatcher(device: torch.device | str, table: Path | None = None) -> Dispatcher:
+    """Return the dispatcher over all kernels that can run on a device; the same one every time.
+
+    Args:
+        device: where attention runs.
+        table: file of measured times; None: the one that `seqloom profile` writes, and those of the package.
+    """
+    return _default_dispatcher(torch.device(device), table)
+
+
+@lru_cache
+def _default_dispatcher(device: torch.device, table: Path | None) -> Dispatcher:
+    path = default_table_path() if table is None else table
+    measured = KernelTable() if table is None and not path.is_file() else KernelTable.load(path)
+    if table is None:
+        measured = measured.merged(built_in_table())
+    min_lengths = {name: entry.min_length for name, entry in KERNELS.items() if entry.min_length}
+    return Dispatcher(available_kernels(device), measured, min_lengths)
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedParts:
-    """The parts of both passes. The first makes the buffers, the others put their rows into them, in order."""
+class CombinedCapabilities(Capabilities):
+    """Capabilities of several kernels together, segment by segment: only `unsupported` is meaningful."""
 
-    forward_parts: tuple[Placed, ...]
-    backward_parts: tuple[Placed, ...]
+    members: tuple[Capabilities, ...] = ()
 
-    @classmethod
-    def of(cls, forward: Sequence[Share], backward: Sequence[Share], shape: AttentionShape) -> PreparedParts:
-        """Prepare the shares of both passes; a share of both is prepared once."""
-        made: dict[tuple[int, bytes], Placed] = {}
-
-        def place(shares: Sequence[Share]) -> tuple[Placed, ...]:
-            placed = []
-            for kernel, segments in sorted(shares, key=_order):
-                key = (id(kernel), segments.q_start.tobytes())
-                if key not in made:
-                    made[key] = Placed.of(kernel, segments, shape)
-                placed.append(made[key])
-            return tuple(placed)
-
-        return cls(place(forward), place(backward))
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse), see `Prepared`."""
-        first, *others = self.forward_parts
-        out, lse = first.prepared.forward(q, k, v)
-        for part in others:
-            if part.writer is not None:
-                part.writer.forward_into(q, k, v, out, lse)
-                continue
-            result, sums = part.prepared.forward(q, k, v)
-            out[part.queries] = result[part.queries].to(out.dtype)
-            lse[:, part.queries] = sums[:, part.queries]
-        return out, lse
-
-    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """Return (dq, dk, dv), see `Prepared`."""
-        first, *others = self.backward_parts
-        gradients = first.prepared.backward(dout, saved)
-        for part in others:
-            if part.writer is not None:
-                part.writer.backward_into(dout, saved, gradients)
-                continue
-            results = part.prepared.backward(dout, saved)
-            places = (part.queries, part.keys, part.keys)
-            for buffer, where, result in zip(gradients, places, results, strict=True):
-                buffer[where] = result[where].to(buffer.dtype)
-        return gradients
-
-
-def _order(share: Share) -> tuple[bool, int]:
-    """Kernels that spill come first, then the part with most rows, which others need not copy."""
-    kernel, segments = share
-    return not kernel.ability.spills, -int(segments.q_len.sum() + segments.k_len.sum())
-
-
-# ---- merged: attention.kernels.dispatch
-# Several kernels behind the interface of one: segments go where they are predicted to finish soonest.
-#
-# The prediction is a sum: every kernel that is used costs a call, every segment costs its time on its kernel. So
-# once
-# it is known which kernels take part, each segment goes to the fastest of them; the few sets of kernels are all
-# tried.
-# Forward and backward are chosen apart: all a backward needs of its forward is the output and the log-sum-exp.
-
-
-NEVER = 2**40
-"""Nanoseconds of a segment on a kernel that refuses it; far above any, and a sum of many still fits an integer."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnyOf(Ability):
-    """What several kernels can do together, segment by segment."""
-
-    members: tuple[Ability, ...] = ()
-
-    @classmethod
-    def of(cls, members: Sequence[Ability], name: str = "dispatcher") -> AnyOf:
-        """Join abilities; the single fields say what at least one member can do."""
-        return cls(
-            name=name,
-            devices=tuple(dict.fromkeys(device for one in members for device in one.devices)),
-            dtypes=tuple(dict.fromkeys(dtype for one in members for dtype in one.dtypes)),
-            max_dim=max(one.max_dim for one in members),
-            dim_multiple=min(one.dim_multiple for one in members),
-            grouped=any(one.grouped for one in members),
-            windows=any(one.windows for one in members),
-            offsets=any(one.offsets for one in members),
-            prefixes=any(one.prefixes for one in members),
-            tested=all(one.tested for one in members),
-            members=tuple(members),
-        )
-
-    def refusal(self, segments: Segments, shape: AttentionShape) -> str | None:
-        """Say why some segment is taken by no member, with the reason of every member; None when all are taken."""
-        able = [one for one in self.members if one.refuse_shape(shape) is None]
-        taken = np.zeros(len(segments), dtype=bool)
+    def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
+        """Return why some segment is supported by no member, with the reason of every member; None when all are."""
+        able = [one for one in self.members if one.unsupported_shape(shape) is None]
+        supported = np.zeros(len(segments), dtype=bool)
         for one in able:
-            taken |= one.takes(segments)
-        if able and taken.all():
+            supported |= one.supports(segments)
+        if able and supported.all():
             return None
-        left = segments.select(~taken)
-        reasons = [one.refuse_shape(shape) or one.refuse_segments(left) for one in self.members]
+        left = segments.select(~supported)
+        reasons = [one.unsupported_shape(shape) or one.unsupported_segments(left) for one in self.members]
         return "no kernel can run this attention:\n  " + "\n  ".join(reason for reason in reasons if reason)
 
 
-class Part(NamedTuple):
-    """Segments for one kernel."""
+class KernelChoice(NamedTuple):
+    """Segments for one kernel.
+
+    Attributes:
+        predicted_ns: the call included; None where nothing was measured.
+    """
 
     kernel: Kernel
     segments: Segments
     predicted_ns: int | None
-    """The call included; None where nothing was measured."""
     why: str
 
     def explain(self) -> dict[str, Any]:
-        """One row for people and for JSON."""
+        """Return one row for people and for JSON."""
         lengths = np.maximum(self.segments.q_len, self.segments.k_len)
         return {
-            "kernel": self.kernel.ability.name,
+            "kernel": self.kernel.capabilities.name,
             "segments": len(self.segments),
             "tokens": int(self.segments.q_len.sum()),
             "shortest": int(lengths.min()) if len(lengths) else 0,
@@ -185,220 +203,379 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatcher:
-    """A kernel that hands segments on to others.
+    """A kernel that splits segments over other kernels.
 
     Attributes:
         kernels: in order of preference, which decides where nothing was measured.
         table: measured times.
-        at_least: without measurements, a kernel named here is preferred only for segments this long (the root of
+        min_lengths: without measurements, a kernel named here is preferred only for segments this long (the root of
             queries x keys).
     """
 
     kernels: tuple[Kernel, ...]
-    table: KernelTable = field(default_factory=KernelTable)
-    at_least: Mapping[str, int] = field(default_factory=dict)
+    table: KernelTable = field(default_factory=lambda: KernelTable())
+    min_lengths: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def ability(self) -> AnyOf:
-        """What the kernels can do together."""
-        return AnyOf.of([kernel.ability for kernel in self.kernels])
+    def capabilities(self) -> CombinedCapabilities:
+        """Capabilities of the kernels together."""
+        members = tuple(kernel.capabilities for kernel in self.kernels)
+        return CombinedCapabilities("dispatcher", devices=(), dtypes=(), max_dim=0, members=members)
 
-    def prepare(self, segments: Segments, shape: AttentionShape) -> Prepared:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedAttention:
         """Choose kernels for both passes and prepare them. One kernel for everything is returned as it is."""
         forward, backward = (self.choose(segments, shape, backward=backward) for backward in (False, True))
         if len(forward) == len(backward) == 1 and forward[0].kernel is backward[0].kernel:
             return forward[0].kernel.prepare(forward[0].segments, shape)
-        shares = [[(part.kernel, part.segments) for part in parts] for parts in (forward, backward)]
-        return PreparedParts.of(shares[0], shares[1], shape)
+        shares = [[(choice.kernel, choice.segments) for choice in choices] for choices in (forward, backward)]
+        return PreparedSplit.of(shares[0], shares[1], shape)
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
-        """See `Warmable`: all kernels that take the shape, one after the other."""
-        able = [kernel for kernel in self.kernels if kernel.ability.refuse_shape(shape) is None]
-        warmable = [kernel for kernel in able if isinstance(kernel, Warmable)]
+        """Warm up all kernels that support the shape, one after the other; see `SupportsWarmUp`."""
+        warmable = [kernel for kernel in self._able(shape) if isinstance(kernel, SupportsWarmUp)]
         return sum(kernel.warm_up(shape, longest, tokens=tokens, report=report) for kernel in warmable)
 
     def explain(self, segments: Segments, shape: AttentionShape) -> list[dict[str, Any]]:
-        """Say which kernel gets what and why: one row per pass and kernel, for people and for JSON."""
+        """Return which kernel gets what and why: one row per pass and kernel, for people and for JSON."""
         return [
-            {"pass": name, **part.explain()}
+            {"pass": name, **choice.explain()}
             for name, backward in (("forward", False), ("backward", True))
-            for part in self.choose(segments, shape, backward=backward)
+            for choice in self.choose(segments, shape, backward=backward)
         ]
 
-    def choose(self, segments: Segments, shape: AttentionShape, *, backward: bool = False) -> list[Part]:
+    def choose(self, segments: Segments, shape: AttentionShape, *, backward: bool = False) -> list[KernelChoice]:
         """Split segments over the kernels, for one pass.
 
         Raises:
-            SeqloomError: when a segment can be taken by no kernel, with the reason of every one.
+            SeqloomError: no kernel supports a segment; with the reason of every kernel.
         """
-        refusal = self.ability.refusal(segments, shape)
-        if refusal is not None:
-            raise SeqloomError(refusal)
-        able = [kernel for kernel in self.kernels if kernel.ability.refuse_shape(shape) is None]
+        unsupported = self.capabilities.unsupported(segments, shape)
+        if unsupported is not None:
+            raise SeqloomError(unsupported)
+        able = self._able(shape)
         if not len(segments):
-            return [Part(able[0], segments, None, "nothing to do")]
-        takes = np.array([kernel.ability.takes(segments) for kernel in able])
+            return [KernelChoice(able[0], segments, None, "nothing to do")]
         measurement = self.table.find(shape)
         if measurement is None:
-            return list(self._by_preference(able, takes, segments, "first that takes it; not measured here"))
+            return list(self._by_preference(able, segments, "first that takes it; not measured here"))
         times = {one.kernel: one for one in measurement.scaled(shape.heads)}
-        timed = [(kernel, times[kernel.ability.name]) for kernel in able if kernel.ability.name in times]
-        left = np.ones(len(segments), dtype=bool)
+        timed = [(kernel, times[name]) for kernel in able if (name := kernel.capabilities.name) in times]
+        unmeasured = np.ones(len(segments), dtype=bool)
         for kernel, _ in timed:
-            left &= ~kernel.ability.takes(segments)
-        parts = [] if left.all() else list(_soonest(timed, segments.select(~left), backward))
-        if left.any():
-            parts += self._by_preference(able, takes[:, left], segments.select(left), "no measured kernel takes it")
-        return parts
+            unmeasured &= ~kernel.capabilities.supports(segments)
+        choices = [] if unmeasured.all() else list(_fastest_split(timed, segments.select(~unmeasured), backward))
+        if unmeasured.any():
+            choices += self._by_preference(able, segments.select(unmeasured), "no measured kernel takes it")
+        return choices
 
-    def _by_preference(self, able: Sequence[Kernel], takes: np.ndarray, segments: Segments, why: str) -> Iterator[Part]:
-        """Give every segment to the first kernel that takes it and is preferred at its length."""
+    def _able(self, shape: AttentionShape) -> list[Kernel]:
+        return [kernel for kernel in self.kernels if kernel.capabilities.unsupported_shape(shape) is None]
+
+    def _by_preference(self, able: Sequence[Kernel], segments: Segments, why: str) -> Iterator[KernelChoice]:
+        """Give every segment to the first kernel that supports it and is preferred at its length."""
+        supported = np.array([kernel.capabilities.supports(segments) for kernel in able])
         squared = segments.q_len * segments.k_len
-        floors = np.array([self.at_least.get(kernel.ability.name, 0) for kernel in able])
-        preferred = takes & (squared >= floors[:, None] ** 2)
+        floors = np.array([self.min_lengths.get(kernel.capabilities.name, 0) for kernel in able])
+        preferred = supported & (squared >= floors[:, None] ** 2)
         # A kernel that is not preferred at this length is still better than none.
-        owner = np.where(preferred.any(axis=0), preferred.argmax(axis=0), takes.argmax(axis=0))
+        owner = np.where(preferred.any(axis=0), preferred.argmax(axis=0), supported.argmax(axis=0))
         for index in np.unique(owner):
-            yield Part(able[index], _plain(segments.select(owner == index)), None, why)
+            yield KernelChoice(able[index], _drop_idle_window(segments.select(owner == index)), None, why)
 
 
-def _soonest(timed: Sequence[tuple[Kernel, Times]], segments: Segments, backward: bool) -> Iterator[Part]:
-    """Split segments so that the predicted total is least. Fewer kernels win ties, then earlier ones.
+def _fastest_split(
+    timed: Sequence[tuple[Kernel, KernelTimes]], segments: Segments, backward: bool
+) -> Iterator[KernelChoice]:
+    """Split segments, each supported by one of the kernels, so that the predicted total is least.
 
-    Every segment is taken by one of the kernels.
+    Fewer kernels win ties, then earlier ones.
     """
-    takes = np.array([kernel.ability.takes(segments) for kernel, _ in timed])
-    costs = np.where(takes, np.array([times.predict_ns(segments, backward) for _, times in timed]), NEVER)
+    supported = np.array([kernel.capabilities.supports(segments) for kernel, _ in timed])
+    predicted = np.array([times.predict_ns(segments, backward) for _, times in timed])
+    costs = np.where(supported, predicted, UNSUPPORTED_NS)
     calls = np.array([times.call_ns(backward) for _, times in timed])
     sets = [list(some) for size in range(1, len(timed) + 1) for some in combinations(range(len(timed)), size)]
     totals = [int(calls[some].sum() + costs[some].min(axis=0).sum()) for some in sets]
     best = sets[int(np.argmin(totals))]
     owner = np.array(best)[costs[best].argmin(axis=0)]
-    alone = {index: int(calls[index] + costs[index].sum()) for index in range(len(timed)) if takes[index].all()}
-    why = _why({timed[index][0].ability.name: ns for index, ns in alone.items()}, min(totals))
+    single = ", ".join(
+        f"{kernel.capabilities.name} {int(calls[index] + costs[index].sum()) / 1e3:,.0f} us"
+        for index, (kernel, _) in enumerate(timed)
+        if supported[index].all()
+    )
+    why = f"least predicted total, {min(totals) / 1e3:,.0f} us" + (f"; alone: {single}" if single else "")
     for index in np.unique(owner):
         kernel, times = timed[index]
         some = segments.select(owner == index)
-        yield Part(kernel, _plain(some), times.call_ns(backward) + int(times.predict_ns(some, backward).sum()), why)
+        total_ns = times.call_ns(backward) + int(times.predict_ns(some, backward).sum())
+        yield KernelChoice(kernel, _drop_idle_window(some), total_ns, why)
 
 
-def _why(alone_ns: Mapping[str, int], total_ns: int) -> str:
-    """least predicted total, 812 us; alone: varlen 1,020 us, triton 990 us."""
-    alone = ", ".join(f"{name} {ns / 1e3:,.0f} us" for name, ns in alone_ns.items())
-    return f"least predicted total, {total_ns / 1e3:,.0f} us" + (f"; alone: {alone}" if alone else "")
-
-
-def _plain(segments: Segments) -> Segments:
+def _drop_idle_window(segments: Segments) -> Segments:
     """Drop a window that hides nothing, so that kernels without windows need not know of it."""
     return segments if segments.windowed().any() else replace(segments, window=None)
 
 
-# ---- merged: attention.kernels.registry
-# All kernels by name, and the dispatcher of a device.
+class _PlacedPart(NamedTuple):
+    """Prepared segments of one kernel and their rows."""
+
+    prepared: PreparedAttention
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    in_place: InPlaceAttention | None
+
+    @classmethod
+    def of(cls, kernel: Kernel, segments: Segments, shape: AttentionShape) -> _PlacedPart:
+        prepared = kernel.prepare(segments, shape)
+        queries = device_rows(segments.q_start, segments.q_stop, shape.device)
+        keys = device_rows(segments.k_start, segments.k_stop, shape.device)
+        return cls(prepared, queries, keys, prepared if isinstance(prepared, InPlaceAttention) else None)
 
 
-class Entry(NamedTuple):
-    """A kernel that may be used where nothing is missing."""
+@dataclass(frozen=True, slots=True)
+class PreparedSplit:
+    """Segments split over several kernels. The first makes the result buffers, the others write rows into them."""
 
-    make: Callable[[], Kernel]
-    missing: Callable[[torch.device], str | None]
-    """Says what a device or an installation lacks."""
-    at_least: int = 0
-    """Without measurements it is preferred for segments of at least this many tokens."""
+    forward_parts: tuple[_PlacedPart, ...]
+    backward_parts: tuple[_PlacedPart, ...]
 
+    @classmethod
+    def of(
+        cls,
+        forward: Sequence[tuple[Kernel, Segments]],
+        backward: Sequence[tuple[Kernel, Segments]],
+        shape: AttentionShape,
+    ) -> PreparedSplit:
+        """Prepare the kernels of both passes; segments that a kernel has in both are prepared once."""
+        placed: dict[tuple[int, bytes], _PlacedPart] = {}
 
-def _nothing(device: torch.device) -> str | None:
-    return None
+        def place(shares: Sequence[tuple[Kernel, Segments]]) -> tuple[_PlacedPart, ...]:
+            keys = []
+            for kernel, part in sorted(shares, key=_write_order):
+                keys.append((id(kernel), part.q_start.tobytes()))
+                if keys[-1] not in placed:
+                    placed[keys[-1]] = _PlacedPart.of(kernel, part, shape)
+            return tuple(placed[key] for key in keys)
 
+        return cls(place(forward), place(backward))
 
-def _triton(device: torch.device) -> str | None:
-    return "package triton is not installed" if find_spec("triton") is None else None
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        first, *others = self.forward_parts
+        out, lse = first.prepared.forward(q, k, v)
+        for prepared, queries, _, in_place in others:
+            if in_place is not None:
+                in_place.forward_into(q, k, v, out, lse)
+                continue
+            part_out, part_lse = prepared.forward(q, k, v)
+            out[queries] = part_out[queries].to(out.dtype)
+            lse[:, queries] = part_lse[:, queries]
+        return out, lse
 
-
-def _cudnn(device: torch.device) -> str | None:
-    needed = "it needs the package nvidia-cudnn-frontend and a GPU of compute capability 9.0 or more"
-    return None if Cudnn.available(device) else needed
-
-
-def _ampere(device: torch.device) -> str | None:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor}, not 8.0 or more" if major < 8 else None
-
-
-def _flash_attn_2(device: torch.device) -> str | None:
-    return _ampere(device) if installed("flash_attn_2") else "package flash_attn is not installed"
-
-
-def _flash_attn_3(device: torch.device) -> str | None:
-    if not installed("flash_attn_3"):
-        return "package flash_attn_interface is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"compute capability {major}.{minor}, not 9.x" if major != 9 else None
-
-
-ENTRIES = {
-    "cudnn": Entry(Cudnn, _cudnn, at_least=256),
-    "triton": Entry(TritonSegments, _triton),
-    "varlen": Entry(Varlen, _ampere),
-    "flash_attn_3": Entry(FlashAttn3, _flash_attn_3),
-    "flash_attn_2": Entry(FlashAttn2, _flash_attn_2),
-    "cpu_flash": Entry(CpuFlash, _nothing),
-    "reference": Entry(Reference, _nothing),
-}
-"""In order of preference, which decides where nothing was measured."""
-
-
-def all_abilities() -> dict[str, Ability]:
-    """Return what every kernel can do, by name, whether or not it can run here."""
-    return {name: entry.make().ability for name, entry in ENTRIES.items()}
+    def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return (dq, dk, dv)."""
+        first, *others = self.backward_parts
+        gradients = first.prepared.backward(dout, saved)
+        for prepared, queries, keys, in_place in others:
+            if in_place is not None:
+                in_place.backward_into(dout, saved, gradients)
+                continue
+            results = prepared.backward(dout, saved)
+            for buffer, rows, result in zip(gradients, (queries, keys, keys), results, strict=True):
+                buffer[rows] = result[rows].to(buffer.dtype)
+        return gradients
 
 
-def make_kernel(name: str) -> Kernel:
-    """Return the kernel of this name."""
-    if name not in ENTRIES:
-        raise unknown_name("kernel", name, ENTRIES)
-    return ENTRIES[name].make()
+def _write_order(share: tuple[Kernel, Segments]) -> tuple[bool, int]:
+    """Kernels that overwrite rows behind theirs come first, then the part with most rows, which is never copied."""
+    kernel, segments = share
+    return not kernel.capabilities.overwrites, -int(segments.q_len.sum() + segments.k_len.sum())
 
 
-def missing(device: torch.device) -> dict[str, str]:
-    """Return the kernels for this kind of device that cannot run on it, and why."""
-    found = {}
-    for name, entry in ENTRIES.items():
-        why = entry.missing(device) if device.type in entry.make().ability.devices else None
-        if why is not None:
-            found[name] = why
-    return found
+# -- measured times ---------------------------------------------------------------------------------------------------
 
 
-def available(device: torch.device) -> tuple[Kernel, ...]:
-    """Return the kernels that can run on a device, in order of preference."""
-    absent = missing(device)
-    kernels = [entry.make() for name, entry in ENTRIES.items() if name not in absent]
-    return tuple(kernel for kernel in kernels if device.type in kernel.ability.devices)
+class TimePoint(NamedTuple):
+    """Time of one square segment of `length` queries and keys."""
+
+    length: int
+    forward_ns: int
+    backward_ns: int
 
 
-def default(device: torch.device | str, table: Path | None = None) -> Dispatcher:
-    """Return the dispatcher over all kernels that can run on a device; the same one every time.
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """Measured times of one kernel.
 
-    Args:
-        device: where attention runs.
-        table: file of measured times; None: the one that `seqloom profile` keeps, and those of the package.
+    Attributes:
+        kernel: its name.
+        forward_call_ns, backward_call_ns: of a call with next to nothing in it; paid once, however many segments.
+        causal, full: squares with a causal mask and without, by ascending length.
     """
-    return _default(torch.device(device), table)
+
+    kernel: str
+    forward_call_ns: int
+    backward_call_ns: int
+    causal: tuple[TimePoint, ...]
+    full: tuple[TimePoint, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the curves can be interpolated."""
+        for name, points in (("causal", self.causal), ("full", self.full)):
+            lengths = [point.length for point in points]
+            if not points or lengths != sorted(set(lengths)) or lengths[0] < 1:
+                raise SeqloomError(f"kernel {self.kernel!r}: {name} lengths {lengths} must ascend from 1 or more")
+            if min(self.forward_call_ns, self.backward_call_ns, *(min(point[1:]) for point in points)) < 0:
+                raise SeqloomError(f"kernel {self.kernel!r}: a time below 0 ns; measure again")
+
+    def call_ns(self, backward: bool) -> int:
+        """Return the cost of a call of one pass."""
+        return self.backward_call_ns if backward else self.forward_call_ns
+
+    def predict_ns(self, segments: Segments, backward: bool) -> np.ndarray:
+        """Return the time of every segment in one pass, without the call; int64[n]."""
+        pairs = segments.area()
+        full = _interpolate(pairs, [(point.length**2, point[1 + backward]) for point in self.full])
+        half = [(point.length * (point.length + 1) // 2, point[1 + backward]) for point in self.causal]
+        return np.where(segments.tiles(), full, _interpolate(pairs, half))
 
 
-@lru_cache
-def _default(device: torch.device, table: Path | None) -> Dispatcher:
-    own = default_path() if table is None else table
-    measured = KernelTable() if table is None and not own.is_file() else KernelTable.load(own)
-    if table is None:
-        measured = measured.joined(built_in())
-    floors = {name: entry.at_least for name, entry in ENTRIES.items() if entry.at_least}
-    return Dispatcher(available(device), measured, floors)
+def _interpolate(pairs: np.ndarray, points: list[tuple[int, int]]) -> np.ndarray:
+    """Read times off a curve, linear between logarithms; shorter costs as the shortest, longer in proportion."""
+    known = np.log([float(area) for area, _ in points])
+    times = np.log([max(1.0, ns) for _, ns in points])
+    wanted = np.log(np.maximum(pairs, 1))
+    beyond = np.maximum(wanted - known[-1], 0.0)
+    return np.rint(np.exp(np.interp(wanted, known, times) + beyond)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Times of the kernels of one device, for tensors of one shape.
+
+    Attributes:
+        device: its name, see `device_name`.
+        torch: version it was measured with.
+        heads, kv_heads, dim: of the tensors; dtype: for example "bfloat16".
+    """
+
+    device: str
+    torch: str
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: str
+    times: tuple[KernelTimes, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Device, torch version and shape: all but the times."""
+        return (self.device, self.torch, self.heads, self.kv_heads, self.dim, self.dtype)
+
+    def scaled(self, heads: int) -> tuple[KernelTimes, ...]:
+        """Return the times for so many heads: in proportion, except for the cost of a call."""
+        ratio = heads / self.heads
+
+        def scale(points: tuple[TimePoint, ...]) -> tuple[TimePoint, ...]:
+            return tuple(TimePoint(length, round(fwd * ratio), round(bwd * ratio)) for length, fwd, bwd in points)
+
+        return tuple(replace(one, causal=scale(one.causal), full=scale(one.full)) for one in self.times)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """Measurements of one or more devices and shapes."""
+
+    measurements: tuple[Measurement, ...] = ()
+
+    def find(self, shape: AttentionShape) -> Measurement | None:
+        """Return the measurement to use: same device, head dim and dtype; this torch release if there is one, then the
+        nearest head counts.
+        """
+        device, release, dtype = device_name(shape.device), _release(torch.__version__), dtype_name(shape.dtype)
+        fitting = [one for one in self.measurements if (one.device, one.dim, one.dtype) == (device, shape.dim, dtype)]
+        group = shape.heads // shape.kv_heads
+
+        def distance(one: Measurement) -> tuple[bool, int, int]:
+            ratio = abs(one.heads // one.kv_heads - group)
+            return _release(one.torch) != release, ratio, abs(one.heads - shape.heads)
+
+        return min(fitting, key=distance, default=None)
+
+    def merged(self, other: KernelTable) -> KernelTable:
+        """Return this table with the measurements that only `other` has."""
+        known = {one.key for one in self.measurements}
+        return KernelTable((*self.measurements, *(one for one in other.measurements if one.key not in known)))
+
+    def adding(self, measurement: Measurement) -> KernelTable:
+        """Return the table with this measurement, in place of an older one of the same device, torch and shape."""
+        others = tuple(one for one in self.measurements if one.key != measurement.key)
+        return KernelTable((*others, measurement))
+
+    def save(self, path: Path) -> None:
+        """Write the table as JSON; create missing folders."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> KernelTable:
+        """Read a table that `save` wrote."""
+        content = read_mapping(path)
+        if content.get("format") != FORMAT:
+            raise SeqloomError(f"{path}: format {content.get('format')!r}, not {FORMAT}; run seqloom profile again")
+        try:
+            return cls(tuple(_read_measurement(one) for one in content["measurements"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise SeqloomError(f"{path}: not a table of kernel times ({error}); run seqloom profile again") from None
+
+
+def _read_measurement(content: dict[str, Any]) -> Measurement:
+    times = tuple(
+        KernelTimes(
+            str(one["kernel"]),
+            int(one["forward_call_ns"]),
+            int(one["backward_call_ns"]),
+            tuple(TimePoint(*map(int, point)) for point in one["causal"]),
+            tuple(TimePoint(*map(int, point)) for point in one["full"]),
+        )
+        for one in content["times"]
+    )
+    heads, kv_heads, dim = (int(content[name]) for name in ("heads", "kv_heads", "dim"))
+    if min(heads, kv_heads, dim) < 1:
+        raise ValueError(f"{heads} heads, {kv_heads} kv heads, head dim {dim}")
+    return Measurement(
+        str(content["device"]), str(content["torch"]), heads, kv_heads, dim, str(content["dtype"]), times
+    )
+
+
+def _release(version: str) -> str:
+    """2.11 of 2.11.0+cu128."""
+    return ".".join(version.split(".")[:2])
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name a device gives itself: "NVIDIA H200"; for a CPU its architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}"
+
+
+def built_in_table() -> KernelTable:
+    """Return the measurements that come with the package."""
+    table = KernelTable()
+    for path in sorted((Path(__file__).parent / "measured").glob("*.json")):
+        table = table.merged(KernelTable.load(path))
+    return table
+
+
+def default_table_path() -> Path:
+    """Return where `seqloom profile` writes its table: the user's cache folder, by the custom of the system."""
+    if sys.platform == "win32":
+        folder = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches"
+    else:
+        folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "seqloom" / "kernels.json"

@@ -1,4 +1,8 @@
-"""What a kernel is: an ability that can be asked beforehand, and segments prepared once and run many times."""
+"""What an attention kernel is: capabilities that can be asked beforehand, and masks prepared once and run many times.
+
+`Kernel.prepare` does the index work for the `Segments` of a round; the `PreparedAttention` it returns serves every
+layer, forward and backward. `dispatch.py` decides which kernel runs.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from seqloom.dist.rows import on_device, slice_or_index
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the tensors of one attention look like on this rank.
+    """Shape, dtype, device and softmax scale of one attention call on this rank.
 
     Attributes:
-        heads, kv_heads: heads here, after any exchange; query head h reads kv head h // (heads // kv_heads).
+        heads, kv_heads: of this rank, after the Ulysses exchange; query head h reads kv head h // (heads // kv_heads).
         dim: width of a head.
-        scale: logits are multiplied by it.
+        scale: softmax scale, by which logits are multiplied.
     """
 
     heads: int
@@ -32,20 +36,20 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
-    """What a kernel can do. A refusal names the value, the rule and what would be accepted.
+class Capabilities:
+    """Shapes and masks that a kernel supports.
 
     Attributes:
-        name: how the dispatcher, the profile and the documentation call it.
+        name: of the kernel, in the dispatcher, in measured times and in the documentation.
         devices: "cpu", "cuda".
         dtypes: of q, k, v.
-        max_dim, dim_multiple: widths of a head.
-        grouped: fewer kv heads than heads, without repeating them.
-        windows: sliding windows. A window that hides nothing is none.
-        offsets: any offset; otherwise only squares (offset 0, as many queries as keys) and segments without mask.
-        prefixes: where `offsets` is false, also segments that end on the diagonal (offset = keys - queries > 0).
-        spills: it also writes rows behind its segments, so it runs before the kernels that own them.
-        tested: this project's tests run it; otherwise it is written to its documentation only.
+        max_dim, dim_multiple: legal head widths.
+        gqa: takes fewer kv heads than heads without repeating them.
+        windows: takes sliding windows. A window that hides nothing is none.
+        offsets: takes any offset; otherwise only squares (offset 0, as many queries as keys) and unmasked segments.
+        prefixes: where `offsets` is false, also takes segments that end on the diagonal (offset = keys - queries > 0).
+        overwrites: also writes rows behind its segments, so it must run before the kernels that own these rows.
+        tested: this project's tests run it; otherwise it is written after its documentation only.
     """
 
     name: str
@@ -53,35 +57,35 @@ class Ability:
     dtypes: tuple[torch.dtype, ...]
     max_dim: int
     dim_multiple: int = 1
-    grouped: bool = True
+    gqa: bool = True
     windows: bool = True
     offsets: bool = True
     prefixes: bool = False
-    spills: bool = False
+    overwrites: bool = False
     tested: bool = True
 
-    def refusal(self, segments: Segments, shape: AttentionShape) -> str | None:
-        """Say why this kernel cannot take the segments, or None when it can."""
-        return self.refuse_shape(shape) or self.refuse_segments(segments)
+    def unsupported(self, segments: Segments, shape: AttentionShape) -> str | None:
+        """Return why the kernel cannot run these segments (value, rule, legal values); None when it can."""
+        return self.unsupported_shape(shape) or self.unsupported_segments(segments)
 
-    def refuse_shape(self, shape: AttentionShape) -> str | None:
-        """Say why no segment of tensors of this shape can be taken, or None."""
+    def unsupported_shape(self, shape: AttentionShape) -> str | None:
+        """Return why the kernel cannot run tensors of this shape, whatever the mask; None when it can."""
         if shape.device.type not in self.devices:
             return f"{self.name}: device {shape.device.type}; it runs on {_either(self.devices)}"
         if shape.dtype not in self.dtypes:
-            return f"{self.name}: dtype {_short(shape.dtype)}; it takes {_either(map(_short, self.dtypes))}"
+            return f"{self.name}: dtype {dtype_name(shape.dtype)}; it takes {_either(map(dtype_name, self.dtypes))}"
         if shape.dim < 1 or shape.dim > self.max_dim or shape.dim % self.dim_multiple:
             multiple = f"a multiple of {self.dim_multiple}, " if self.dim_multiple > 1 else ""
             return f"{self.name}: head dim {shape.dim}; it takes {multiple}at most {self.max_dim}"
         if shape.heads < 1 or shape.kv_heads < 1 or shape.heads % shape.kv_heads:
             return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; kv heads must divide the heads"
-        if shape.heads != shape.kv_heads and not self.grouped:
+        if shape.heads != shape.kv_heads and not self.gqa:
             return f"{self.name}: {shape.kv_heads} kv heads for {shape.heads} heads; it takes one kv head per head"
         return None
 
-    def refuse_segments(self, segments: Segments) -> str | None:
-        """Say why one of the segments cannot be taken, whatever the tensors look like, or None."""
-        refused = np.flatnonzero(~self.takes(segments))
+    def unsupported_segments(self, segments: Segments) -> str | None:
+        """Return why the kernel cannot run one of the segments, whatever the shape; None when it can run all."""
+        refused = np.flatnonzero(~self.supports(segments))
         if not len(refused):
             return None
         q_start, q_stop, k_start, k_stop, offset = next(segments.select(refused[:1]).rows())
@@ -92,16 +96,16 @@ class Ability:
         prefixes = " and segments with offset = keys - queries" if self.prefixes else ""
         return f"{self.name}: {queries} queries on {keys} keys at offset {offset}; it takes {squares}{prefixes}"
 
-    def takes(self, segments: Segments) -> np.ndarray:
-        """Return which segments can be taken, as far as masks go, bool[n]."""
-        taken = np.ones(len(segments), dtype=bool)
+    def supports(self, segments: Segments) -> np.ndarray:
+        """Return whether the kernel supports the mask of every segment, bool[n]."""
+        supported = np.ones(len(segments), dtype=bool)
         if not self.windows:
-            taken &= ~segments.windowed()
+            supported &= ~segments.windowed()
         if not self.offsets:
             spare = segments.k_len - segments.q_len
             aligned = segments.offset == spare
-            taken &= segments.unmasked() | (aligned & (spare >= 0 if self.prefixes else spare == 0))
-        return taken
+            supported &= segments.unmasked() | (aligned & (spare >= 0 if self.prefixes else spare == 0))
+        return supported
 
 
 def _either(names: Iterable[str]) -> str:
@@ -110,8 +114,8 @@ def _either(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _short(dtype: torch.dtype) -> str:
-    """bfloat16 for torch.bfloat16."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -120,7 +124,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Saved(NamedTuple):
-    """What a backward needs of its forward. `out` and `lse` may be those of more keys than `k` and `v` (a ring)."""
+    """Tensors that a forward saves for its backward. In a ring, `out` and `lse` cover more keys than `k` and `v`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -129,7 +133,7 @@ class Saved(NamedTuple):
     lse: torch.Tensor
 
 
-class Prepared(Protocol):
+class PreparedAttention(Protocol):
     """Segments with all index work done: reused by every layer, forward and backward. Results are new tensors.
 
     q, out, dout, dq are [q rows, heads, dim]; k, v, dk, dv are [k rows, kv_heads, dim]; the last axis is
@@ -147,10 +151,10 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
-class Writer(Protocol):
-    """A `Prepared` that can also write its rows into buffers of others, so that several kernels share a result.
+class InPlaceAttention(Protocol):
+    """A `PreparedAttention` that also writes its rows into given buffers, so that several kernels share a result.
 
-    Rows in no segment of its own are left as they are.
+    Rows in none of its segments are left as they are.
     """
 
     def forward_into(
@@ -164,42 +168,38 @@ class Writer(Protocol):
         ...
 
 
+WarmUpReport = Callable[[int, int], None]
+"""Called as report(done, total)."""
+
+
 @runtime_checkable
-class Warmable(Protocol):
-    """A kernel that builds or compiles something for every new kind of input, and can do so beforehand."""
+class SupportsWarmUp(Protocol):
+    """A kernel that builds or compiles something for every new input shape, and can do so before the first step."""
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
-        """Build all that documents of up to `longest` tokens, `tokens` in all, can need. Returns how many things.
-
-        `report` is called as report(done, total).
-        """
+        """Build all that documents of up to `longest` tokens, `tokens` in all, can need; return how many shapes."""
         ...
 
 
 class Kernel(Protocol):
-    """One way to compute attention over segments."""
+    """One implementation of attention over segments."""
 
     @property
-    def ability(self) -> Ability:
-        """What it can do, asked before anything is computed."""
+    def capabilities(self) -> Capabilities:
+        """Shapes and masks that it supports."""
         ...
 
-    def prepare(self, segments: Segments, shape: AttentionShape) -> Prepared:
-        """Do the index work for these segments. Only called for what `ability` allows."""
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedAttention:
+        """Do the index work for segments that `capabilities` supports."""
         ...
 
 
-def rows_of(start: np.ndarray, stop: np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """Return the rows of these intervals, in their order, to index a buffer with.
+def device_rows(start: np.ndarray, stop: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Return the rows of intervals, in their order, as an index into a buffer.
 
-    A slice where each begins at the end of the one before, else int64[rows] on the device.
+    A slice where each interval begins at the end of the one before, else int64[rows] on the device.
     """
     rows = slice_or_index(start, stop - start)
     return rows if isinstance(rows, slice) else on_device(rows, device)

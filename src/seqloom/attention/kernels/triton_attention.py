@@ -1,4 +1,4 @@
-"""Tiles: runs of rows that one program works on, and the columns each of them must look at.
+"""Seqloom's Triton attention over segments: tiles that start where documents start, gradients without atomics.
 
 A row of one side (a query, or a key) sees a run of rows of the other side (its columns), `low <= column < high`. Both
 ends only grow along a segment, so causal masks, windows, offsets and full rectangles are one rule, and the ends of a
@@ -8,6 +8,8 @@ apart.
 
     columns   low      full_low        full_high      high
     of a tile  |  mask  |    no mask       |    mask    |      in steps of `columns` of the Config
+
+This file cuts segments into tiles on the host; `triton_kernels.py` has the device code.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Literal
@@ -23,7 +25,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import Ability, AttentionShape, Gradients, Saved
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved, WarmUpReport
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -97,7 +99,7 @@ class Rows:
 
     @classmethod
     def queries(cls, segments: Segments) -> Rows:
-        """Return the query rows and the keys each sees."""
+        """Return the query rows with the keys each sees."""
         own = segments.k_start - segments.q_start + segments.offset  # from a query's row to the row of its own key
         far = np.full_like(own, _FAR)
         low = -far if segments.window is None else own - segments.window + 1
@@ -106,7 +108,7 @@ class Rows:
 
     @classmethod
     def keys(cls, segments: Segments) -> Rows:
-        """Return the key rows and the queries that see each."""
+        """Return the key rows with the queries that see each."""
         own = segments.q_start - segments.k_start - segments.offset
         far = np.full_like(own, _FAR)
         low = own if segments.causal else -far
@@ -165,7 +167,7 @@ class Tiles:
 
 
 def cut(rows: Rows, choose: Callable[[int], Config]) -> list[Tiles]:
-    """Cut all segments into tiles, grouped by the Config that `choose` names for a segment's length."""
+    """Cut all segments into tiles, grouped by the Config that `choose` returns for a segment's length."""
     lengths, which = np.unique(rows.lengths, return_inverse=True)
     configs = [choose(int(length)) for length in lengths]
     used = list(dict.fromkeys(configs))
@@ -213,8 +215,8 @@ def _join(rows: Rows, chosen: np.ndarray, limit: int) -> tuple[np.ndarray, np.nd
     return chosen[head], chosen[tail]
 
 
-def heads_side_by_side(tiles: Tiles, kv_heads: int, row_bytes: int) -> int:
-    """Return how many kv heads run side by side: the most that divide `kv_heads` and whose columns stay in cache.
+def parallel_kv_heads(tiles: Tiles, kv_heads: int, row_bytes: int) -> int:
+    """Return how many kv heads run in parallel: the most that divide `kv_heads` and whose columns stay in cache.
 
     Args:
         row_bytes: bytes of one row of the other side that programs of one kv head read.
@@ -235,10 +237,6 @@ def upload(tables: list[np.ndarray], device: torch.device) -> list[torch.Tensor]
     return [view.view(table.shape) for view, table in zip(views, tables, strict=True)]
 
 
-# ---- merged: attention.kernels.triton_segments
-# Attention over segments in Triton: tiles that start where documents start, gradients without atomics.
-
-
 @dataclass(frozen=True, slots=True)
 class TritonSegments:
     """The kernel of this project for packed documents and for tiles of a ring, on NVIDIA GPUs.
@@ -250,18 +248,15 @@ class TritonSegments:
 
     pick: Pick = default_config
     result_dtype: torch.dtype | None = None
-    ability: Ability = field(
-        default=Ability(
-            name="triton",
-            devices=("cuda",),
-            dtypes=(torch.bfloat16, torch.float16, torch.float32),
-            max_dim=256,
-            dim_multiple=16,
-        ),
-        init=False,
+    capabilities = Capabilities(
+        name="triton",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        max_dim=256,
+        dim_multiple=16,
     )
 
-    def prepare(self, segments: Segments, shape: AttentionShape) -> TritonPrepared:
+    def prepare(self, segments: Segments, shape: AttentionShape) -> PreparedTriton:
         """Cut the segments into tiles and copy the tables to the device."""
         if find_spec("triton") is None:
             raise SeqloomError("kernel 'triton': the package triton is not installed; use another kernel")
@@ -282,7 +277,7 @@ class TritonSegments:
         launches = {
             kind: [_launch(one, next(on_device), shape, kind, flags[kind]) for one in tiles[kind]] for kind in kinds
         }
-        return TritonPrepared(
+        return PreparedTriton(
             shape,
             self.result_dtype or shape.dtype,
             q_segments,
@@ -293,12 +288,7 @@ class TritonSegments:
         )
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
         """Compile what causal documents of up to `longest` tokens need, by running a short one of every kind."""
         kinds: list[Kind] = ["forward", "dq", "dkdv"]
@@ -342,7 +332,7 @@ def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind
     group = shape.heads // shape.kv_heads
     config: Config = tiles.config
     streams = 2 * group if kind == "dkdv" else 2  # heads of rows that a kv head's programs read per column
-    side = heads_side_by_side(tiles, shape.kv_heads, streams * shape.dim * shape.dtype.itemsize)
+    side = parallel_kv_heads(tiles, shape.kv_heads, streams * shape.dim * shape.dtype.itemsize)
     options: dict[str, int | bool | str] = {
         "GROUP": group,
         "DIM": shape.dim,
@@ -360,7 +350,7 @@ def _launch(tiles: Tiles, table: torch.Tensor, shape: AttentionShape, kind: Kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TritonPrepared:
+class PreparedTriton:
     """Segments cut into tiles, ready to run.
 
     Attributes:
@@ -379,9 +369,9 @@ class TritonPrepared:
     launches: dict[Kind, list[Launch]]
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse), see `Prepared`."""
+        """Return (out, lse)."""
         rows, heads, _ = q.shape
-        out = self._room(q, self.q_covered)
+        out = self._empty_result(q, self.q_covered)
         lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
         if rows != self.q_covered:
             lse.fill_(-math.inf)
@@ -391,7 +381,7 @@ class TritonPrepared:
     def forward_into(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """See `Writer`."""
+        """Write the rows of the segments, see `InPlaceAttention`."""
         from seqloom.attention.kernels.triton_kernels import forward_kernel, run_kernel
 
         q, k, v = _unit_stride(q, k, v)
@@ -403,34 +393,26 @@ class TritonPrepared:
                 run_kernel(forward_kernel, launch.grid, *tensors, *numbers, *launch.numbers, scale, **launch.options)
 
     def backward(self, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """Return (dq, dk, dv), see `Prepared`."""
+        """Return (dq, dk, dv)."""
         covered = (self.q_covered, self.k_covered, self.k_covered)
-        dq, dk, dv = map(self._room, saved[:3], covered)
+        dq, dk, dv = map(self._empty_result, saved[:3], covered)
         self.backward_into(dout, saved, (dq, dk, dv))
         return dq, dk, dv
 
     def backward_into(self, dout: torch.Tensor, saved: Saved, gradients: Gradients) -> None:
-        """See `Writer`."""
-        dout, q, k, v, out, lse = _unit_stride(dout, *saved)
-        dq, dk, dv = gradients
-        delta = torch.empty_strided(lse.shape, lse.stride(), dtype=torch.float32, device=q.device)
-        self.queries_into(dout, q, k, v, out, lse, delta, dq)
-        self.keys_into(dout, q, k, v, lse, delta, dk, dv)
+        """Write the rows of the segments, see `InPlaceAttention`."""
+        dout, *rest = _unit_stride(dout, *saved)
+        saved, (dq, dk, dv) = Saved(*rest), gradients
+        lse = saved.lse
+        delta = torch.empty_strided(lse.shape, lse.stride(), dtype=torch.float32, device=lse.device)
+        self.dq_into(dout, saved, delta, dq)
+        self.dkdv_into(dout, saved, delta, dk, dv)
 
-    def queries_into(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        dq: torch.Tensor,
-    ) -> None:
+    def dq_into(self, dout: torch.Tensor, saved: Saved, delta: torch.Tensor, dq: torch.Tensor) -> None:
         """Write dq and, with the shape and strides of lse, delta: the row sums of dout * out."""
         from seqloom.attention.kernels.triton_kernels import dq_kernel, run_kernel
 
+        q, k, v, out, lse = saved
         numbers = (*_strides(q, k, v, out, dout, dq), lse.stride(0))
         with _on(q.device):
             for launch in self.launches["dq"]:
@@ -439,20 +421,13 @@ class TritonPrepared:
                     dq_kernel, launch.grid, *tensors, *numbers, *launch.numbers, self.shape.scale, **launch.options
                 )
 
-    def keys_into(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+    def dkdv_into(
+        self, dout: torch.Tensor, saved: Saved, delta: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> None:
-        """Write dk and dv."""
+        """Write dk and dv, given the delta of `dq_into`."""
         from seqloom.attention.kernels.triton_kernels import dkdv_kernel, run_kernel
 
+        q, k, v, _, lse = saved
         numbers = (*_strides(q, k, v, dout, dk, dv), lse.stride(0))
         with _on(k.device):
             for launch in self.launches["dkdv"]:
@@ -461,7 +436,7 @@ class TritonPrepared:
                     dkdv_kernel, launch.grid, *tensors, *numbers, *launch.numbers, self.shape.scale, **launch.options
                 )
 
-    def _room(self, like: torch.Tensor, covered: int) -> torch.Tensor:
+    def _empty_result(self, like: torch.Tensor, covered: int) -> torch.Tensor:
         """Return a buffer for results; rows in no segment are 0."""
         make: Callable[..., torch.Tensor] = torch.empty if len(like) == covered else torch.zeros
         return make(like.shape, dtype=self.dtype, device=like.device)

@@ -1,17 +1,36 @@
-"""What all attention programs share on the device: where a program is, its tile, and blocks of rows.
+"""Device code in Triton: forward, backward, and the merge of partial attention results.
 
-A tile is the tuple (row, stop, low, high, full_low, full_high, ...), a row of the table in `triton_tiles`; a stride is
-the tuple (row, head), in elements.
+A tile is the tuple (row, stop, low, high, full_low, full_high, ...), a row of the table in `triton_attention.Tiles`; a
+stride is the tuple (row, head), in elements. Exponentials of attention are base 2.
+
+    forward    one program per tile of queries and query head, online softmax over the keys of the tile; `scale` is the
+               logit scale times log2(e), and the log-sum-exp is turned back at the end
+    backward   two kernels, every gradient summed by one program in a fixed order. With P = exp(logits - lse),
+               D = rowsum(dout * out), dS = P * (dout v^T - D):
+
+                   dq = scale dS k     a program per tile of queries and query head; it also leaves D for the other
+                   dv = P^T dout       a program per tile of keys and kv head, which walks over all query heads
+                   dk = scale dS^T q   that read it
+
+               `lse` and `out` are those of the whole softmax, which may have more keys than are given here
+    merge      `merge_outputs` and `add_gradients` of attention/lse.py in one pass over memory, sums in float32. A row
+               that saw nothing has output 0 and log-sum-exp -inf and changes nothing, bit for bit. Outputs are
+               [rows, heads, dim] with a contiguous last axis, log-sum-exps [heads, rows] with contiguous rows
 """
 
 # ruff: noqa: N803
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+
+from seqloom.attention.lse import MAX_PARTS, PartialGradient, PartialOutput
+from seqloom.errors import SeqloomError
 
 
 def run_kernel(kernel: Any, grid: tuple[int], *arguments: Any, **options: Any) -> None:
@@ -20,7 +39,7 @@ def run_kernel(kernel: Any, grid: tuple[int], *arguments: Any, **options: Any) -
 
 
 @triton.jit
-def whereabouts(tile_count, side, GROUP: tl.constexpr):
+def program_place(tile_count, side, GROUP: tl.constexpr):
     """Return (tile, kv head, head) of this program.
 
     Fastest first: the query heads of a kv head, `side` kv heads, tiles, the rest of the kv heads. So programs that
@@ -133,12 +152,6 @@ def store_rows(base, stride, start, stop, values, ROWS: tl.constexpr, DIM: tl.co
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
 
 
-# ---- merged: attention.kernels.triton_forward
-# Forward: one program per tile of queries and query head, online softmax over the keys of the tile.
-#
-# Exponentials are base 2: `scale` is the logit scale times log2(e), and the log-sum-exp is turned back at the end.
-
-
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -217,7 +230,7 @@ def forward_kernel(
 
     `lse_head` is a stride. LOW: some row does not see the first column of its tile.
     """
-    index, kv_head, head = whereabouts(tile_count, side, GROUP)
+    index, kv_head, head = program_place(tile_count, side, GROUP)
     tile = read_tile(tiles, index)
     row, stop = tile[0], tile[1]
     k += kv_head * k_stride[1]
@@ -238,22 +251,6 @@ def forward_kernel(
     store_rows(out + head * out_stride[1], out_stride, row, stop, acc / total[:, None], ROWS, DIM, WIDTH)
     rows = row + tl.arange(0, ROWS)
     tl.store(lse + head * lse_head + rows, (top + tl.log2(total)) / LOG2_E, mask=rows < stop)
-
-
-# ---- merged: attention.kernels.triton_backward
-# Backward: two kernels, every gradient summed by one program in a fixed order.
-#
-# With P = exp(logits - lse), D = rowsum(dout * out), dS = P * (dout v^T - D):
-#
-#     dq = scale dS k         a program per tile of queries and query head; it also leaves D for the other kernel
-#     dv = P^T dout           a program per tile of keys and kv head, which walks over all query heads that read it
-#     dk = scale dS^T q
-#
-# `lse` and `out` are those of the whole softmax, which may have more keys than are given here. Exponentials are
-# base 2.
-
-
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -334,7 +331,7 @@ def dq_kernel(
     PRECISION: tl.constexpr,
 ):
     """Write `dq` [rows, heads, DIM] and `delta` [heads, rows] for the queries of one tile and head."""
-    index, kv_head, head = whereabouts(tile_count, side, GROUP)
+    index, kv_head, head = program_place(tile_count, side, GROUP)
     tile = read_tile(tiles, index)
     row, stop = tile[0], tile[1]
     k += kv_head * k_stride[1]
@@ -447,7 +444,7 @@ def dkdv_kernel(
 
     HIGH: some row does not see the last column of its tile.
     """
-    index, kv_head, _ = whereabouts(tile_count, side, 1)
+    index, kv_head, _ = program_place(tile_count, side, 1)
     tile = read_tile(tiles, index)
     row, stop = tile[0], tile[1]
     keys = load_rows(k + kv_head * k_stride[1], k_stride, row, stop, ROWS, DIM, WIDTH, True)
@@ -469,3 +466,121 @@ def dkdv_kernel(
         # fmt: on
     store_rows(dk + kv_head * dk_stride[1], dk_stride, row, stop, acc_k * scale, ROWS, DIM, WIDTH)
     store_rows(dv + kv_head * dv_stride[1], dv_stride, row, stop, acc_v, ROWS, DIM, WIDTH)
+
+
+_MERGED_ROWS = 32  # of one program
+
+
+@triton.jit
+def _read_part(part_lse, head, row, begin, end):
+    """Load the log-sum-exps of one part, -inf for rows it does not have."""
+    return tl.load(part_lse + head * (end - begin) + row - begin, (row >= begin) & (row < end), float("-inf"))
+
+
+# Numbers that follow the batch are not specialised, and so cannot be in tuples: a new one must not compile anything.
+@triton.jit(do_not_specialize=["begin_0", "begin_1", "begin_2", "begin_3", "end_0", "end_1", "end_2", "end_3", "rows"])
+def _merge_kernel(
+    parts,
+    strides,
+    lses,
+    total,
+    total_stride,
+    total_lse,
+    begin_0,
+    end_0,
+    begin_1,
+    end_1,
+    begin_2,
+    end_2,
+    begin_3,
+    end_3,
+    rows,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Write the sum of parts [rows of the part, heads, DIM] for some rows of one head.
+
+    WEIGHTED: parts are outputs, weighed by e^lse; writes the log-sum-exp too. Else they are gradients, without lses.
+    """
+    program = tl.program_id(0)
+    head = (program % HEADS).to(tl.int64)
+    start = program // HEADS * ROWS
+    row = start + tl.arange(0, ROWS)
+    begins, ends = (begin_0, begin_1, begin_2, begin_3), (end_0, end_1, end_2, end_3)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    if WEIGHTED:
+        for part in tl.static_range(COUNT):
+            top = tl.maximum(top, _read_part(lses[part], head, row, begins[part], ends[part]))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.zeros([ROWS], dtype=tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    column = tl.arange(0, WIDTH)[None, :]
+    for part in tl.static_range(COUNT):
+        own = (row - begins[part])[:, None].to(tl.int64)
+        there = (own >= 0) & (own < ends[part] - begins[part]) & (column < DIM)
+        pointers = parts[part] + head * strides[part][1] + own * strides[part][0] + column
+        values = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.exp(_read_part(lses[part], head, row, begins[part], ends[part]) - base)
+            weights += weight
+            values = values * weight[:, None]
+        acc += values
+    if WEIGHTED:
+        weights = tl.where(top == float("-inf"), 1.0, weights)
+        acc = acc / weights[:, None]
+        tl.store(total_lse + head * rows + row, top + tl.log(weights), mask=row < rows)
+    store_rows(total + head * total_stride[1], total_stride, start, rows, acc, ROWS, DIM, WIDTH)
+
+
+def merge_outputs(parts: Sequence[PartialOutput], rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lse.merge_outputs`; at most `MAX_PARTS` parts, lse in float32."""
+    out = parts[0].out.new_empty((rows, *parts[0].out.shape[1:]), dtype=dtype)
+    lse = torch.empty(out.shape[1], rows, dtype=torch.float32, device=out.device)
+    lses = tuple(part.lse.contiguous() for part in parts)  # small; a copy of its own is always aligned
+    _merge([PartialGradient(part.out, part.first_row) for part in parts], out, lses, lse)
+    return out, lse
+
+
+def add_gradients(parts: Sequence[PartialGradient], rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """See `lse.add_gradients`; at most `MAX_PARTS` parts."""
+    total = parts[0].gradient.new_empty((rows, *parts[0].gradient.shape[1:]), dtype=dtype)
+    _merge(parts, total)
+    return total
+
+
+def accumulate(total: torch.Tensor, gradient: torch.Tensor, fresh: bool) -> None:
+    """See `lse.accumulate`."""
+    own = PartialGradient(gradient, 0)
+    _merge([own] if fresh else [PartialGradient(total, 0), own], total)
+
+
+def _merge(
+    parts: Sequence[PartialGradient],
+    total: torch.Tensor,
+    lses: tuple[torch.Tensor, ...] | None = None,
+    total_lse: torch.Tensor | None = None,
+) -> None:
+    """Write the sum of parts, weighed where there are lses; one part may be `total`, which is read before written."""
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise SeqloomError(f"{len(parts)} results to merge: one pass takes 1 to {MAX_PARTS}; merge in several passes")
+    rows, heads, dim = total.shape
+    tensors = tuple(part.gradient for part in parts)
+    strides = tuple(tensor.stride()[:2] for tensor in tensors)
+    ends = [n for part in parts for n in (part.first_row, part.first_row + len(part.gradient))]
+    ends += [0, 0] * (MAX_PARTS - len(parts))
+    options = {
+        "COUNT": len(parts),
+        "HEADS": heads,
+        "DIM": dim,
+        "WIDTH": max(16, 1 << (dim - 1).bit_length()),
+        "ROWS": _MERGED_ROWS,
+        "WEIGHTED": lses is not None,
+        "num_warps": 4,
+    }
+    if rows:  # heads of the same rows run side by side
+        arguments = (tensors, strides, lses, total, total.stride()[:2], total_lse, *ends, rows)
+        run_kernel(_merge_kernel, (-(-rows // _MERGED_ROWS) * heads,), *arguments, **options)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,8 +32,9 @@ from seqloom.integrations.transformers.parts import (
     pad_empty,
     split_decoder,
 )
-from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, team_layers, tensor_plan
+from seqloom.integrations.transformers.tensor_parallel import NoTensorParallel, tensor_plan, tp_layers
 from seqloom.models.adapter import ModelAdapter
+from seqloom.models.recompute import LayerWrapper
 from seqloom.plan import Remap
 
 NAME = "seqloom"
@@ -164,7 +164,7 @@ def model_adapter(model: nn.Module) -> ModelAdapter:
     try:
         plan = tensor_plan(model, causal, layers, specs)
         check_positions(decoder, embedding, layers)
-        team_layers(layers, plan.regions)
+        tp_layers(layers, plan.regions)
         options |= {"tp_axes": plan.tp_axes, "tp_divisors": plan.tp_divisors, "no_tp_reason": ""}
     except (NoTensorParallel, StageSplitError) as reason:
         options |= {"no_tp_reason": str(reason)}
@@ -352,44 +352,29 @@ WAY_OUT = "plan with remap 'attention', which moves tokens around attention inst
 
 
 def remap_layers(layers: Iterable[nn.Module]) -> None:
-    """Make decoder layers run their MLPs where the context of each call says. Names and classes of layers stay.
-
-    Call it before `compile_layers` and `recompute_layers`; doing it again changes nothing.
-    """
+    """Make decoder layers run their MLPs where the context of each call says; doing it again changes nothing."""
     for layer in layers:
-        if not isinstance(layer, _Remapping):
-            layer.__class__ = _remapping(type(layer))
+        LayerWrapper.of(layer).hooks["mlp_redistribute"] = _mlp_hooks
 
 
-class _Remapping:
-    """Put before the class of a layer: the same layer, with hooks on its MLP in rounds that remap around it."""
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the layer's own forward."""
-        own = super().forward  # pyrefly: ignore[missing-attribute]
-        context = next((each for each in (*args, *options.values()) if isinstance(each, Context)), None)
-        if context is None or context.work.linear is None or context.work.remap != Remap.MLP:
-            return own(*args, **options)
-        found = [part for name, part in self.named_children() if name in NAMES]  # pyrefly: ignore[missing-attribute]
-        if not found:
-            raise SeqloomError(
-                f"{type(self).__name__} in a round that remaps around the MLP: none of its parts is called "
-                f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
-            )
-        if context.mlp_redistribute is None:  # nothing of this rank's shard group moves
-            return own(*args, **options)
-        with ExitStack() as standing:
-            for part in found:
-                around = _Around(part, context.mlp_redistribute, context.tokens)
-                standing.callback(part.register_forward_pre_hook(around.before, with_kwargs=True).remove)
-                standing.callback(part.register_forward_hook(around.after).remove)
-            return own(*args, **options)
-
-
-@cache
-def _remapping(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of remapping layers of a kind; one for all, so that what is compiled for one serves all."""
-    return type(kind.__name__, (_Remapping, kind), {})
+def _mlp_hooks(layer: nn.Module, context: Context) -> ExitStack | None:
+    """Put hooks on the MLPs of a layer for a round that redistributes tokens around them."""
+    if context.work.linear is None or context.work.remap != Remap.MLP:
+        return None
+    found = [part for name, part in layer.named_children() if name in NAMES]
+    if not found:
+        raise SeqloomError(
+            f"{type(layer).__name__} in a round that remaps around the MLP: none of its parts is called "
+            f"{', '.join(NAMES)}, so its MLP is not known; {WAY_OUT}"
+        )
+    if context.mlp_redistribute is None:  # nothing of this rank's shard group moves
+        return None
+    hooks = ExitStack()
+    for part in found:
+        around = _Around(part, context.mlp_redistribute, context.tokens)
+        hooks.callback(part.register_forward_pre_hook(around.before, with_kwargs=True).remove)
+        hooks.callback(part.register_forward_hook(around.after).remove)
+    return hooks
 
 
 class _Around:

@@ -28,10 +28,9 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.attach import attach, model_adapter
-from seqloom.models.adapter import ModelAdapter
-from seqloom.models.deferred_init import DeferredParameters, meta_parameters
-from seqloom.models.files import opened
-from seqloom.params.placement import move_buffers, taken_out
+from seqloom.models.adapter import DeferredParameters, ModelAdapter, meta_parameters
+from seqloom.models.files import open_safetensors
+from seqloom.params.placement import move_buffers, pop_values
 from seqloom.train.checkpoint import atomic_folder
 from seqloom.train.config import Config
 from seqloom.train.model import ModelFamily
@@ -115,7 +114,7 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
         read = _reader(folder, model)
         if read is None:
             model = _load_all(folder, dtype)
-            return model, taken_out(model).pop
+            return model, pop_values(model).pop
         if (folder / GENERATION_CONFIG_NAME).exists():
             model.generation_config = GenerationConfig.from_pretrained(folder, **LOCAL)
         return model, read
@@ -127,7 +126,7 @@ def _build(folder: Path, seed: int, device: torch.device, dtype: torch.dtype) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _from_config(folder, torch.float32).to(dtype)
-        return model, taken_out(model).pop
+        return model, pop_values(model).pop
 
 
 def _from_config(folder: Path, dtype: torch.dtype) -> Any:
@@ -141,7 +140,7 @@ def _reader(folder: Path, model: Any) -> Read | None:
     saved = model.state_dict()
     if _converts(model.config.model_type) or any(name in saved for name, _ in model.named_buffers()):
         return None
-    shapes, read = opened(*_weight_files(folder))
+    shapes, read = open_safetensors(*_weight_files(folder))
     return read if all(shapes.get(name) == list(each.shape) for name, each in model.named_parameters()) else None
 
 

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,8 +24,9 @@ from seqloom.attention import AttentionSpec
 from seqloom.dist import Context, all_gather_rows, attention_context, reduce_scatter_rows
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers.parts import drop_padding, pad_empty
-from seqloom.models.adapter import COLUMNS, ROWS
-from seqloom.models.transformer import check_slice
+from seqloom.models.recompute import LayerWrapper
+from seqloom.models.transformer import check_weight_shard
+from seqloom.plan.parameter_layout import COLUMNS, ROWS
 
 AXES = {"colwise": ROWS, "rowwise": COLUMNS}
 WHOLE = "replicated_with_grad_allreduce"
@@ -181,47 +182,31 @@ def _divided(
 # is called with the positions of these, which nothing but those tables may depend on, see `parts.check_positions`.
 
 
-def team_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]) -> None:
-    """Make decoder layers run in the team that the context of each call has. Names and classes of layers stay.
-
-    Call it before `compile_layers` and `recompute_layers`; doing it again changes nothing.
+def tp_layers(layers: Sequence[nn.Module], regions: Sequence[tuple[Region, ...]]) -> None:
+    """Make decoder layers run in the TP group that the context of each call has; doing it again changes nothing.
 
     Args:
         layers: of a decoder.
-        regions: of each layer, see `plans`.
+        regions: of each layer, see `tensor_plan`.
     """
     for layer, own in zip(layers, regions, strict=True):
-        if not isinstance(layer, _Teamed):
-            layer.__class__ = _teamed(type(layer), own)
+        LayerWrapper.of(layer).hooks["tensor_parallel"] = partial(_tp_hooks, own)
 
 
-class _Teamed:
-    """Put before the class of a layer: the same layer, with hooks on its regions in rounds that it runs in a team."""
-
-    regions: tuple[Region, ...]
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the layer's own forward."""
-        own = super().forward  # pyrefly: ignore[missing-attribute]
-        context = next((each for each in (*args, *options.values()) if isinstance(each, Context)), None)
-        if context is None or context.tp_group is None:
-            return own(*args, **options)
-        with ExitStack() as standing:
-            for region in self.regions:
-                hooks = _Hooks(region, context)
-                part: nn.Module = self.get_submodule(region.name)  # pyrefly: ignore[missing-attribute]
-                standing.callback(part.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
-                for path in region.ways_out:
-                    last: nn.Module = self.get_submodule(path)  # pyrefly: ignore[missing-attribute]
-                    bias = standing.enter_context(_without_bias(last))
-                    standing.callback(last.register_forward_hook(partial(hooks.after, bias=bias)).remove)
-            return own(*args, **options)
-
-
-@cache
-def _teamed(kind: type[nn.Module], regions: tuple[Region, ...]) -> type[nn.Module]:
-    """Return the class of layers of a kind with these regions; one for all, so that one graph serves all."""
-    return type(kind.__name__, (_Teamed, kind), {"regions": regions})
+def _tp_hooks(regions: tuple[Region, ...], layer: nn.Module, context: Context) -> ExitStack | None:
+    """Put hooks on the regions of a layer for a round that it runs in a TP group."""
+    if context.tp_group is None:
+        return None
+    standing = ExitStack()
+    for region in regions:
+        hooks = _Hooks(region, context)
+        part = layer.get_submodule(region.name)
+        standing.callback(part.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
+        for path in region.ways_out:
+            last = layer.get_submodule(path)
+            bias = standing.enter_context(_without_bias(last))
+            standing.callback(last.register_forward_hook(partial(hooks.after, bias=bias)).remove)
+    return standing
 
 
 class _Hooks:
@@ -233,7 +218,7 @@ class _Hooks:
     def before(self, part: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Gather the hidden states among the arguments; hand on the context of the column."""
         first: Any = part.get_submodule(self._region.ways_in[0].removeprefix(self._region.name + "."))
-        check_slice(first.weight, first.out_features, self._context)
+        check_weight_shard(first.weight, first.out_features, self._context)
         given = [each for each in (*args, *options.values()) if _is_hidden(each, first.in_features)]
         if len(given) != 1:
             raise SeqloomError(

@@ -1,15 +1,11 @@
-"""Parallel configs that a cluster and a model allow, with costs fitted to the cost model; and what a switch costs.
+"""Parallel configs that a cluster and a model allow, their costs fitted to the cost model, and the cost of a switch.
 
-The stages of a config run documents in groups as wide as the stage. Each document is priced under the checkpointing
-that is fastest for it: one that keeps more runs faster, but a micro-batch holds less, so its constant counts for fewer
-tokens. Two numbers, for the squared and the plain length, are fitted to these prices over all lengths that fit.
+The stages of a config run documents in groups as wide as the stage. Every document is priced under the checkpointing
+that is fastest for it: one that stores more runs faster, but its micro-batches hold fewer tokens to share the constant.
+Two coefficients, of the squared and of the plain length, are fitted to these prices over all lengths that fit.
 
-Where memory makes a config recompute, or leaves no room for the longest document, the same config with
-`reshard_after_forward` is considered too: its parameters are gathered for every pass. It holds more, and every
-micro-batch pays for the messages. All ranks of a stage take part in every pass, so its plan has one group as wide as
-the stage in every round, for the micro-batches of the assignment, in 1F1B order where there are several stages:
-
-    0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
+Where memory makes a config recompute, or does not hold the longest document, the same config with
+`reshard_after_forward` is considered too. It holds more tokens, and every micro-batch pays for unsharding.
 """
 
 from __future__ import annotations
@@ -25,9 +21,7 @@ from seqloom.cost import CostModel, GroupShape, MemoryPolicy
 from seqloom.cost.memory import pipeline_checkpoints, pp_rank_bytes
 from seqloom.cost.resharding import microbatch_tokens, reshard_times, unshard_times
 from seqloom.errors import SeqloomError
-from seqloom.layout import Span
-from seqloom.plan import Action, ActionKind, Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, StageMicroBatch
-from seqloom.plan.pipeline import with_reshard_after_forward
+from seqloom.plan import Action, ActionKind, Checkpoint, Pipeline, Reduce
 from seqloom.planners.hydraulis.strategy import (
     ConfigCost,
     ParallelConfig,
@@ -38,7 +32,6 @@ from seqloom.planners.hydraulis.strategy import (
 )
 from seqloom.planners.loops import estimate_pipeline_ns
 from seqloom.planners.pipeline.stage_layout import StageLayout
-from seqloom.schedules import build_schedule
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of stages to consider."""
@@ -47,9 +40,9 @@ SHORTEST = 128
 PROBES = 12
 """Lengths that costs are fitted to."""
 LOADS = (1, 2**14, 2**18)
-"""Tokens of the loads by which configs are compared, at least one document each."""
+"""Tokens of the loads that configs are compared on, at least one document each."""
 NEAR_PERCENT = 103
-"""A config this near to the fastest stands for it."""
+"""A config this near to the fastest replaces it."""
 
 
 def config_costs(cost: CostModel, longest: int) -> dict[ParallelConfig, ConfigCost]:
@@ -92,7 +85,7 @@ def legal_configs(cost: CostModel) -> Iterator[ParallelConfig]:
 def fit_config(cost: CostModel, config: ParallelConfig) -> ConfigCost | None:
     """Fit the costs of one config; None if it holds no token."""
     inside = cost.for_submesh(config.ranks, config.tensor)
-    shapes = _shapes(inside, config)
+    shapes = group_shapes(inside, config)
     if not shapes:
         width = config.ranks_per_stage
         legal = dict.fromkeys(f"{s.ulysses} x {s.ring}" for s in inside.engine.shapes if s.degree == width)
@@ -100,14 +93,13 @@ def fit_config(cost: CostModel, config: ParallelConfig) -> ConfigCost | None:
             f"pipeline {config}: no groups of Ulysses {config.tensor * config.ulysses} (tensor included) x ring "
             f"{config.ring} here; of {width} ranks there are {', '.join(legal) or 'none'}"
         )
-    capacity = {
-        v: config.ranks_per_stage * tokens for v, tokens in token_capacity(inside, config).items() if tokens > 0
-    }
+    per_rank = token_capacity(inside, config.stages, config.reshard_after_forward)
+    capacity = {policy: config.ranks_per_stage * tokens for policy, tokens in per_rank.items() if tokens > 0}
     if not capacity:
         return None
     longest = max(capacity.values())
     constants = [inside.tables([1], policy, shapes).fixed.max(axis=0).min() // config.stages for policy in capacity]
-    fixed = int(min(constants)) + gathering_ns(inside, config)
+    fixed = int(min(constants)) + unshard_ns(inside, config)
     lengths = np.unique(np.geomspace(min(SHORTEST, longest), longest, PROBES).astype(np.int64))
     prices = np.full(len(lengths), np.inf)
     for policy, tokens in capacity.items():
@@ -118,14 +110,14 @@ def fit_config(cost: CostModel, config: ParallelConfig) -> ConfigCost | None:
     return ConfigCost(square, linear, fixed, longest)
 
 
-def _shapes(inside: CostModel, config: ParallelConfig) -> list[GroupShape]:
-    """Group shapes of a config's stages: the ways to share keys and values under its degrees."""
+def group_shapes(inside: CostModel, config: ParallelConfig) -> list[GroupShape]:
+    """Group shapes of a config's stages: one per method of sharing keys and values under its degrees."""
     wanted = (config.tensor * config.ulysses, config.ring, False)
     return [shape for shape in inside.engine.shapes if (shape.ulysses, shape.ring, shape.routed) == wanted]
 
 
 def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]:
-    """(a, b), none negative, such that ``a s^2 + b s`` is near the prices in proportion, float64[n] each."""
+    """Fit ``a s^2 + b s`` with a, b >= 0 to float64[n] prices of float64[n] lengths by least relative squares."""
     rows = np.stack([lengths * lengths, lengths], axis=1) / prices[:, None]
     (a, b), *_ = np.linalg.lstsq(rows, np.ones(len(prices)), rcond=None)
     if a < 0 or len(lengths) < 2:
@@ -136,26 +128,22 @@ def relative_fit(lengths: np.ndarray, prices: np.ndarray) -> tuple[float, float]
 
 
 def gains_memory(cost: CostModel, config: ParallelConfig, longest: int) -> bool:
-    """Whether memory binds a config for documents up to `longest` tokens, and resharding after forward leaves more."""
+    """Whether memory limits a config for documents up to `longest` tokens, and resharding after forward helps."""
     if config.ranks_per_stage == config.tensor:
         return False
     inside = cost.for_submesh(config.ranks, config.tensor)
-    stays, resharded = (
-        {v.checkpoint: tokens for v, tokens in token_capacity(inside, own).items()}
-        for own in (config, config._replace(reshard_after_forward=True))
+    resident, resharded = (
+        {policy.checkpoint: tokens for policy, tokens in token_capacity(inside, config.stages, reshard).items()}
+        for reshard in (False, True)
     )
-    if stays.get(Checkpoint.NONE, 0) * config.ranks_per_stage >= longest:
+    if resident.get(Checkpoint.NONE, 0) * config.ranks_per_stage >= longest:
         return False
-    return any(tokens > stays.get(checkpoint, 0) for checkpoint, tokens in resharded.items())
-
-
-def token_capacity(inside: CostModel, config: ParallelConfig) -> dict[MemoryPolicy, int]:
-    """Tokens of a micro-batch that a rank holds under every policy, with as many in flight as 1F1B has."""
-    return _token_capacity(inside, config.stages, config.reshard_after_forward)
+    return any(tokens > resident.get(checkpoint, 0) for checkpoint, tokens in resharded.items())
 
 
 @lru_cache(maxsize=4096)
-def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) -> dict[MemoryPolicy, int]:
+def token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool) -> dict[MemoryPolicy, int]:
+    """Tokens of a micro-batch that a rank holds under every policy, with as many in flight as 1F1B has."""
     capacity: dict[MemoryPolicy, int] = {}
     if stages == 1 and not reshard_after_forward:
         with suppress(SeqloomError):  # no policy holds a token
@@ -179,8 +167,8 @@ def _token_capacity(inside: CostModel, stages: int, reshard_after_forward: bool)
     return capacity
 
 
-def gathering_ns(inside: CostModel, config: ParallelConfig) -> int:
-    """ns that gathering parameters for every pass adds to a micro-batch on the slowest stage; 0 where they stay."""
+def unshard_ns(inside: CostModel, config: ParallelConfig) -> int:
+    """ns of unsharding, per micro-batch on the slowest stage; 0 without `reshard_after_forward`."""
     if not config.reshard_after_forward:
         return 0
     layout = StageLayout.of(inside, config.stages)
@@ -189,12 +177,12 @@ def gathering_ns(inside: CostModel, config: ParallelConfig) -> int:
 
 
 def prune_configs(costs: dict[ParallelConfig, ConfigCost], longest: int) -> dict[ParallelConfig, ConfigCost]:
-    """Take as few configs as possible of every number of ranks, such that one is near the fastest at any load.
+    """Pick few configs of every number of ranks, greedily, such that one is near the fastest at any load.
 
     Loads are one to many micro-batches of documents of one length, for lengths up to `longest` tokens. Configs that
-    reshard after forward are taken for loads at which no other is near them.
+    reshard after forward are picked for loads at which no other is near them.
     """
-    taken: list[ParallelConfig] = []
+    picked: list[ParallelConfig] = []
     for ranks in sorted({config.ranks for config in costs}):
         reached: np.ndarray | float = np.inf
         for reshard in (False, True):
@@ -207,14 +195,14 @@ def prune_configs(costs: dict[ParallelConfig, ConfigCost], longest: int) -> dict
             uncovered = np.isfinite(best) & (best * NEAR_PERCENT < np.multiply(reached, 100))
             while uncovered.any():
                 pick = int((near & uncovered).sum(axis=1).argmax())
-                taken.append(own[pick])
+                picked.append(own[pick])
                 uncovered = uncovered & ~near[pick]
             reached = best
-    return {config: costs[config] for config in sorted(taken)}
+    return {config: costs[config] for config in sorted(picked)}
 
 
 def _load_times(config: ParallelConfig, cost: ConfigCost, longest: int) -> np.ndarray:
-    """float64[loads] ns per document of several amounts of several lengths; infinite where one is too long."""
+    """float64[loads] ns per document, for several lengths and numbers of documents; infinite if one is too long."""
     times = []
     lengths = [*(2**k for k in range(7, 40) if 2**k < longest), longest]
     for length, own in zip(lengths, cost.documents_ns(np.array(lengths)).tolist(), strict=True):
@@ -254,7 +242,7 @@ def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[ParallelCo
         fitted = fit_config(cost, config)
         if fitted is None:
             raise SeqloomError(
-                f"pipeline {config} has no room for a token of {cost.model.name} beside its parameters and gradients "
+                f"pipeline {config} holds no token of {cost.model.name} beside its parameters and gradients "
                 f"in {cost.budget_bytes / 1024**3:.1f} GiB per GPU; raise the memory budget, or propose strategies anew"
             )
         costs[config] = fitted
@@ -262,62 +250,18 @@ def costs_of(strategies: Sequence[Strategy], cost: CostModel) -> dict[ParallelCo
 
 
 def switch_ns(strategy: Strategy, cost: CostModel) -> int:
-    """ns that moving parameters and gradients between steps adds at least to a step under free sharding.
+    """Least exposed ns of resharding parameters and gradients between steps, under free sharding.
 
-    Most of the move hides behind the step's own work, which depends on the plan. Embedding and first layer, there and
-    back, never hide. Strategies are chosen with that; full plans are compared with all of it.
+    The step's work hides most of the resharding, depending on the plan. It never hides the embedding and the first
+    layer, there and back. Strategies are ranked by that; full plans are compared with all of it.
     """
     times = reshard_times(cost, [_empty_pipeline(pipe, cost) for pipe in strategy.pipelines])
     return int(np.rint(times.first + times.last))
 
 
 def _empty_pipeline(pipe: PipelineConfig, cost: CostModel) -> Pipeline:
-    """A pipeline without rounds, whose actions only say whether its stages are gathered for every pass."""
+    """A pipeline without rounds; its actions tell whether its stages reshard after forward."""
     layout = StageLayout.of(cost.for_submesh(len(pipe.ranks), pipe.parallel.tensor), pipe.parallel.stages)
     stages = (replace(stage, ranks=tuple(pipe.ranks[rank] for rank in stage.ranks)) for stage in layout.stages)
-    gathers = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.parallel.stages))
-    return Pipeline(tuple(stages), (), gathers if pipe.parallel.reshard_after_forward else ())
-
-
-def plan_resharding_pipeline(
-    lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, config: ParallelConfig
-) -> Plan:
-    """Plan given micro-batches for a pipeline that reshards after forward.
-
-    Args:
-        lengths: int64[n] tokens.
-        batches: documents of every micro-batch, in running order.
-        cost: of the pipeline's ranks.
-        config: of the pipeline.
-    """
-    width = config.ranks_per_stage
-    capacity = {policy: tokens for policy, tokens in token_capacity(cost, config).items() if tokens > 0}
-    needs = [-(-int(cost.padded_lengths(lengths[list(batch)]).sum()) // width) for batch in batches]
-    if config.stages > 1:  # several are in flight, and each may have as much of the memory as the largest
-        needs = [max(needs)] * len(needs)
-    stages = StageLayout.of(cost, config.stages).stages
-    shapes = _shapes(cost, config)
-    rounds = []
-    for batch, need in zip(batches, needs, strict=True):
-        policy = next((policy for policy, tokens in capacity.items() if tokens >= need), None)
-        if policy is None:
-            raise SeqloomError(
-                f"a micro-batch of {need * width} tokens for pipeline {config}, which holds "
-                f"{max(capacity.values(), default=0) * width}; raise the memory budget or use more GPUs"
-            )
-        tables = cost.tables(lengths[list(batch)], policy, shapes)
-        times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
-        shape = shapes[times.index(min(times))]
-        spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
-        groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
-        rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
-    rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()
-    limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())
-    return Plan(
-        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.pad_multiple),
-        sharding=cost.sharding,
-        reduce=Reduce.STEP,
-        documents=tuple(lengths.tolist()),
-        pipelines=(with_reshard_after_forward(Pipeline(stages, tuple(rounds), rows)),),
-        planner="hydraulis",
-    )
+    unshards = tuple((Action(stage, ActionKind.UNSHARD, 0),) for stage in range(pipe.parallel.stages))
+    return Pipeline(tuple(stages), (), unshards if pipe.parallel.reshard_after_forward else ())

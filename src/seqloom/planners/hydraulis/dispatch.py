@@ -1,17 +1,17 @@
-"""Assignment of one step in two stages: dispatch documents to pipelines, then pack each pipeline's micro-batches.
+"""Two-stage assignment of a step (Hydraulis): dispatch documents to pipelines, then pack each pipeline's micro-batches.
 
-Dispatch: documents go, longest first, where they are done earliest; then documents move away from the slowest pipeline,
-or change places with those of another, as long as the slower of the two gains. A pipeline may stay empty. A pipeline
-of several stages fills and drains at the pace of its largest micro-batch, so one long document among short ones is
-expensive there. No single move heals that: several starts limit how long documents may be on such pipelines, or on all
-but a few. From the best start on, limits are lowered one by one as long as that helps.
+Dispatch: every document, longest first, goes to the pipeline that finishes it earliest. Then documents move from the
+slowest pipeline to another, or swap with one there, as long as the slower of the two gains. A pipeline may stay empty.
+A pipeline of several stages fills and drains at the pace of its largest micro-batch, so one long document among short
+ones is expensive there, and no single move mends that. So dispatch starts several times, with limits on the length of
+documents on such pipelines or on all but a few. From the best start it lowers limits one by one as long as that helps.
 
-Pack: one stage wants as few micro-batches as hold the tokens, since each costs a constant. Several stages want them
-equal as well, and more of them. Every number is tried, within reason.
+Pack: one stage needs as few micro-batches as hold the tokens, since each costs a constant. Several stages need equal
+micro-batches, and more of them. Every number up to a limit is tried.
 
 All times are integer ns of one stage, forward and backward; stages take equally long, a third of it forward. The
-published planner charges every micro-batch like the largest: ``largest x (stages - 1 + micro-batches)``. That is exact
-where all are equal and too much elsewhere. `charge_largest` does the same, to compare like with like.
+published planner charges every micro-batch like the largest: ``largest x (stages - 1 + micro-batches)``, which is exact
+only where all are equal. `charge_largest` does the same, for comparisons with it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from seqloom.planners.hydraulis.strategy import ConfigCosts, Strategy
 from seqloom.planners.loops import DispatchProblem, PipelineLoads
 
 EVALUATIONS = 200_000
-"""Changes that one dispatch may look at."""
+"""Moves and swaps that one dispatch may evaluate."""
 START_EVALUATIONS = 4_000
-"""Changes that each start may look at."""
+"""Moves and swaps that each start may evaluate."""
 LOWERED_LIMITS = 16
-"""Times that the limit of a pipeline of several stages is lowered."""
+"""Lower limits to try, over all pipelines of several stages."""
 FAR_PERCENT = 105
-"""Where the best start is this far behind the time to beat, nothing more is tried."""
+"""Dispatch ends after its starts if the best of them takes this much of the time to beat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Documents of one step by pipeline and micro-batch, and how long they should take.
+    """Documents of one step by pipeline and micro-batch, and their estimated times.
 
     Attributes:
         strategy: its index in the list to choose from.
         batches: for every pipeline its micro-batches in running order, each a tuple of documents; () if it is empty.
         pipelines_ns: ns of every pipeline.
-        switch_ns: ns to bring the parameters where this strategy needs them.
+        switch_ns: ns to reshard the parameters for this strategy.
     """
 
     strategy: int
@@ -75,23 +75,20 @@ def rank_strategies(
 ) -> list[Assignment]:
     """Assign a batch under every strategy that holds its longest document; return the `most` best, best first.
 
-    Strategies that could not be among them even if all work were shared out freely are not assigned.
+    Strategies whose lower bound is above the `most`-th best time are skipped.
 
     Args:
         lengths: int64[n] tokens.
-        strategies: to choose from; of equals, the first is better.
+        strategies: candidates; of equals, the first is better.
         costs: of every config in them.
-        switch_ns: ns to switch to each strategy; None: nothing.
+        switch_ns: ns to switch to each strategy; None: 0.
         most: assignments to return; None: of all strategies.
-        charge_largest: whether every micro-batch counts like the largest of its pipeline.
+        charge_largest: whether every micro-batch costs as much as the largest of its pipeline.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     switch = [0] * len(strategies) if switch_ns is None else list(switch_ns)
     order = np.argsort(-tokens, kind="stable")
-    limits = [
-        max(min(pipe.max_tokens, costs[pipe.parallel].max_tokens) for pipe in strategy.pipelines)
-        for strategy in strategies
-    ]
+    limits = [max(_capacities(strategy, costs)) for strategy in strategies]
     if max(limits, default=0) < tokens.max():
         longest, limit = int(tokens.argmax()), max(limits, default=0)
         raise SeqloomError(
@@ -117,14 +114,10 @@ def rank_strategies(
 def problem_of(
     tokens: np.ndarray, strategy: Strategy, costs: ConfigCosts, charge_largest: bool = False
 ) -> DispatchProblem:
-    """Price documents, int64[n] tokens falling, on the pipelines of a strategy.
-
-    A pipeline holds what the strategy says, as far as the costs, which may be of less memory, agree.
-    """
+    """Price documents, int64[n] tokens falling, on the pipelines of a strategy."""
     configs = [pipe.parallel for pipe in strategy.pipelines]
     documents_ns = {config: costs[config].documents_ns(tokens) for config in dict.fromkeys(configs)}
-    limits = [min(pipe.max_tokens, costs[pipe.parallel].max_tokens) for pipe in strategy.pipelines]
-    max_tokens = np.array(limits, dtype=np.int64)
+    max_tokens = np.array(_capacities(strategy, costs), dtype=np.int64)
     return DispatchProblem(
         np.ascontiguousarray(tokens),  # one layout: kernels are compiled once
         np.stack([documents_ns[config] for config in configs]),
@@ -136,12 +129,17 @@ def problem_of(
     )
 
 
+def _capacities(strategy: Strategy, costs: ConfigCosts) -> list[int]:
+    """Tokens that every pipeline holds, by the strategy and by the costs, which may be of less memory."""
+    return [min(pipe.max_tokens, costs[pipe.parallel].max_tokens) for pipe in strategy.pipelines]
+
+
 def lower_bound(problem: DispatchProblem) -> int:
     """ns that no assignment of these documents beats.
 
-    A token costs at least its part of a full micro-batch's constant. Whatever the shares y of the pipelines (they add
-    up to 1), the slowest takes at least the mean weighted with y, and a document adds at least its cheapest ``y cost``
-    to that. Shares like the pipelines' speeds are near the best. The longest document alone is another bound.
+    A token costs at least its part of a full micro-batch's constant. For any weights y of the pipelines that add up to
+    1, the slowest takes at least the mean weighted with y, and a document adds at least its least ``y cost`` to that.
+    Weights in proportion to the pipelines' speeds are near the best. The longest document gives another bound.
     """
     holds = problem.tokens[None, :] <= problem.max_tokens[:, None]
     longest = (problem.cost[:, 0] + problem.fixed) * problem.stages
@@ -159,9 +157,9 @@ def assign(
     Args:
         problem: documents, longest first, on the strategy's pipelines.
         order: int64[n] the number in the batch of every document of the problem.
-        index: of the strategy.
-        switch_ns: to switch to it.
-        beat: ns, without the switch, that another strategy takes; see `dispatch`.
+        index: the strategy's, for the result.
+        switch_ns: ns to switch to the strategy.
+        beat: time to beat, without the switch; see `dispatch`.
     """
     place = dispatch(problem, beat)
     assert place is not None
@@ -179,17 +177,15 @@ def assign(
     return Assignment(index, tuple(batches), tuple(times), switch_ns)
 
 
-# ---- first stage: documents to pipelines
-
-
 class Dispatched(NamedTuple):
-    """Documents on pipelines that take documents up to given lengths."""
+    """A dispatch under limits on the length of every pipeline's documents."""
 
     ns: int
     """Of the slowest pipeline."""
     place: np.ndarray
     """int64[n] the pipeline of every document."""
     max_length: np.ndarray
+    """int64[pipelines] tokens."""
     pipelines_ns: np.ndarray
     """int64[pipelines] ns."""
 
@@ -197,9 +193,7 @@ class Dispatched(NamedTuple):
 def dispatch(problem: DispatchProblem, beat: int | None = None) -> np.ndarray | None:
     """Return the pipeline of every document, int64[n]; None if the longest fits in no pipeline.
 
-    Args:
-        problem: documents and pipelines.
-        beat: ns that another strategy takes: one that is far behind it is not worth more search.
+    `beat` is the time of another strategy, ns: if this one is far behind it, the search ends early.
     """
     staged = bool((problem.stages > 1).any())
     evaluations = START_EVALUATIONS if staged else EVALUATIONS
@@ -228,10 +222,10 @@ def _dispatched(problem: DispatchProblem, max_length: np.ndarray, evaluations: i
 
 
 def initial_limits(problem: DispatchProblem) -> list[np.ndarray]:
-    """List lengths of documents, int64[pipelines], that pipelines take at the start; first as long as they hold.
+    """Limits to start from, int64[pipelines] tokens of the longest document; the first are the pipelines' capacities.
 
-    With several stages somewhere: only the longest 1, 3, 9, 27... documents are long, and these go only to pipelines of
-    one stage, or to the first pipeline, or to the first half of them.
+    If a pipeline has several stages, others reserve the pipelines of one stage, or the first pipeline, or the first
+    half of the pipelines, for the longest 1, 3, 9, 27... documents.
     """
     found = [problem.max_tokens]
     count, staged = len(problem.fixed), problem.stages > 1
@@ -249,7 +243,7 @@ def initial_limits(problem: DispatchProblem) -> list[np.ndarray]:
 
 
 def _lower_limits(problem: DispatchProblem, best: Dispatched) -> Dispatched:
-    """Close pipelines of several stages to their longest documents, one after the other, as long as that helps."""
+    """Lower the limits of pipelines of several stages below their longest documents, as long as that helps."""
     left = LOWERED_LIMITS
     improved = True
     while improved and left > 0:
@@ -264,7 +258,7 @@ def _lower_limits(problem: DispatchProblem, best: Dispatched) -> Dispatched:
 
 
 def _lowered(problem: DispatchProblem, dispatched: Dispatched) -> Iterator[np.ndarray]:
-    """Limits that close one pipeline of several stages, the slowest first, to its longest document, or to four."""
+    """Limits that exclude from one pipeline of several stages, the slowest first, its longest document, or four."""
     for j in np.argsort(-dispatched.pipelines_ns, kind="stable").tolist():
         own = problem.tokens[dispatched.place == j]
         for many in (1, 4):

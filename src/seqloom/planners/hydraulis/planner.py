@@ -1,9 +1,9 @@
-"""Planner ``hydraulis``: choose the strategy for a batch, and plan every pipeline of it in full.
+"""Planner ``hydraulis``: choose the strategy for a batch, and plan each of its pipelines in full.
 
-Four numbers per parallel config rank the strategies and dispatch the documents. Then every block of ranks is planned
-like a cluster of its own: by ``pipeline`` where it has several stages, by ``flex`` where it has one; a pipeline that
-reshards after every forward has the micro-batches of the assignment. How long these plans take corrects the numbers,
-and the documents are dispatched once more. The fastest plan by full costs is taken.
+The four numbers of every parallel config (`ConfigCost`) rank the strategies and dispatch the documents. Then the
+planner plans every block of ranks as a separate cluster: with ``pipeline`` if it has several stages, with ``flex`` if
+it has one; a pipeline that reshards after forward runs the micro-batches of the assignment. The times of these plans
+correct the numbers, and the documents are dispatched once more. The fastest plan by the full cost model wins.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from seqloom.cost import CostModel
 from seqloom.describe import Batch
 from seqloom.errors import SeqloomError
 from seqloom.layout import Span
-from seqloom.plan import Checkpoint, Group, Pipeline, Plan, Reduce, Round, Sharding
+from seqloom.plan import Checkpoint, Group, Limits, Pipeline, Plan, Reduce, Round, Sharding, StageMicroBatch
+from seqloom.plan.pipeline import with_reshard_after_forward
 from seqloom.planners.flex import plan_flex
 from seqloom.planners.hydraulis.costs import (
     check_strategies,
     config_costs,
     costs_of,
-    plan_resharding_pipeline,
+    group_shapes,
     switch_ns,
+    token_capacity,
 )
 from seqloom.planners.hydraulis.dispatch import Assignment, assign, problem_of, rank_strategies
-from seqloom.planners.hydraulis.propose import MOST, propose
+from seqloom.planners.hydraulis.propose import MAX_STRATEGIES, propose
 from seqloom.planners.hydraulis.strategy import ConfigCosts, ParallelConfig, Strategy, fits_nodes
 from seqloom.planners.pipeline import plan_pipeline
+from seqloom.planners.pipeline.stage_layout import StageLayout
+from seqloom.schedules import build_schedule
 from seqloom.simulate import predicted_ns
 
-TRIED = 3
-"""Strategies that are planned in full, the ones with different blocks."""
-CORRECTIONS = 1
-"""Times that documents are dispatched again, by the times of the best strategy's plans."""
+PLANNED_STRATEGIES = 3
+"""Strategies to plan, each with different blocks."""
 NEAR_PERCENT = 101
-"""Plans are made with a quick search first; those this near to the fastest are searched in full."""
+"""Every plan is made with a quick search first; those this near to the fastest get the full search."""
 
 
 def propose_strategies(
@@ -49,7 +51,7 @@ def propose_strategies(
     cost: CostModel,
     *,
     tokens_per_step: int | None = None,
-    most: int = MOST,
+    most: int = MAX_STRATEGIES,
     seed: int = 0,
 ) -> tuple[Strategy, ...]:
     """Propose a short list of strategies for a data set on this cluster, see `propose`; sharding must be free.
@@ -79,7 +81,7 @@ def plan_strategies(
     Args:
         lengths: int64[n] tokens.
         cost: prices of the cluster.
-        strategies: to choose from, as values or as `Strategy.as_dict`; None proposes some for this batch alone.
+        strategies: candidates, as values or as `Strategy.as_dict`; None proposes some for this batch.
         seed: of the pseudo-random choices of ``flex`` inside a pipeline.
     """
     require_free(cost)
@@ -98,33 +100,32 @@ def plan_strategies(
     for assignment in rank_strategies(array, known, costs, switches):
         strategy = known[assignment.strategy]
         same_plans = tuple(block.plan_key for block in blocks(strategy, cost.ranks, cost.node_size))
-        if same_plans in tried or len(tried) == TRIED:
+        if same_plans in tried or len(tried) == PLANNED_STRATEGIES:
             continue
         tried.add(same_plans)
         try:
             plans += planner.quick_plan(strategy, assignment, plans)
-        except SeqloomError as error:  # its memory is tighter than four numbers can say
+        except SeqloomError as error:  # the four numbers underestimate its memory
             tried.discard(same_plans)
             refused.append(error)
     if not plans:
         raise refused[0]
-    for _ in range(CORRECTIONS):
-        with suppress(SeqloomError):
-            best = min(plans, key=lambda each: each.ns)
-            again = redispatch(array, known[best.assignment.strategy], costs, best)
-            plans += planner.quick_plan(known[again.strategy], again, plans)
+    with suppress(SeqloomError):
+        best = min(plans, key=lambda each: each.ns)
+        again = redispatch(array, known[best.assignment.strategy], costs, best)
+        plans += planner.quick_plan(known[again.strategy], again, plans)
     near = [each for each in plans if each.ns <= limit_ns(plans)]
     return min((planner.search_in_full(each) for each in near), key=lambda each: each.ns).plan
 
 
 def plan_assignment(lengths: np.ndarray, strategy: Strategy, assignment: Assignment, cost: CostModel) -> Plan:
-    """Plan documents that are dispatched already, searched in full."""
+    """Plan an assignment with the full search."""
     planner = _BlockPlanner(lengths, cost, 0)
     return planner.search_in_full(planner.quick_plan(strategy, assignment)[0]).plan
 
 
 def require_free(cost: CostModel) -> None:
-    """Refuse any sharding under which parameters cannot move to where the next step needs them."""
+    """Refuse any sharding that fixes the parameters of a rank."""
     if cost.sharding != Sharding.FREE:
         raise SeqloomError(
             f"planner hydraulis under sharding {cost.sharding.value}: stages differ from step to step, so parameters "
@@ -143,7 +144,7 @@ class Block(NamedTuple):
 
     @property
     def plan_key(self) -> Hashable:
-        """Everything that the plan of a block depends on, beside its documents."""
+        """Everything that the plan of a block depends on, except its documents."""
         config = self.config
         return self.start, self.ranks, config if config.reshard_after_forward else (config.stages, config.tensor)
 
@@ -151,8 +152,8 @@ class Block(NamedTuple):
 def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
     """Divide the ranks of a strategy into blocks.
 
-    Neighbours of one stage and one tensor degree hold the same parameters. Planned together they may share a long
-    document, and nothing is lost.
+    Neighbouring pipelines of one stage and one tensor degree hold the same parameters, so a block may join them: then
+    they can also share a long document.
     """
     pipes = sorted(enumerate(strategy.pipelines), key=lambda entry: entry[1].ranks)
     at = 0
@@ -173,7 +174,7 @@ def blocks(strategy: Strategy, ranks: int, node_size: int) -> Iterator[Block]:
 
 
 class BlockPlan(NamedTuple):
-    """The plan of a block's documents, on ranks and with documents numbered from 0."""
+    """The plan of a block's documents; ranks and documents are numbered from 0."""
 
     block: Block
     documents: list[int]
@@ -192,7 +193,7 @@ class StrategyPlan(NamedTuple):
 
 
 def limit_ns(plans: Sequence[StrategyPlan]) -> float:
-    """ns above which a quick plan cannot become the best one."""
+    """Time above which a quick plan gets no full search."""
     return min((each.ns for each in plans), default=inf) * NEAR_PERCENT / 100
 
 
@@ -207,10 +208,10 @@ class _BlockPlanner:
     def quick_plan(
         self, strategy: Strategy, assignment: Assignment, known: Sequence[StrategyPlan] = ()
     ) -> list[StrategyPlan]:
-        """Plan an assignment with quick searches; return nothing where the plan is known or slower than the best.
+        """Plan an assignment with quick searches; return an empty list if the plan is known or slower than the best.
 
-        The block that should take longest is planned first: once it alone is too slow, the others need no plan.
-        Beside stages that wait, ranks that share a machine are faster than in a plan of their own.
+        The block with the longest estimate is planned first: if it is too slow, the others need no plan. On CPU
+        clusters, ranks that share a machine with waiting stages are faster than in a separate plan.
         """
         shares = {}
         for block in blocks(strategy, self.cost.ranks, self.cost.node_size):
@@ -229,7 +230,7 @@ class _BlockPlanner:
         return [self._merge(parts, assignment)]
 
     def search_in_full(self, quick: StrategyPlan) -> StrategyPlan:
-        """Plan the same assignment with full searches, the slowest block first, as long as these gain by it."""
+        """Plan the same assignment with full searches, the slowest block first, until one gains nothing."""
         parts = sorted(quick.blocks, key=lambda part: -part.ns)
         gained = 0
         for part in parts:
@@ -259,8 +260,7 @@ class _BlockPlanner:
     def _merge(self, parts: Sequence[BlockPlan], assignment: Assignment) -> StrategyPlan:
         """Put the plans of all blocks side by side, on the ranks of the cluster.
 
-        A checkpoint's capacity becomes the largest of any block: blocks differ in what their stages leave free, and
-        each was planned within its own.
+        The capacity of a checkpoint becomes the largest of any block: each block was planned within its own.
         """
         ordered = sorted(parts, key=lambda part: part.block.start)
         capacity: dict[Checkpoint, int] = {}
@@ -273,10 +273,59 @@ class _BlockPlanner:
             node_size=self.cost.node_size,
             capacity=tuple((checkpoint, capacity[checkpoint]) for checkpoint in Checkpoint if checkpoint in capacity),
         )
-        pipelines = tuple(_moved(pipeline, part) for part in ordered for pipeline in part.plan.pipelines)
+        pipelines = tuple(_renumbered(pipeline, part) for part in ordered for pipeline in part.plan.pipelines)
         documents = tuple(self.lengths.tolist())
         plan = Plan(limits, self.cost.sharding, Reduce.STEP, documents, pipelines, "hydraulis")
         return StrategyPlan(plan, predicted_ns(plan, self.cost), assignment, tuple(parts))
+
+
+def plan_resharding_pipeline(
+    lengths: np.ndarray, batches: Sequence[Sequence[int]], cost: CostModel, config: ParallelConfig
+) -> Plan:
+    """Plan given micro-batches for a pipeline that reshards after forward.
+
+    All ranks of a stage take part in every pass, so every round has one group as wide as the stage; 1F1B order:
+
+        0UNSHARD0 0F0 0RESHARD0   0UNSHARD0 0B0 0RESHARD0   0UNSHARD1 0F1 0RESHARD1 ..
+
+    Args:
+        lengths: int64[n] tokens.
+        batches: documents of every micro-batch, in running order.
+        cost: of the pipeline's ranks.
+        config: of the pipeline.
+    """
+    width = config.ranks_per_stage
+    held = token_capacity(cost, config.stages, config.reshard_after_forward)
+    capacity = {policy: tokens for policy, tokens in held.items() if tokens > 0}
+    needs = [-(-int(cost.padded_lengths(lengths[list(batch)]).sum()) // width) for batch in batches]
+    if config.stages > 1:  # several are in flight, and each may be the largest
+        needs = [max(needs)] * len(needs)
+    stages = StageLayout.of(cost, config.stages).stages
+    shapes = group_shapes(cost, config)
+    rounds = []
+    for batch, need in zip(batches, needs, strict=True):
+        policy = next((policy for policy, tokens in capacity.items() if tokens >= need), None)
+        if policy is None:
+            raise SeqloomError(
+                f"a micro-batch of {need * width} tokens for pipeline {config}, which holds "
+                f"{max(capacity.values(), default=0) * width}; raise the memory budget or use more GPUs"
+            )
+        tables = cost.tables(lengths[list(batch)], policy, shapes)
+        times = [tables.group_ns(index, np.arange(len(batch))) for index in range(len(shapes))]
+        shape = shapes[times.index(min(times))]
+        spans = tuple(Span(document, 0, int(lengths[document])) for document in batch)
+        groups = [Group(stage.ranks, shape.ulysses, shape.ring, spans, shape.method) for stage in stages]
+        rounds.append(Round(tuple(StageMicroBatch((group,), policy.checkpoint) for group in groups)))
+    rows = build_schedule("1f1b", config.stages, len(batches)).pipeline_actions()
+    limits = tuple((policy.checkpoint, tokens) for policy, tokens in capacity.items())
+    return Plan(
+        limits=Limits(cost.ranks, cost.node_size, cost.model.heads, limits, cost.pad_multiple),
+        sharding=cost.sharding,
+        reduce=Reduce.STEP,
+        documents=tuple(lengths.tolist()),
+        pipelines=(with_reshard_after_forward(Pipeline(stages, tuple(rounds), rows)),),
+        planner="hydraulis",
+    )
 
 
 @lru_cache(maxsize=256)
@@ -290,8 +339,8 @@ def _planned(inside: CostModel, stages: int, lengths: tuple[int, ...], seed: int
     return plan, predicted_ns(plan, inside)
 
 
-def _moved(pipeline: Pipeline, part: BlockPlan) -> Pipeline:
-    """A pipeline with the ranks of its block and the documents of the batch."""
+def _renumbered(pipeline: Pipeline, part: BlockPlan) -> Pipeline:
+    """Renumber a pipeline's ranks and documents from its block to the cluster and the batch."""
 
     def shifted(ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank + part.block.start for rank in ranks)

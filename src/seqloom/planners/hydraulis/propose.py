@@ -1,13 +1,13 @@
-"""Proposal: a short list of strategies for a data set, made once, before the run.
+"""Proposal of Hydraulis: a short list of strategies for a data set, made once, before the run.
 
-1. For every class of document length, a dynamic programme finds the best mix of pipelines for an average step whose
-   longest document is of that class; GPUs that it leaves over are filled up. It does the same for sample steps: some
-   as the data has them, and one whose longest document just fits each parallel config, since a rare long document
-   still has its step.
-2. All of these mixes, and every homogeneous one, are tried on the samples.
-3. The list begins with the fastest strategy that holds the longest document, and takes in, one after the other,
-   whichever saves most time over all samples when every sample takes the best of the list. For one step alone it is
-   simply the fastest ones.
+1. For every class of document lengths, a dynamic programme finds the best mix of pipelines for an average step whose
+   longest document is of that class; more pipelines fill the GPUs that are left. It does the same for sample steps:
+   random ones, and for every parallel config one whose longest document just fits it, since rare long documents have
+   their step too.
+2. All of these mixes, and every homogeneous one, are timed on the samples.
+3. The list begins with the fastest strategy that holds the longest document. Then strategies join greedily, each time
+   the one that saves most time when every sample takes the best of the list. For a single step the list has the
+   fastest ones.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from seqloom.planners.hydraulis.strategy import (
 )
 
 CLASSES = 48
-"""Classes of length, beside those that end where a config's memory ends."""
+"""Classes of length, beside those that end at a config's capacity."""
 NEVER = np.iinfo(np.int64).max // 4
-MOST_UNITS = 64
-"""Units that the dynamic programme counts a cluster's GPUs in, at most."""
-MOST = 8
+MAX_UNITS = 64
+"""Units of GPUs that the dynamic programme counts in, at most."""
+MAX_STRATEGIES = 8
 """Strategies of the short list: each is warmed up before the first step."""
-NATURAL_SAMPLES = 24
-"""Sample steps as the data has them."""
-WORTH = 1000
-"""A strategy is taken in where it saves one part in this many of all samples' time."""
+RANDOM_SAMPLES = 24
+"""Random sample steps."""
+LEAST_GAIN = 1000
+"""A strategy joins the list if it saves one part in this many of the time of all samples."""
 Mix = Counter[ParallelConfig]
 """How many pipelines of each config."""
 
@@ -52,14 +52,14 @@ def propose(
     node_size: int,
     *,
     tokens_per_step: int | None = None,
-    most: int = MOST,
+    most: int = MAX_STRATEGIES,
     seed: int = 0,
 ) -> tuple[Strategy, ...]:
-    """Propose strategies that together suit every step of a data set; the one for the longest documents comes first.
+    """Propose strategies that together suit every step of a data set; the first holds the longest document.
 
     Args:
         lengths: int64[n] tokens of the data's documents.
-        costs: of the configs to choose from; those that have no place on the nodes are left out.
+        costs: of the configs to choose from; those that do not fit the nodes are left out.
         ranks: of the cluster.
         node_size: ranks of a node.
         tokens_per_step: of one optimiser step; None: the lengths are the only step.
@@ -69,8 +69,8 @@ def propose(
     data = np.asarray(lengths, dtype=np.int64)
     legal = {config: cost for config, cost in costs.items() if fits_nodes(config, ranks, node_size)}
     limits = [cost.max_tokens for cost in legal.values()]
-    if max(limits, default=0) < data.max():
-        most_tokens = max(limits, default=0)
+    most_tokens = max(limits, default=0)
+    if most_tokens < data.max():
         raise SeqloomError(
             f"the longest document has {data.max()} tokens, but the largest of {len(legal)} parallel configs holds "
             f"{most_tokens}; drop longer documents (--max-length {max(most_tokens, 1)}), raise the memory budget or "
@@ -142,17 +142,17 @@ class Histogram:
 def best_mix(histogram: Histogram, costs: ConfigCosts, ranks: int) -> tuple[int, Mix]:
     """Find the fastest mix of pipelines for a step's documents: (ns, pipelines of each config).
 
-    The dynamic programme gives intervals of length to pipelines. ``best[n][s]`` is the least time in which n units of
-    GPUs run all documents of classes below s. The longest of these classes, from some class on, get d pipelines of
-    one config; the rest is ``best`` of what is left:
+    The dynamic programme assigns intervals of length to pipelines. ``best[n][s]`` is the least time in which n units of
+    GPUs run all documents of classes below s. The classes from r on get d pipelines of config k, those below r the
+    other GPUs:
 
         best[n][s] = min( best[n - 1][s],
                           min over config k, copies d, class r < s of  max( best[n - d k][r], time_kd(r, s) ) )
 
-    GPUs may be left over. With no config that holds the longest class the time is `NEVER`.
+    GPUs may be left. Where no config holds the longest class, the time is `NEVER`.
     """
-    unit = gcd(ranks, *(config.ranks for config in costs))  # GPUs that are counted together
-    while ranks // unit > MOST_UNITS and ranks % (2 * unit) == 0:
+    unit = gcd(ranks, *(config.ranks for config in costs))
+    while ranks // unit > MAX_UNITS and ranks % (2 * unit) == 0:
         unit *= 2
     options, times = [], []
     for config, cost in costs.items():
@@ -191,8 +191,8 @@ def best_mix(histogram: Histogram, costs: ConfigCosts, ranks: int) -> tuple[int,
 def interval_times(histogram: Histogram, cost: ConfigCost, stages: int, copies: np.ndarray) -> np.ndarray:
     """int64[d, classes + 1, classes + 1]: ns of classes r to s - 1 on int64[d] copies of one config; NEVER elsewhere.
 
-    Documents are shared out evenly, but the longest class has at least one document, which is on one pipeline. The
-    number of micro-batches is the best one, as in `loops.estimate_pipeline_ns`.
+    Pipelines share the documents evenly, but a document of the longest class is on one of them. The number of
+    micro-batches is the best one, as in `loops.estimate_pipeline_ns`.
     """
     sums = [
         np.concatenate([[0.0], np.cumsum(column)]) for column in (histogram.count, histogram.tokens, histogram.squares)
@@ -215,7 +215,7 @@ def interval_times(histogram: Histogram, cost: ConfigCost, stages: int, copies: 
 
 
 def fill_ranks(mix: Mix, costs: ConfigCosts, ranks: int) -> Mix | None:
-    """Add pipelines until no rank is left over: more of the mix's own, or the fastest that fit; None if one is left."""
+    """Add pipelines of the mix's configs, or the fastest that fit, until no rank is left; None if one is left."""
     left = ranks - sum(config.ranks * copies for config, copies in mix.items())
     more = Counter(mix)
     by_speed = sorted(costs, key=lambda config: (costs[config].linear * config.ranks, config))
@@ -226,16 +226,16 @@ def fill_ranks(mix: Mix, costs: ConfigCosts, ranks: int) -> Mix | None:
 
 
 def sample_steps(data: np.ndarray, limits: Iterable[int], tokens: int, seed: int) -> Iterator[np.ndarray]:
-    """Draw steps of about `tokens` tokens from the data: some natural ones, and one for every config's longest."""
+    """Draw steps of about `tokens` tokens from the data: random ones, and one per config with its longest document."""
     draw = np.random.default_rng(seed)
     longest, shortest = int(data.max()), int(data.min())
     ends = sorted({min(limit, longest) for limit in limits if limit >= shortest})
-    for number, limit in enumerate([longest] * NATURAL_SAMPLES + ends):
+    for number, limit in enumerate([longest] * RANDOM_SAMPLES + ends):
         short = data[data <= limit]
         size = max(1, int(np.ceil(tokens / short.mean())))
         step = short[draw.integers(0, len(short), size)]
         step = step[: max(1, int(np.searchsorted(np.cumsum(step), tokens, side="right")))]
-        yield step if number < NATURAL_SAMPLES else np.append(step[:-1], limit)
+        yield step if number < RANDOM_SAMPLES else np.append(step[:-1], limit)
 
 
 class Candidates:
@@ -251,7 +251,7 @@ class Candidates:
         self._seen: set[frozenset[tuple[ParallelConfig, int]]] = set()
 
     def add(self, mix: Mix | None) -> None:
-        """Time a mix on all samples, int64[samples] ns, unless it is known or cannot be placed."""
+        """Place a mix and time it on all samples, unless it is known or does not fit."""
         if mix is None or (key := frozenset(mix.items())) in self._seen:
             return
         self._seen.add(key)
@@ -266,7 +266,7 @@ class Candidates:
         self.best = np.minimum(self.best, self.times[-1])
 
     def _time(self, sample: np.ndarray, strategy: Strategy, best: int) -> int:
-        """ns of a sample; where even the lower bound is above the best so far, that bound."""
+        """ns of a sample; the lower bound if that is above the best time so far."""
         if strategy.max_tokens < sample[0]:
             return NEVER
         problem = problem_of(sample, strategy, self.costs)
@@ -279,7 +279,7 @@ class Candidates:
         return tuple(self.strategies[k] for k in order[:most] if self.times[k][0] < NEVER)
 
     def shortlist(self, most: int) -> tuple[Strategy, ...]:
-        """The strategies that together are fastest on all samples, taken greedily; the first holds every sample."""
+        """The strategies that together are fastest on all samples, chosen greedily; the first holds every sample."""
         times = np.stack(self.times)
         totals = np.where(times < NEVER, times, 0).sum(axis=1)
         holding = [k for k in range(len(times)) if (times[k] < NEVER).all()]
@@ -288,7 +288,7 @@ class Candidates:
         while len(picked) < most:
             sums = np.minimum(reached[None, :], times).sum(axis=1)
             k = int(sums.argmin())
-            if (int(reached.sum()) - int(sums[k])) * WORTH <= int(reached.sum()):
+            if (int(reached.sum()) - int(sums[k])) * LEAST_GAIN <= int(reached.sum()):
                 break
             picked.append(k)
             reached = np.minimum(reached, times[k])

@@ -1,12 +1,11 @@
 """Strategies of Hydraulis: pipelines of different parallel configs side by side that together cover the cluster.
 
-The shape of a strategy is decided before any batch is known, and kept in a file. Which documents a pipeline gets, and
-how many micro-batches it runs, is decided step by step; a pipeline may also get nothing.
+A strategy is chosen before any batch is known, and stored in a file. The planner decides at every step which documents
+a pipeline gets, and in how many micro-batches; a pipeline may get none.
 
 Placement: a pipeline smaller than a node divides it and begins at a multiple of its size. A larger one has whole nodes;
-where a stage is wider than a node it has 2, 4, 8... of them and begins at a multiple of its width. So every block that
-the group family allows inside the pipeline is one that the cluster's family has too, and tensor ranks never leave a
-node unless they are wider than it.
+a stage wider than a node has 2, 4, 8... of them and begins at a multiple of its width. So the cluster's group family
+contains every block of the pipeline's family, and tensor ranks share a node unless they are more than a node has.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seqloom.errors import SeqloomError
-
-_DEGREES = ("stages", "tensor", "ulysses", "ring")
+from seqloom.reader import parse_json, read_bool, read_integer, read_integers, read_object
 
 
 class ParallelConfig(NamedTuple):
-    """Degrees of one pipeline: its stages, and what the ranks of a stage do together for a document.
+    """Degrees of one pipeline: stages, and the tensor, Ulysses and ring degrees inside a stage.
 
     `ulysses` counts beyond tensor: a group of a plan has ``tensor * ulysses`` as its Ulysses degree. With
-    `reshard_after_forward`, ranks gather parameters for every pass instead of keeping them for the step, which takes
-    less memory and more time.
+    `reshard_after_forward`, ranks unshard parameters for every pass instead of once per step: less memory, more time.
     """
 
     stages: int
@@ -40,21 +37,21 @@ class ParallelConfig(NamedTuple):
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks of a stage."""
+        """Tensor x Ulysses x ring."""
         return self.tensor * self.ulysses * self.ring
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Stages x ranks per stage."""
         return self.stages * self.ranks_per_stage
 
     def __str__(self) -> str:
-        """Write tensor x stages, then Ulysses and ring where they are above 1: ``4x2``, ``2x1u4``, ``1x1u8r2``.
-
-        A ``g`` at the end stands for `reshard_after_forward`.
-        """
+        """Tensor x stages, Ulysses and ring if above 1, ``g`` for resharding: ``4x2``, ``2x1u4``, ``1x1u8r2g``."""
         inside = (f"u{self.ulysses}" if self.ulysses > 1 else "") + (f"r{self.ring}" if self.ring > 1 else "")
         return f"{self.tensor}x{self.stages}{inside}" + "g" * self.reshard_after_forward
+
+
+_DEGREES = ParallelConfig._fields[:4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class PipelineConfig:
     max_tokens: int
 
     def __post_init__(self) -> None:
-        """Refuse degrees below 1, another number of ranks than the degrees make, and room for no token."""
+        """Refuse degrees below 1, ranks that do not match the degrees, and space for no token."""
         parallel = self.parallel
         if min(parallel[:4]) < 1:
             degrees = ", ".join(f"{name} {value}" for name, value in zip(_DEGREES, parallel, strict=False))
@@ -85,13 +82,13 @@ class PipelineConfig:
         if parallel.reshard_after_forward and parallel.ranks_per_stage == parallel.tensor:
             raise SeqloomError(
                 f"pipeline {parallel} gathers parameters for every pass, but all ranks of a stage have different "
-                "slices of its weights, and so nobody to share them with; leave out gathered, or use Ulysses or a ring"
+                "slices of its weights, so there is nothing to gather; leave out gathered, or use Ulysses or a ring"
             )
         if self.max_tokens < 1:
-            raise SeqloomError(f"pipeline {parallel} holds {self.max_tokens} tokens; give its memory room for one")
+            raise SeqloomError(f"pipeline {parallel} holds {self.max_tokens} tokens; longest is at least 1")
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields under the names of strategy files; ``gathered`` only where parameters are."""
+        """Fields by the keys of strategy files; ``gathered`` (`reshard_after_forward`) only where it is true."""
         degrees = dict(zip(_DEGREES, self.parallel, strict=False))
         gathered = {"gathered": True} if self.parallel.reshard_after_forward else {}
         return {**degrees, **gathered, "ranks": list(self.ranks), "longest": self.max_tokens}
@@ -99,19 +96,13 @@ class PipelineConfig:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> PipelineConfig:
         """Read what `as_dict` gave."""
-        wanted = {*_DEGREES, "ranks", "longest"}
-        if not isinstance(entry, Mapping) or set(entry) - {"gathered"} != wanted:
-            given = sorted(entry) if isinstance(entry, Mapping) else entry
-            raise SeqloomError(f"a pipeline of a strategy has {', '.join(sorted(wanted))}; given: {given}")
-        numbers = [*(entry[name] for name in (*_DEGREES, "longest")), *entry["ranks"]]
-        wrong = [value for value in numbers if type(value) is not int]
-        if wrong:
-            raise SeqloomError(f"a pipeline of a strategy has {wrong[0]!r} where a whole number belongs")
-        gathered = entry.get("gathered", False)
-        if type(gathered) is not bool:
-            raise SeqloomError(f"a pipeline of a strategy has {gathered!r} for gathered; give true or false")
-        parallel = ParallelConfig(*(entry[name] for name in _DEGREES), reshard_after_forward=gathered)
-        return cls(parallel, tuple(entry["ranks"]), entry["longest"])
+        where = "a pipeline of a strategy"
+        fields = read_object(entry, where, sorted((*_DEGREES, "ranks", "longest")), ("gathered",))
+        degrees = [read_integer(fields[name], f"{where}: {name}") for name in _DEGREES]
+        gathered = read_bool(fields.get("gathered", False), f"{where}: gathered")
+        parallel = ParallelConfig(*degrees, reshard_after_forward=gathered)
+        ranks = read_integers(fields["ranks"], f"{where}: ranks")
+        return cls(parallel, ranks, read_integer(fields["longest"], f"{where}: longest"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +155,7 @@ def strategies_to_json(strategies: Iterable[Strategy]) -> str:
 
 def strategies_from_json(text: str) -> tuple[Strategy, ...]:
     """Read what `strategies_to_json` wrote; other keys beside ``strategies`` are ignored."""
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise SeqloomError(f"strategies: not JSON ({error}); write the file with seqloom propose --json") from None
+    content = parse_json(text, "the list of strategies")
     listed = content.get("strategies") if isinstance(content, Mapping) else None
     if not isinstance(listed, Sequence) or not listed:
         raise SeqloomError(
@@ -180,8 +168,8 @@ def strategies_from_json(text: str) -> tuple[Strategy, ...]:
 class ConfigCost:
     """Cost of one parallel config: a micro-batch takes ``c + sum(a s^2 + b s)`` on each stage, forward and backward.
 
-    Choosing a strategy and assigning documents look at nothing else. The numbers come from published tables or are
-    fitted to a cost model; the cost model prices the final plan in full.
+    Proposal and dispatch use nothing else. The numbers are published or fitted to a cost model; the cost model prices
+    the final plan in full.
 
     Attributes:
         square: a, ns per token squared of a document.
@@ -196,7 +184,7 @@ class ConfigCost:
     max_tokens: int
 
     def documents_ns(self, lengths: np.ndarray) -> np.ndarray:
-        """int64[n] ns that documents of these lengths, tokens, add to a micro-batch on a stage."""
+        """int64[n] ns that documents of int64[n] tokens add to a micro-batch on a stage."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return np.rint(self.square * (tokens * tokens) + self.linear * tokens).astype(np.int64)
 
@@ -206,11 +194,10 @@ class ConfigCost:
 
 
 ConfigCosts = Mapping[ParallelConfig, ConfigCost]
-"""Costs of the parallel configs that a cluster and a model allow."""
 
 
 def fits_nodes(config: ParallelConfig, ranks: int, node_size: int) -> bool:
-    """Whether a pipeline of this config can be placed on a cluster."""
+    """Whether a cluster has a legal placement for a pipeline of this config."""
     if config.ranks > ranks:
         return False
     if config.ranks <= node_size:
@@ -225,16 +212,16 @@ def fits_nodes(config: ParallelConfig, ranks: int, node_size: int) -> bool:
 
 
 def alignment(config: ParallelConfig, node_size: int) -> int:
-    """Multiple of ranks at which a pipeline of the config may begin."""
+    """Multiple of ranks at which a pipeline of this config may begin."""
     return config.ranks if config.ranks <= node_size else max(config.ranks_per_stage, node_size)
 
 
 def place_pipelines(
     configs: Iterable[ParallelConfig], costs: ConfigCosts, ranks: int, node_size: int
 ) -> Strategy | None:
-    """Place every config on the first free aligned ranks; None if one finds no place.
+    """Place every config, the widest stages first, on the first free aligned ranks; None if one does not fit.
 
-    Those with the widest stages choose first. The strategy lists pipelines by longest document, falling.
+    The strategy lists pipelines by longest document, falling.
     """
     free = [True] * ranks
     pipelines = []
@@ -251,11 +238,11 @@ def place_pipelines(
 
 
 def check_placement(strategy: Strategy, ranks: int, node_size: int) -> None:
-    """Refuse a strategy that leaves ranks out or has a pipeline where its groups cannot be."""
+    """Refuse a strategy that leaves ranks out or has a pipeline on ranks that are not aligned."""
     missing = sorted(set(range(ranks)) - set(strategy.ranks))
-    strange = sorted(set(strategy.ranks) - set(range(ranks)))
-    if missing or strange:
-        what = f"leaves out rank {missing[0]}" if missing else f"names rank {strange[0]}"
+    unknown = sorted(set(strategy.ranks) - set(range(ranks)))
+    if missing or unknown:
+        what = f"leaves out rank {missing[0]}" if missing else f"names rank {unknown[0]}"
         raise SeqloomError(
             f"strategy {strategy} {what}: its pipelines have {len(strategy.ranks)} of {ranks} ranks; "
             f"a strategy covers ranks 0 to {ranks - 1}, each once (a pipeline may get no documents); propose it anew"

@@ -1,4 +1,4 @@
-"""Long sequences in a pipeline (Seq1F1B): cut each into pieces of equal time, and run several side by side.
+"""Long sequences in a pipeline (Seq1F1B): cut each into pieces of equal time, and place several side by side.
 
 A token attends to all tokens before it, so equal time means ever shorter pieces. With C(x) the cost of the first x
 tokens, a piece from x to y costs C(y) - C(x), and the borders of k pieces of n tokens are where C(x) = C(n) * i / k:
@@ -12,12 +12,12 @@ tokens, a piece from x to y costs C(y) - C(x), and the borders of k pieces of n 
              0     4   6 8
 
 A sequence in pieces stays in one group from its first piece to its last. Groups narrower than a stage leave ranks for
-others beside them: with groups of half a stage, a chain of six micro-batches may carry
+other sequences: with groups of half a stage, a chain of six micro-batches may hold
 
     first half    A1 A2 A3 A4 A5 A6        A in six pieces,
     second half   B1 B2 B3 C1 C2           B in three and then C in two; short documents take what is left
 
-To the schedule a chain is one sequence: forward through all its micro-batches, backward from the last to the first.
+The schedule treats a chain as one sequence: forward through its micro-batches, backward from the last to the first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from seqloom.plan import Method
 from seqloom.planners.pipeline.stage_layout import StageLayout, stage_group_shapes
 
 GRID = 512
-"""Points at which the cost of a sequence up to a token is computed; between them it is taken as linear."""
+"""Points at which the cost of a sequence up to a token is computed, with linear interpolation between them."""
 
 
 class StageGroup(NamedTuple):
@@ -47,14 +47,14 @@ class StageGroup(NamedTuple):
 
     shape: GroupShape
     offset: int
-    """Its first rank, counted from the first rank of the stage."""
+    """First rank, relative to the stage."""
     spans: tuple[Span, ...]
 
 
 StageGroups = tuple[StageGroup, ...]
 """Groups of one micro-batch, side by side."""
 Chain = list[list[StageGroup]]
-"""Micro-batches one after the other that pieces flow through: the groups of each."""
+"""Groups of consecutive micro-batches that pieces flow through."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +65,11 @@ class DocumentCosts:
 
     Attributes:
         lengths: int64[n] tokens.
-        tokens: int64[n] tokens that documents occupy, padding included.
-        offsets: for every shape where its groups may begin in a stage.
+        tokens: int64[n] tokens, padding included.
+        offsets: of every shape: first ranks of its groups in a stage.
         degree: int64[S].
-        streams: int64[streams, S, n] what a document adds to every stream of its group.
-        prefix: float64[streams, S] what every token before a piece adds.
+        streams: int64[streams, S, n] ns that a document adds to every stream of its group.
+        prefix: float64[streams, S] ns that every token before a piece adds.
     """
 
     cost: CostModel
@@ -86,17 +86,15 @@ class DocumentCosts:
     @classmethod
     def of(cls, lengths: np.ndarray, cost: CostModel, layout: StageLayout, policy: MemoryPolicy) -> DocumentCosts:
         """Price the documents under a policy."""
-        offsets = stage_group_shapes(cost, layout)
-        tables = cost.tables(lengths, policy, tuple(offsets))
+        shapes = stage_group_shapes(cost, layout)
+        tables = cost.tables(lengths, policy, tuple(shapes))
         prefix = np.array([_prefix_rates(cost, shape, policy) for shape in tables.shapes]).T
-        starts = tuple(offsets.values())
-        return cls(
-            cost, layout, policy, lengths, tables.tokens, tables.shapes, starts, tables.degree, tables.cost, prefix
-        )
+        tokens, offsets = tables.tokens, tuple(shapes.values())
+        return cls(cost, layout, policy, lengths, tokens, tables.shapes, offsets, tables.degree, tables.cost, prefix)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that the group of a document in pieces may have."""
+        """Degrees of groups for documents in pieces."""
         return tuple(sorted({shape.degree for shape in self.shapes if shape.method == Method.RING}))
 
     @cached_property
@@ -114,13 +112,13 @@ class DocumentCosts:
         return int(self.document_ns[self._shapes_of(degree), document].min())
 
     def longest_ns(self, degree: int) -> int:
-        """ns of the longest document, whole, in its fastest group of this degree."""
+        """`least_ns` of the longest document."""
         return self.least_ns(int(self.lengths.argmax()), degree)
 
     def fastest_shape(self, document: int, degree: int, target_ns: int) -> int:
         """The shape of this degree that is fastest for a document in pieces of about `target_ns`.
 
-        In a ring the prefix of every piece goes round once more: of k pieces about (k - 1) / 2 times the document.
+        A ring sends the prefix of every piece round once more: of k pieces about (k - 1) / 2 times the document.
         """
         rows = self._shapes_of(degree)
         pieces = -(-self.document_ns[rows, document] // target_ns)
@@ -143,17 +141,17 @@ def _prefix_rates(cost: CostModel, shape: GroupShape, policy: MemoryPolicy) -> l
 def equal_cuts(
     length: int, pieces: int, cost: Callable[[int], int], *, multiple: int = 1, floor: int = 1
 ) -> tuple[int, ...]:
-    """Cut a document into pieces of equal cost, by bisection in integers, so that every machine cuts alike.
+    """Cut a document into pieces of equal cost, by bisection in integers: the same borders on every machine.
 
     Args:
         length: tokens of the document.
-        pieces: how many are wanted; fewer come back where they would be shorter than `floor`.
+        pieces: number of pieces; the result has fewer if they would be shorter than `floor`.
         cost: of the first x tokens: 0 for none, never falling, in any unit.
-        multiple: borders inside the document are rounded to multiples of this; borders that meet become one.
+        multiple: borders inside the document are rounded to multiples of this; equal borders become one.
         floor: least tokens of a piece, below which kernels lose efficiency; a shorter document stays whole.
 
     Returns:
-        Borders: 0, .., `length`, one more than pieces.
+        Borders 0, .., `length`: one more than pieces.
     """
     if not 1 <= pieces <= length:
         raise PlanError(
@@ -178,12 +176,8 @@ def cut_document(
 ) -> tuple[Span, ...]:
     """Cut a document into pieces of equal time, at multiples that the ranks of its group share evenly.
 
-    Args:
-        costs: of the batch.
-        document: its number.
-        shape: of its group.
-        pieces: how many are wanted; more where one would not fit, fewer where they would be too short.
-        max_tokens: that a rank may hold in a micro-batch.
+    The result has more than `pieces` pieces if one would exceed `max_tokens` per rank, and fewer if they would be too
+    short.
     """
     length = int(costs.lengths[document])
     multiple = costs.cost.pad_multiple * shape.degree * (2 if shape.ring > 1 else 1)
@@ -208,13 +202,13 @@ def cut_document(
 def place_long_sequences(
     costs: DocumentCosts, targets_ns: Mapping[int, int], degree: int, max_tokens: int
 ) -> list[Chain]:
-    """Cut documents that are too long for one micro-batch, and place them in chains, those with most pieces first.
+    """Cut the documents that are too long for one micro-batch, and place them in chains, those with most pieces first.
 
     Args:
         costs: of the batch.
         targets_ns: time of a piece of every such document.
         degree: of their groups.
-        max_tokens: that a rank may hold in a micro-batch.
+        max_tokens: of a micro-batch on a rank.
     """
     cuts = {}
     for k, target_ns in targets_ns.items():
@@ -223,7 +217,7 @@ def place_long_sequences(
         pieces = max(-(-int(costs.document_ns[shape, k]) // target_ns), by_memory)
         cuts[k] = shape, cut_document(costs, k, costs.shapes[shape], pieces, max_tokens)
     chains: list[Chain] = []
-    used: list[list[int]] = []  # micro-batches of every chain that pieces have taken, by place in the stage
+    used: list[list[int]] = []  # micro-batches of every chain that pieces occupy, by place in the stage
     for k in sorted(cuts, key=lambda k: (-len(cuts[k][1]), -int(costs.tokens[k]), k)):
         shape, spans = cuts[k]
         offsets = costs.offsets[shape]

@@ -1,8 +1,8 @@
 """Micro-batches of a batch in forward order: pieces of long sequences first, then packs of short documents.
 
-Every short document takes the group shape that costs least among those that are fast enough. Then the widest and
-longest go first, each to the ranks that are free earliest, over all packs at once: so packs take equal time, and so do
-the ranks in a pack. Micro-batches with pieces of long sequences take short documents on ranks that would wait.
+Every short document gets the cheapest group shape among those that are fast enough. Documents go, the widest and
+longest first, to the ranks that are free earliest over all packs: so packs take equal time, and so do the ranks of a
+pack. Micro-batches with pieces of long sequences take short documents on ranks that would wait.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from seqloom.planners.pipeline.long_sequences import (
 from seqloom.schedules import Unit, units_of
 
 SLACK_PERCENT = 105
-"""Packs may take this much of a micro-batch's time before one more pack is opened."""
+"""If packs take more than this much of a micro-batch's target time, packing tries one pack more."""
 TRIES = 6
-"""Numbers of packs that are tried."""
+"""Numbers of packs to try."""
 WARMUP_SHARES = (16, 8, 4)
 """Warm-up micro-batches take a 16th of a micro-batch's time, then an 8th, then a 4th."""
 NEVER = np.iinfo(np.int64).max
 
 
 class MicroBatchSize(NamedTuple):
-    """How coarse micro-batches are."""
+    """Target size of micro-batches."""
 
     degree: int
-    """Of the groups of sequences in pieces; no group is wider."""
+    """Degree of groups of sequences in pieces; no group is wider."""
     target_ns: int
     """Time of a micro-batch, forward and backward of all layers."""
     max_tokens: int
-    """Tokens that a rank may hold in a micro-batch."""
+    """Tokens of a micro-batch on a rank, at most."""
     warmup: int = 0
-    """Small micro-batches of each share that come first: the sooner the last stage has work, the better."""
+    """Small micro-batches of each of `WARMUP_SHARES` that run first, so that the last stage has work sooner."""
     pack_percent: int = 100
-    """Time of packs of whole documents, in percent of the target; a document that takes no more stays whole."""
+    """Time of packs, in percent of the target; a document that takes no more stays whole."""
     later_percent: int = 100
-    """Time of pieces of sequences that have less than half the work of the longest, in percent of the target: when
-    these come, the pipeline is full, and other work hides how long a piece takes to come through."""
+    """Time of pieces of sequences with less than half the work of the longest, in percent of the target: when they
+    run, the pipeline is full, and other work hides the latency of a longer piece."""
 
 
 class MicroBatches(NamedTuple):
@@ -53,13 +53,12 @@ class MicroBatches(NamedTuple):
 
     size: MicroBatchSize
     groups: tuple[StageGroups, ...]
-    """Groups of each."""
     units: tuple[Unit, ...]
-    """Each as schedules see it: which chain of pieces it belongs to."""
+    """Units of a schedule: a chain of pieces is one sequence."""
 
 
 def make_micro_batches(costs: DocumentCosts, size: MicroBatchSize) -> MicroBatches:
-    """Cut and pack a batch such that every micro-batch takes about as long as its size says."""
+    """Cut and pack a batch into micro-batches of about this size."""
     degree, target_ns, max_tokens, warmup = size[:4]
     pack_ns = max(1, target_ns * size.pack_percent // 100)
     shape_of = fitting_shapes(costs, degree, pack_ns, max_tokens)
@@ -68,15 +67,15 @@ def make_micro_batches(costs: DocumentCosts, size: MicroBatchSize) -> MicroBatch
     later_ns = max(1, target_ns * size.later_percent // 100)
     targets = {k: target_ns if time >= half else later_ns for k, time in long.items()}
     chains = place_long_sequences(costs, targets, degree, max_tokens)
-    begun = [groups for chain in chains for groups in chain]
+    in_pieces = [groups for chain in chains for groups in chain]
     short = sorted(np.flatnonzero(shape_of >= 0).tolist(), key=lambda k: (-int(costs.tokens[k]), k))
     first = [
         groups
         for share in WARMUP_SHARES[: 3 if warmup else 0]
         for groups in _warmup(costs, short, shape_of, pack_ns // share, max_tokens, warmup)
     ]
-    packed = pack_documents(costs, short, shape_of, begun, pack_ns, max_tokens)
-    pieces = [1] * len(first) + [len(chain) for chain in chains] + [1] * (len(packed) - len(begun))
+    packed = pack_documents(costs, short, shape_of, in_pieces, pack_ns, max_tokens)
+    pieces = [1] * len(first) + [len(chain) for chain in chains] + [1] * (len(packed) - len(in_pieces))
     return MicroBatches(size, (*first, *packed), units_of(pieces))
 
 
@@ -110,19 +109,19 @@ def pack_documents(
     costs: DocumentCosts,
     documents: Sequence[int],
     shape_of: np.ndarray,
-    begun: Sequence[Sequence[StageGroup]],
+    in_pieces: Sequence[Sequence[StageGroup]],
     target_ns: int,
     max_tokens: int,
 ) -> list[StageGroups]:
-    """Pack whole documents into micro-batches that have begun and into new ones, which follow by falling time.
+    """Pack whole documents into micro-batches with pieces and into new ones, which follow by falling time.
 
     Args:
         costs: of the batch.
         documents: to pack.
         shape_of: int64[n] shape of every document.
-        begun: groups of micro-batches with pieces of long sequences.
+        in_pieces: groups of the micro-batches with pieces of long sequences.
         target_ns: time of a micro-batch.
-        max_tokens: that a rank may hold in a micro-batch.
+        max_tokens: of a micro-batch on a rank.
     """
 
     def key(k: int) -> tuple[int, int, int]:
@@ -130,40 +129,40 @@ def pack_documents(
 
     order, width = sorted(documents, key=key), costs.layout.ranks_per_stage
     work = sum(int(costs.degree[shape_of[k]] * costs.document_ns[shape_of[k], k]) for k in order)
-    first = _begin(width, begun, target_ns)
+    first = _packs_with_pieces(width, in_pieces, target_ns)
     idle = sum(max(0, target_ns - int(time)) for time in first.load.ravel())
     count = max(0, -(-(work - idle) // (width * target_ns)))
     for _ in range(TRIES):
-        packs = _pack(costs, order, shape_of, first.with_empty(count), len(begun), target_ns, max_tokens)
-        if packs.load[len(begun) :].max(initial=0) * 100 <= target_ns * SLACK_PERCENT:
+        packs = _pack(costs, order, shape_of, first.with_empty(count), len(in_pieces), target_ns, max_tokens)
+        if packs.load[len(in_pieces) :].max(initial=0) * 100 <= target_ns * SLACK_PERCENT:
             break
-        count = len(packs.load) - len(begun) + 1
+        count = len(packs.load) - len(in_pieces) + 1
     time = packs.load.max(axis=1).tolist()
-    new = sorted((p for p in range(len(begun), len(time)) if packs.documents[p]), key=lambda p: (-time[p], p))
-    packed = [(*groups, *_groups(costs, packs.documents[p])) for p, groups in enumerate(begun)]
+    new = sorted((p for p in range(len(in_pieces), len(time)) if packs.documents[p]), key=lambda p: (-time[p], p))
+    packed = [(*groups, *_groups(costs, packs.documents[p])) for p, groups in enumerate(in_pieces)]
     return packed + [_groups(costs, packs.documents[p]) for p in new]
 
 
 class _Packs(NamedTuple):
-    """Micro-batches so far."""
+    """Partly filled micro-batches."""
 
     load: np.ndarray  # int64[micro-batches, ranks] ns
     held: np.ndarray  # int64[micro-batches, ranks] tokens
     documents: list[dict[tuple[int, int], list[int]]]  # of each: (shape, offset) -> documents
 
     def with_empty(self, count: int) -> _Packs:
-        """A copy with so many empty micro-batches more."""
+        """A copy with `count` empty micro-batches more."""
         empty = np.zeros((count, self.load.shape[1]), dtype=np.int64)
         documents = [{place: list(members) for place, members in each.items()} for each in self.documents]
         load, held = np.concatenate([self.load, empty]), np.concatenate([self.held, empty])
         return _Packs(load, held, documents + [{} for _ in range(count)])
 
 
-def _begin(width: int, begun: Sequence[Sequence[StageGroup]], target_ns: int) -> _Packs:
-    """Micro-batches with their pieces: of equal time, so each is taken to last as long as a micro-batch shall."""
+def _packs_with_pieces(width: int, in_pieces: Sequence[Sequence[StageGroup]], target_ns: int) -> _Packs:
+    """Micro-batches that hold only their pieces, which all count as `target_ns`."""
     nothing = np.zeros((0, width), dtype=np.int64)
-    packs = _Packs(nothing, nothing, []).with_empty(len(begun))
-    for number, groups in enumerate(begun):
+    packs = _Packs(nothing, nothing, []).with_empty(len(in_pieces))
+    for number, groups in enumerate(in_pieces):
         for shape, offset, spans in groups:
             packs.load[number, offset : offset + shape.degree] = target_ns
             tokens = sum(span.tokens for span in spans)
@@ -176,13 +175,13 @@ def _pack(
     order: Sequence[int],
     shape_of: np.ndarray,
     packs: _Packs,
-    begun: int,
+    in_pieces: int,
     target_ns: int,
     max_tokens: int,
 ) -> _Packs:
-    """Put documents in this order on the earliest ranks of all micro-batches; open more where memory asks for them.
+    """Put documents, in this order, on the ranks that are free earliest; add micro-batches where memory requires it.
 
-    A micro-batch that has begun takes a document only if it does not get longer by it.
+    A micro-batch with pieces takes a document only if that does not make it longer.
     """
     ranks: dict[int, np.ndarray] = {}  # int64[offsets, degree] of every shape
     for k in order:
@@ -195,7 +194,7 @@ def _pack(
             ranks[shape] = np.add.outer(offsets, range(degree))
         ready = packs.load[:, ranks[shape]].max(axis=2)
         closed = packs.held[:, ranks[shape]].max(axis=2) + tokens > max_tokens
-        closed[:begun] |= ready[:begun] + time > target_ns
+        closed[:in_pieces] |= ready[:in_pieces] + time > target_ns
         number, place = divmod(int(np.where(closed, NEVER, ready).argmin()), len(offsets))
         if closed[number, place]:
             packs = packs.with_empty(1)

@@ -1,8 +1,9 @@
-"""Planner ``pipeline``: stages, pieces of long sequences, packs of short documents, and their schedule.
+"""Planner ``pipeline``: stages, pieces of long sequences, packs of short documents, and their schedule (Seq1F1B).
 
-Micro-batches that take longer make fewer messages and fuller kernels; shorter ones fill the pipeline sooner. Several
-sizes are tried, each with several schedules, and the fastest by `play` is taken. Where memory binds, micro-batches
-store less: the list schedule obeys the memory cap by itself, under others they take cheaper policies until they fit.
+Larger micro-batches send fewer messages and fill kernels; smaller ones fill the pipeline sooner. The search tries
+several sizes, each with several schedules, and takes the fastest by `simulate_schedule`. Where memory is short,
+micro-batches store fewer activations: the balanced schedule obeys the memory cap by itself; under other schedules,
+micro-batches take policies that store less until they fit.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from seqloom.simulate import predicted_ns
 
 USUAL_STAGES = (2, 4, 8)
 V_SHAPED = ("zb-v", "v-half", "v-min")
-"""Schedules whose stages go down the pp_ranks and up again; they run uncut sequences only."""
+"""Schedules whose stages go down the pp_ranks and up again; they run only uncut sequences."""
 UNCUT = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", *V_SHAPED)
-"""Schedules that cut no sequence unless memory asks for it."""
+"""Schedules that cut a sequence only if memory requires it."""
 PIECEWISE = ("seq1f1b", "seq1f1b-i")
-"""Names of the same schedules where sequences come in pieces."""
+"""Names of 1f1b and interleaved for sequences in pieces."""
 SCHEDULES = tuple(dict.fromkeys((*SCHEDULE_NAMES, "balanced")))
 
 PIECES = (1, 2, 4, 8, 16, 32)
 """Pieces of the longest document to try."""
 ROUNDS_PER_STAGE = (2, 4)
-"""Micro-batches per stage to try, where the batch and not its longest document decides how coarse they are."""
+"""Micro-batches per stage to try: sizes that depend on the batch, not on its longest document."""
 DISTINCT_PERCENT = 140
-"""Of target times nearer to each other than this only one is tried."""
+"""Least ratio of two target times to try."""
 WORTH_PERCENT = 105
-"""Narrower groups are tried where wide ones cost this much of their rank-time for the longest document."""
+"""Narrower groups are tried if the widest take more than this much of their rank-time for the longest document."""
 NEAR_PERCENT = 101
-"""Candidates this near to the fastest may be taken in its place; nothing slower is worth a try."""
-MOST_MICRO_BATCHES = 64
+"""Candidates this near to the fastest are planned and compared; sizes that cannot come this near are not tried."""
+MAX_MICRO_BATCHES = 64
 """Micro-batches per stage that a plan may have."""
 BINDING_PERCENT = 90
-"""A plan that fills less of the memory than this gains nothing by storing less."""
-QUICK = 3
-"""Schedules that every size is tried with; the others are tried with the best size."""
+"""Memory limits a candidate that fills this much of it; others gain nothing by storing less."""
+FIRST_SCHEDULES = 3
+"""Number of schedules that every size is tried with; the others are tried with the best size."""
 SIZE_CHANGES: tuple[Callable[[MicroBatchSize], MicroBatchSize], ...] = (
     lambda size: size._replace(later_percent=150, pack_percent=200, warmup=6, max_tokens=size.max_tokens * 4 // 3),
     lambda size: size._replace(max_tokens=size.max_tokens * 4 // 3),
@@ -70,10 +71,10 @@ SIZE_CHANGES: tuple[Callable[[MicroBatchSize], MicroBatchSize], ...] = (
     lambda size: size._replace(max_tokens=max(1, size.max_tokens * 3 // 4)),
     lambda size: size._replace(max_tokens=max(1, size.max_tokens // 2)),
 )
-"""Changes of the best size that are tried one after the other."""
+"""Changes of the best size to try one after the other."""
 GIB = 1024**3
 PROBE = 1 << 20
-"""Tokens of the document whose keys and values are measured; they grow in proportion."""
+"""Tokens of a document whose keys and values give the bytes per token."""
 
 
 def plan_pipeline(
@@ -91,11 +92,11 @@ def plan_pipeline(
     Args:
         lengths: int64[n] tokens.
         cost: prices.
-        stages: that work side by side, each with an equal part of the ranks; None takes the best of 2, 4 and 8.
+        stages: number of pp_ranks, with equally many ranks each; None takes the best of 2, 4 and 8.
         chunks: stages of every pp_rank.
         pieces: of the longest document; None tries several numbers.
         schedule: name of a schedule, or ``auto`` for the best of several.
-        layers: of every stage; None levels the stages' times, see `stage_layers`.
+        layers: of every stage; None balances the stages' times, see `stage_layers`.
     """
     array = Batch.of(lengths).lengths
     if stages is None:
@@ -119,12 +120,12 @@ def plan_pipeline(
 
 
 def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks: int) -> Plan:
-    """The fastest plan over the usual numbers of stages; the last refusal where all are refused."""
+    """The fastest plan over the usual numbers of stages; if all are refused, the last refusal."""
     options = [n for n in USUAL_STAGES if cost.ranks % (n * cost.tensor) == 0 and n * chunks <= cost.model.layers]
     if not options:
         raise SeqloomError(
             f"{cost.ranks} ranks and {cost.model.layers} layers cannot be cut into 2, 4 or 8 stages; "
-            "say how many there shall be (pipeline:3), or plan without a pipeline (auto)"
+            "give their number (pipeline:3), or plan without a pipeline (auto)"
         )
     plans: list[Plan] = []
     for stages in options:
@@ -137,7 +138,7 @@ def _best_number_of_stages(plan: Callable[[int], Plan], cost: CostModel, chunks:
 
 
 def schedules_to_try(schedule: str, chunks: int) -> tuple[str, ...]:
-    """Names of the schedules to try where a run asks for this one: all that suit the chunks, or the one it names."""
+    """Names of the schedules to try: the given one, or for ``auto`` all that suit the chunks."""
     if schedule not in ("auto", *SCHEDULES):
         raise unknown_name("schedule", schedule, ("auto", *SCHEDULES))
     if schedule != "auto":
@@ -148,7 +149,7 @@ def schedules_to_try(schedule: str, chunks: int) -> tuple[str, ...]:
 
 
 def check_schedule(name: str, pp_size: int, chunks: int) -> None:
-    """Refuse a named schedule that such a pipeline cannot have, before any planning."""
+    """Refuse a schedule that does not exist for such a pipeline, before any planning."""
     if name not in ("auto", "balanced"):
         build_schedule(name, pp_size, 1, 1, chunks)
 
@@ -159,8 +160,8 @@ class Candidate:
 
     Attributes:
         choice: the activation policy of every micro-batch on every stage.
-        makespan_ns: without the step's end.
-        memory_share: of the memory for micro-batches that is in use at most, on the fullest pp_rank.
+        makespan_ns: without the optimiser step.
+        memory_share: peak share of the memory for micro-batches, on the fullest pp_rank.
     """
 
     micro_batches: MicroBatches
@@ -181,13 +182,13 @@ class PipelineSearch:
         schedules: Sequence[str],
         pieces: int | None = None,
     ) -> None:
-        """Take the names of the schedules to try, and the pieces of the longest document; None: several are tried."""
+        """`schedules` are names to try; `pieces` of the longest document, None to try several numbers."""
         self.cost, self.layout, self.lengths = cost, layout, lengths
         self.schedules, self.pieces = tuple(schedules), pieces
         self.limits: Limits = pipeline_limits(cost, layout.ranges_by_pp_rank, layout.shard_group_size(cost))
         self.policies = policies_of(self.limits)
-        wanted = len(lengths) * (pieces or 0)  # as many as documents and pieces ask for
-        self.most_micro_batches = max(wanted, MOST_MICRO_BATCHES * layout.pp_size)
+        wanted = len(lengths) * (pieces or 0)  # the user's pieces may need more
+        self.max_micro_batches = max(wanted, MAX_MICRO_BATCHES * layout.pp_size)
         self.best: dict[str, Candidate] = {}
         self._tried: set[tuple[int, tuple[StageGroups, ...]]] = set()
         self._costs: dict[MicroBatches, MicroBatchCosts] = {}
@@ -198,7 +199,7 @@ class PipelineSearch:
         return min(self.best.values(), key=lambda candidate: candidate.makespan_ns, default=None)
 
     def run(self) -> list[Candidate]:
-        """Find the best candidate of every schedule, fastest first; none where nothing fits.
+        """Find the best candidate of every schedule, fastest first; an empty list if nothing fits.
 
         Where memory binds, all micro-batches begin with a policy that stores less. Running a stage again and
         offloading are no faster than running its layers again, and are begun with only where nothing else fits.
@@ -209,15 +210,15 @@ class PipelineSearch:
             for in_flight in (1, self.layout.pp_size):
                 if in_flight == 1 or self._memory_binds():
                     for micro_batches in self._sizes(base, in_flight):
-                        self._try(micro_batches, base, self.schedules[:QUICK])
+                        self._try(micro_batches, base, self.schedules[:FIRST_SCHEDULES])
             if self.fastest is not None and (not self._memory_binds() or self._no_gain(self.fastest, base + 1)):
                 break
-        for base in reversed(range(0 if self.best else len(self.policies))):  # the smallest pieces, the least stored
+        for base in reversed(range(0 if self.best else len(self.policies))):  # the smallest pieces, storing least
             for micro_batches in self._smallest(base):
-                self._try(micro_batches, base, self.schedules[:QUICK])
+                self._try(micro_batches, base, self.schedules[:FIRST_SCHEDULES])
         if (chosen := self.fastest) is not None:
             base = int(chosen.choice.min())
-            again = [name for name in self.schedules if name == "balanced" or name in self.schedules[QUICK:]]
+            again = [name for name in self.schedules if name == "balanced" or name in self.schedules[FIRST_SCHEDULES:]]
             self._try(chosen.micro_batches, base, again, budget=BUDGET)
             if "balanced" in self.schedules and self.pieces is None:
                 self._refine(base)
@@ -227,11 +228,11 @@ class PipelineSearch:
         return self.fastest is None or self.fastest.memory_share * 100 >= BINDING_PERCENT
 
     def _no_gain(self, fastest: Candidate, base: int) -> bool:
-        """Whether the same micro-batches would take longer under the next policy even without any waiting."""
+        """Whether the same micro-batches would take longer under policy `base` even without any waiting."""
         return base == len(self.policies) or self._busiest_ns(fastest.micro_batches, base) >= fastest.makespan_ns
 
     def _busiest_ns(self, micro_batches: MicroBatches, base: int) -> int:
-        """ns that the busiest pp_rank works on micro-batches under one policy: no schedule is faster."""
+        """ns of work of the busiest pp_rank under one policy: no schedule is faster."""
         times = self._costs_of(micro_batches).times_under(self.policies[base])
         work = np.zeros(self.layout.pp_size, dtype=np.int64)
         np.add.at(work, list(self.layout.pp_rank_of_stage), sum(column.sum(axis=1) for column in times[:3]))
@@ -244,7 +245,7 @@ class PipelineSearch:
         return self._costs[micro_batches]
 
     def _document_costs(self, base: int) -> tuple[DocumentCosts, int]:
-        """(the batch priced under a policy, tokens that a rank may hold in a micro-batch)."""
+        """(the batch priced under a policy, capacity of a rank in tokens of a micro-batch)."""
         checkpoint = self.policies[base].checkpoint
         memory_policy = MemoryPolicy(checkpoint, Reduce.STEP, resident=True)
         return DocumentCosts.of(self.lengths, self.cost, self.layout, memory_policy), dict(self.limits.capacity)[
@@ -252,32 +253,35 @@ class PipelineSearch:
         ]
 
     def _sizes(self, base: int, in_flight: int = 1) -> Iterator[MicroBatches]:
-        """Micro-batches of every size to try, so small that a rank could hold `in_flight` of them at a time.
+        """Micro-batches of every size to try, so small that a rank can hold `in_flight` of them at a time.
 
-        The first pp_rank holds the micro-batches that all others work at: nearly two per pp_rank. The smaller
-        micro-batches are, the more work they are: once that alone takes longer than the best candidate, none is tried.
+        Smaller micro-batches are more work: once the work of the busiest pp_rank exceeds the best candidate's time, no
+        smaller size is tried.
         """
         costs, capacity = self._document_costs(base)
         max_tokens = max(self.cost.pad_multiple, capacity // in_flight)
         seen = set()
-        if int(costs.tokens.max()) > max_tokens * self.layout.ranks_per_stage * self.most_micro_batches:
+        if int(costs.tokens.max()) > max_tokens * self.layout.ranks_per_stage * self.max_micro_batches:
             return  # more pieces than a plan may have micro-batches
         for degree in self._degrees(costs):
             for target_ns in self._targets(costs, degree):
-                made = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
-                if made.groups in seen or len(made.units) > self.most_micro_batches:
+                micro_batches = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
+                if micro_batches.groups in seen or len(micro_batches.units) > self.max_micro_batches:
                     continue
-                seen.add(made.groups)
+                seen.add(micro_batches.groups)
                 fastest = self.fastest
-                if fastest is not None and self._busiest_ns(made, base) * 100 > fastest.makespan_ns * NEAR_PERCENT:
+                if (
+                    fastest is not None
+                    and self._busiest_ns(micro_batches, base) * 100 > fastest.makespan_ns * NEAR_PERCENT
+                ):
                     break
-                yield made
+                yield micro_batches
 
     def _degrees(self, costs: DocumentCosts) -> list[int]:
-        """Degrees of groups of sequences in pieces: a whole stage, a node, or as narrow as the longest can do with.
+        """Degrees of groups of sequences in pieces: a whole stage, a node, or the narrowest that suits the longest.
 
-        A document may take half of what a pp_rank works in a step. Narrow groups exchange less and have others beside
-        them; where that is little, the widest are enough.
+        A document may take half of a pp_rank's work in a step. Narrow groups communicate less and leave ranks for
+        others; where that saves little, only the widest are tried.
         """
         half = costs.total_work // (2 * self.layout.ranks_per_stage)
         fast = [degree for degree in costs.degrees if costs.longest_ns(degree) <= half]
@@ -302,21 +306,21 @@ class PipelineSearch:
         return targets
 
     def _smallest(self, base: int) -> Iterator[MicroBatches]:
-        """Ever smaller micro-batches, for batches that nothing else holds."""
+        """Ever smaller micro-batches, for batches that fit in no other way."""
         costs, capacity = self._document_costs(base)
         degree = costs.degrees[-1]
-        target_ns = max(1, 2 * costs.longest_ns(degree) // self.most_micro_batches)
-        least = -(-2 * int(costs.tokens.max()) // (degree * self.most_micro_batches))
+        target_ns = max(1, 2 * costs.longest_ns(degree) // self.max_micro_batches)
+        least = -(-2 * int(costs.tokens.max()) // (degree * self.max_micro_batches))
         sizes = [max(self.cost.pad_multiple, min(capacity, size)) for size in (capacity // 4, capacity // 16, least)]
         for max_tokens in dict.fromkeys(sizes):
-            made = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
-            if self.pieces is None and len(made.units) <= 4 * self.most_micro_batches:
-                yield made
+            micro_batches = make_micro_batches(costs, MicroBatchSize(degree, target_ns, max_tokens))
+            if self.pieces is None and len(micro_batches.units) <= 4 * self.max_micro_batches:
+                yield micro_batches
 
     def _refine(self, base: int) -> None:
-        """Try changes of the best size, one after the other, and go on from whatever is faster.
+        """Try changes of the best size one after the other, each from the fastest candidate so far.
 
-        Where memory has made micro-batches smaller than their target, a target that they nearly reach is changed.
+        Where memory keeps micro-batches smaller than their target, the target is lowered first to about their size.
         """
         costs, capacity = self._document_costs(base)
         for change in SIZE_CHANGES:
@@ -325,12 +329,12 @@ class PipelineSearch:
             size, count = fastest.micro_batches.size, len(fastest.micro_batches.units)
             reached = costs.total_work // (self.layout.ranks_per_stage * count)
             size = change(size._replace(target_ns=max(1, min(size.target_ns, reached * 3 // 2))))
-            made = make_micro_batches(costs, size._replace(max_tokens=min(size.max_tokens, capacity)))
-            if len(made.units) <= self.most_micro_batches:
-                self._try(made, base, ("balanced",))
+            micro_batches = make_micro_batches(costs, size._replace(max_tokens=min(size.max_tokens, capacity)))
+            if len(micro_batches.units) <= self.max_micro_batches:
+                self._try(micro_batches, base, ("balanced",))
 
     def _try(self, micro_batches: MicroBatches, base: int, schedules: Sequence[str], budget: int = 1) -> None:
-        """Run micro-batches in these schedules, and take candidates that beat the best of their schedule."""
+        """Run micro-batches in these schedules; store candidates that beat the best of their schedule."""
         if budget == 1 and (base, micro_batches.groups) in self._tried:
             return
         self._tried.add((base, micro_batches.groups))
@@ -338,7 +342,7 @@ class PipelineSearch:
         in_pieces = any(unit.pieces > 1 for unit in micro_batches.units)
         for name in schedules:
             if len(self.schedules) > 1 and name in (UNCUT if in_pieces else PIECEWISE):
-                continue  # it is the same schedule by another name
+                continue  # the same schedule under another name
             found = self._candidate(name, memory, base, budget)
             if found is not None:
                 known = self.best.get(found.schedule.name)
@@ -346,7 +350,7 @@ class PipelineSearch:
                     self.best[found.schedule.name] = found
 
     def _candidate(self, name: str, memory: ActivationMemory, base: int, budget: int) -> Candidate | None:
-        """Micro-batches in one schedule, under policy `base` or cheaper ones where memory asks; None: too much."""
+        """Micro-batches in one schedule under policy `base`, or policies that store less; None if they do not fit."""
         costs = memory.costs
         choice = np.full((len(self.layout.layers), len(costs.micro_batches.units)), base, dtype=np.int64)
         schedule = self._schedule(name, memory, choice, budget)
@@ -361,7 +365,7 @@ class PipelineSearch:
         return Candidate(costs.micro_batches, schedule, choice, makespan, max(shares))
 
     def _schedule(self, name: str, memory: ActivationMemory, choice: Choice, budget: int) -> Schedule | None:
-        """The schedule of that name, of `budget` list schedules the best; None where it cannot hold micro-batches."""
+        """Build a schedule by name, the best of `budget` list schedules; None if micro-batches do not fit."""
         costs, pp_ranks = memory.costs, self.layout.pp_rank_of_stage
         units, times = costs.micro_batches.units, costs.times(choice)
         if name == "balanced":
@@ -381,7 +385,7 @@ class PipelineSearch:
         return build_schedule(name, self.layout.pp_size, len(pieces), pieces, chunks, times)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate."""
+        """Build the plan of a candidate."""
         rounds = []
         for number, groups in enumerate(candidate.micro_batches.groups):
             policies = [self.policies[k] for k in candidate.choice[:, number].tolist()]
@@ -397,7 +401,7 @@ class PipelineSearch:
         )
 
     def longest_document(self) -> int:
-        """Tokens of the longest document that fits on every pp_rank: whole, or in pieces with its keys and values."""
+        """Tokens of the longest document that fits: uncut, or in pieces with its keys and values."""
         shapes = stage_group_shapes(self.cost, self.layout)
         whole = max(shape.degree for shape in shapes) * max(tokens for _, tokens in self.limits.capacity)
         in_pieces = [
@@ -408,7 +412,7 @@ class PipelineSearch:
         return max(whole, *in_pieces)
 
     def _longest_in_pieces(self, group: Group, policy: ActivationPolicy) -> int:
-        """Tokens that a group holds under one policy, in the smallest pieces that a document may have."""
+        """Tokens that a group holds under one policy, in the smallest legal pieces."""
         cost, shard_group = self.cost, self.layout.shard_group_size(self.cost)
         fits = []
         for ranges in self.layout.ranges_by_pp_rank:
@@ -418,12 +422,12 @@ class PipelineSearch:
                 own = cost.memory.activation_bytes(layers, *policy)
                 working = max(working, own.forward, own.backward)
                 per_token += own.held / group.degree + sum(kv_cache_bytes(cost, layers, group, PROBE)) / PROBE
-            first_piece = 2 / (group.degree * self.most_micro_batches)  # share of the tokens, on a rank
+            first_piece = 2 / (group.degree * self.max_micro_batches)  # share of the tokens, on a rank
             fits.append(int(max(0.0, free) / max(per_token + first_piece * working, 1.0)))
         return min(fits) - min(fits) % cost.pad_multiple
 
     def too_long(self) -> SeqloomError:
-        """The error that says which document no candidate holds, and what would fit."""
+        """The error for a batch that no candidate holds: which document, and what would fit."""
         longest, fits, pp_size = int(self.lengths.argmax()), self.longest_document(), self.layout.pp_size
         tokens = int(self.lengths[longest])
         if tokens > fits:
@@ -436,7 +440,7 @@ class PipelineSearch:
         if len(self.schedules) > 1:
             return SeqloomError(
                 f"{len(self.lengths)} sequences of {int(self.lengths.sum())} tokens need more than "
-                f"{self.most_micro_batches} micro-batches in the memory of {pp_size} stages; put fewer sequences into "
+                f"{self.max_micro_batches} micro-batches in the memory of {pp_size} stages; put fewer sequences into "
                 "a step, raise the memory budget (or the capacity, if one is set), or use more stages or more GPUs"
             )
         return SeqloomError(
@@ -447,7 +451,7 @@ class PipelineSearch:
 
 
 def _fuse_times(times: Times, fused: np.ndarray) -> Times:
-    """The same work with nothing left for the weight half where backwards shall be whole, bool[stages, units]."""
+    """Move the weight half into the input half where bool[stages, units] `fused` asks for whole backwards."""
     late = np.where(fused, times.backward_weight, 0)
     return Times(
         times.forward,
@@ -458,15 +462,15 @@ def _fuse_times(times: Times, fused: np.ndarray) -> Times:
 
 
 def _fuse_backward(schedule: Schedule, fused: np.ndarray) -> Schedule:
-    """The schedule with whole backwards in place of their halves, where the input half is."""
+    """Replace I by B and drop W where bool[stages, units] `fused` asks for whole backwards."""
     if not fused.any():
         return schedule
     table = fused.tolist()
 
     def joined(row: Sequence[Action]) -> Iterator[Action]:
         for action in row:
-            halves = action.kind in (ActionKind.I, ActionKind.W) and table[action.stage][action.round or 0]
-            if not halves:
+            fuse = action.kind in (ActionKind.I, ActionKind.W) and table[action.stage][action.round or 0]
+            if not fuse:
                 yield action
             elif action.kind is ActionKind.I:
                 yield Action(action.stage, ActionKind.B, action.round)

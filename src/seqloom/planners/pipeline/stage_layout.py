@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which ranks and layers each has, and how layers are levelled so that stages take equal time."""
+"""Stages of a pipeline: their ranks, their layers (balanced for equal times) and the group shapes that fit in them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from seqloom.layout import Span
 from seqloom.plan import Group, LayerRange, Reduce, Sharding, Stage
 
 TYPICAL_LENGTH = 8192
-"""Tokens of the document by whose times layers are levelled when a run does not say how long its documents are."""
+"""Tokens of the document that layers are balanced for if a run does not tell the length of its documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """`pp_size` pp_ranks of `ranks_per_stage` ranks each, in order of ranks, and the stages that they run.
+    """`pp_size` pp_ranks of `ranks_per_stage` consecutive ranks each, and the stages that they run.
 
     Attributes:
-        pp_rank_of_stage: in the order in which micro-batches pass the stages.
-        layers: of every stage.
-        tensor: ranks that split a stage's weights.
+        pp_rank_of_stage: in the order of a forward pass.
+        layers: number of layers of every stage.
+        tensor: tensor-parallel degree.
     """
 
     pp_size: int
@@ -42,13 +42,13 @@ class StageLayout:
         *,
         v_shape: bool = False,
     ) -> StageLayout:
-        """Divide the ranks into pp_ranks and the layers into stages; SeqloomError if that cannot be.
+        """Divide the ranks into pp_ranks and the layers into stages; SeqloomError if that is impossible.
 
         Args:
             cost: prices the layers.
-            pp_size: stages that work side by side.
-            chunks: stages of every pp_rank; they take turns, 0 1 0 1.
-            layers: of every stage; None levels the stages' times.
+            pp_size: number of pp_ranks.
+            chunks: stages of every pp_rank, in the order 0 1 0 1.
+            layers: of every stage; None balances the stages' times.
             v_shape: whether two stages per pp_rank go down the pp_ranks and up again, 0 1 1 0.
         """
         check_stages(cost, pp_size, chunks)
@@ -59,7 +59,7 @@ class StageLayout:
             raise SeqloomError(
                 f"layers per stage {list(counts)}: {pp_size} pp_ranks x {chunks} stages need {pp_size * chunks} "
                 f"numbers of at least 1 that add up to the {cost.model.layers} layers of {cost.model.name}; leave them "
-                "out to level them"
+                "out to balance them"
             )
         return cls(pp_size, cost.ranks // pp_size, pp_ranks, counts, cost.tensor)
 
@@ -126,16 +126,16 @@ def stage_layers(
     pp_rank_of_stage: Sequence[int] | None = None,
     length: int | None = None,
 ) -> tuple[int, ...]:
-    """Level layers over stages such that the slowest pp_rank is as fast as can be: the last stage has the head too.
+    """Balance layers over stages: the time of the slowest pp_rank is least, with the head on the last stage.
 
-    The layers depend on no batch, because a run keeps them where they are. The longer documents are, the fewer layers
-    the vocabulary projection is worth.
+    The layers do not depend on a batch, since a run keeps them in place. The longer documents are, the fewer layers the
+    vocabulary projection is worth.
 
     Args:
         cost: prices the layers.
-        pp_size: stages that work side by side.
+        pp_size: number of pp_ranks.
         chunks: stages of every pp_rank.
-        pp_rank_of_stage: None: in turns, 0 1 0 1.
+        pp_rank_of_stage: None: 0 1 0 1.
         length: tokens of a typical document of the run; None: 8K, or the longest length if that is shorter.
     """
     check_stages(cost, pp_size, chunks)
@@ -150,7 +150,7 @@ def stage_layers(
     load = [layer * chunks] * pp_size
     load[pp_ranks[-1]] += parts.head * cost.model.layers
     for _ in range(cost.model.layers - stages):
-        pp_rank = min(range(pp_size), key=lambda p: (load[p], -p))  # late ones hold fewer micro-batches at a time
+        pp_rank = min(range(pp_size), key=lambda p: (load[p], -p))  # later pp_ranks have fewer micro-batches in flight
         stage = min((s for s in range(stages) if pp_ranks[s] == pp_rank), key=lambda s: (counts[s], s))
         counts[stage] += 1
         load[pp_rank] += layer
@@ -158,10 +158,10 @@ def stage_layers(
 
 
 def stage_group_shapes(cost: CostModel, layout: StageLayout) -> dict[GroupShape, tuple[int, ...]]:
-    """Group shapes that fit in the ranks of every pp_rank, with the offsets there at which such groups may begin.
+    """Group shapes that fit in every pp_rank, with the offsets there at which such groups may begin.
 
-    Groups lie on blocks of the group family. Keys and values stay inside the pp_rank: no routes. Beside the shapes that
-    the cost model finds useful for whole documents there is Ulysses of every degree: a document in pieces would send
+    Groups lie on blocks of the group family, without routes: keys and values stay inside the pp_rank. The shapes are
+    those that the cost model proposes for whole documents, and Ulysses of every degree: a document in pieces would send
     the keys and values of its prefix round a ring again with every piece.
     """
     width = layout.ranks_per_stage

@@ -14,28 +14,24 @@ one more size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
 from seqloom.cost import CostModel
 from seqloom.plan import Plan
-from seqloom.planners.published.tuned import Place, Rounds, tuned_plan
+from seqloom.planners.published.tuned_plan import RivalGroup, Rounds, tuned_plan
 
 SLACK = 1.05
 
 
 def plan_megatron(lengths: np.ndarray, cost: CostModel) -> Plan:
-    """Plan a batch as Megatron's packing-aware scheduler does.
-
-    Args:
-        lengths: int64[n] tokens.
-        cost: prices the batch.
-    """
+    """Plan a batch, int64[n] tokens, as Megatron's packing-aware scheduler does."""
     return tuned_plan(lengths, cost, "megatron", lambda tokens, capacity: micro_batches(tokens, capacity, cost.ranks))
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class OpenGroup:
     """A group under construction."""
 
     size: int
@@ -44,7 +40,7 @@ class Open:
     documents: list[int] = field(default_factory=list)
 
     def add(self, document: int, tokens: int) -> None:
-        """Take a document in."""
+        """Add a document."""
         self.documents.append(document)
         self.tokens += tokens
         self.work += tokens * tokens / self.size
@@ -56,26 +52,25 @@ def micro_batches(tokens: np.ndarray, capacity: int, ranks: int) -> Rounds:
     rounds: Rounds = []
     while waiting:
         groups, waiting = next_micro_batch(tokens, waiting, capacity, ranks)
-        first = 0
-        places = []
-        for group in groups:
-            places.append(Place(tuple(range(first, first + group.size)), group.documents))
-            first += group.size
-        rounds.append(places)
+        ends = accumulate(group.size for group in groups)
+        placed = zip(groups, ends, strict=True)
+        rounds.append([RivalGroup(tuple(range(end - group.size, end)), group.documents) for group, end in placed])
     return rounds
 
 
-def next_micro_batch(tokens: np.ndarray, waiting: list[int], capacity: int, ranks: int) -> tuple[list[Open], list[int]]:
+def next_micro_batch(
+    tokens: np.ndarray, waiting: list[int], capacity: int, ranks: int
+) -> tuple[list[OpenGroup], list[int]]:
     """The groups of one micro-batch, and the documents left for the next; ``waiting`` is longest first."""
     menu = sizes(ranks)
-    tallest = int(tokens[waiting[0]])
-    cap = SLACK * tallest * capacity
-    groups = [Open(least_size(tallest, capacity, menu))]
-    groups[0].add(waiting[0], tallest)
+    longest = int(tokens[waiting[0]])
+    max_work = SLACK * longest * capacity
+    groups = [OpenGroup(least_size(longest, capacity, menu))]
+    groups[0].add(waiting[0], longest)
     left = []
     for document in waiting[1:]:
         size = int(tokens[document])
-        chosen = _best(groups, size, capacity, menu, ranks, cap)
+        chosen = _best(groups, size, capacity, menu, ranks, max_work)
         if chosen is None:
             left.append(document)
             continue
@@ -84,7 +79,13 @@ def next_micro_batch(tokens: np.ndarray, waiting: list[int], capacity: int, rank
         chosen.add(document, size)
     if spread_out(groups, menu, ranks):
         return groups, left
-    return [_everyone(tokens, waiting, capacity, ranks)], _rest(tokens, waiting, capacity, ranks)
+    group, left = OpenGroup(ranks), []  # all ranks, with what fits, longest first
+    for document in waiting:
+        if group.tokens + int(tokens[document]) <= ranks * capacity:
+            group.add(document, int(tokens[document]))
+        else:
+            left.append(document)
+    return [group], left
 
 
 def sizes(ranks: int) -> list[int]:
@@ -98,21 +99,23 @@ def least_size(tokens: int, capacity: int, menu: list[int]) -> int:
     return next(size for size in menu if size * capacity >= tokens)
 
 
-def _best(groups: list[Open], tokens: int, capacity: int, menu: list[int], ranks: int, cap: float) -> Open | None:
-    """The group to join or a new one, by the least work on the busiest rank of all; None if all are above the cap."""
+def _best(
+    groups: list[OpenGroup], tokens: int, capacity: int, menu: list[int], ranks: int, max_work: float
+) -> OpenGroup | None:
+    """The group to join or a new one, by the least work on the busiest rank of all; None if all exceed ``max_work``."""
     busiest = max(group.work for group in groups)
     free = ranks - sum(group.size for group in groups)
-    best: tuple[float, Open] | None = None
+    best: tuple[float, OpenGroup] | None = None
     for size in menu[menu.index(least_size(tokens, capacity, menu)) :]:
         roomy = [group for group in groups if group.size == size and group.tokens + tokens <= size * capacity]
-        for group in [*roomy, *([Open(size)] if size <= free else [])]:
+        for group in [*roomy, *([OpenGroup(size)] if size <= free else [])]:
             reached = max(busiest, group.work + tokens * tokens / size)
-            if reached <= cap and (best is None or reached < best[0]):
+            if reached <= max_work and (best is None or reached < best[0]):
                 best = (reached, group)
     return None if best is None else best[1]
 
 
-def spread_out(groups: list[Open], menu: list[int], ranks: int) -> bool:
+def spread_out(groups: list[OpenGroup], menu: list[int], ranks: int) -> bool:
     """Double the first of the smallest groups until no rank is free; False where that does not come out even."""
     while (free := ranks - sum(group.size for group in groups)) > 0:
         smallest = min(group.size for group in groups)
@@ -123,17 +126,3 @@ def spread_out(groups: list[Open], menu: list[int], ranks: int) -> bool:
         group.work *= smallest / larger
         group.size = larger
     return True
-
-
-def _everyone(tokens: np.ndarray, waiting: list[int], capacity: int, ranks: int) -> Open:
-    """One group of all ranks with what fits, longest first."""
-    group = Open(ranks)
-    for document in waiting:
-        if group.tokens + int(tokens[document]) <= ranks * capacity:
-            group.add(document, int(tokens[document]))
-    return group
-
-
-def _rest(tokens: np.ndarray, waiting: list[int], capacity: int, ranks: int) -> list[int]:
-    taken = set(_everyone(tokens, waiting, capacity, ranks).documents)
-    return [document for document in waiting if document not in taken]

@@ -26,8 +26,17 @@ from seqloom.planners.problem import (
     whole_documents,
 )
 from seqloom.planners.remap import with_remapping
-from seqloom.planners.zones.fill import FillTarget, RankLoads, fill_round, finish, rank_times, swap_rebalance
-from seqloom.planners.zones.prices import SINGLE_RANK, SingleRankPrices, ZonePrices
+from seqloom.planners.zones.fill import (
+    SINGLE_RANK,
+    FillTarget,
+    RankLoads,
+    SingleRankPrices,
+    ZonePrices,
+    fill_round,
+    finish,
+    rank_times,
+    swap_rebalance,
+)
 
 EVALUATIONS = 1_200
 """Documents placed, over all fillings of the batch, where no budget is given."""
@@ -90,7 +99,7 @@ def plan_zones(
     holding = [SingleRankPrices.of(array, cost, p) for p in policies if longest <= most * cost.capacity(p)]
     if not holding:
         widest = max(policies, key=cost.capacity)
-        raise BatchProblem(array, cost, widest, cost.tables(array, widest)).too_long()
+        raise BatchProblem(array, cost, widest).too_long()
     best: FilledRounds | None = None
     quick = evaluations is None and len(array) >= QUICK_FROM
     least = 1 if len(array) >= FILL_ONCE_FROM else MIN_FILLINGS
@@ -127,12 +136,9 @@ def split_lpt(prices: ZonePrices, rounds: int) -> list[list[int]]:
     A document that no round has room for goes to the one with most room; what its ranks cannot hold is left over there.
     The documents of a round come by falling time.
     """
-    order, room = prices.order.tolist(), prices.capacity * prices.cost.ranks
-    if rounds == 1:
-        return [order]
-    found = least_loaded(order, prices.tokens_list, prices.whole_ns_list, rounds, room, overflow=True)
-    assert found is not None
-    return found
+    order, capacity = prices.order, prices.capacity * prices.cost.ranks
+    chosen = least_loaded(prices.tokens[order], prices.whole_ns[order], rounds, capacity, overflow=True)
+    return [order[chosen == r].tolist() for r in range(rounds)]
 
 
 def split_sorted(prices: ZonePrices, rounds: int) -> list[list[int]]:

@@ -44,7 +44,7 @@ def test_a_scheme_says_so_only_where_it_is():
     )
     plain = replace(gathered, parallel=ParallelConfig(2, 2, 2))
     assert "gathered" not in plain.as_dict() and PipelineConfig.from_dict(plain.as_dict()) == plain
-    with pytest.raises(SeqloomError, match="nobody to share them with; leave out gathered, or use Ulysses or a ring"):
+    with pytest.raises(SeqloomError, match="there is nothing to gather; leave out gathered, or use Ulysses or a ring"):
         PipelineConfig(ParallelConfig(1, 2, reshard_after_forward=True), (0, 1), 100)
     with pytest.raises(SeqloomError, match="has 1 for gathered; give true or false"):
         PipelineConfig.from_dict(gathered.as_dict() | {"gathered": 1})

@@ -237,7 +237,7 @@ def test_without_a_number_the_best_of_several_is_taken():
     cost, lengths = cost_of(), lengths_of(1)
     best = predicted_ns(make_plan("pipeline", lengths, cost), cost)
     assert best == min(predicted_ns(make_plan(f"pipeline:{n}", lengths, cost), cost) for n in (2, 4, 8))
-    with pytest.raises(SeqloomError, match="say how many"):
+    with pytest.raises(SeqloomError, match="give their number"):
         make_plan("pipeline", lengths, cost_of(cluster="1x3xH100"))
 
 

@@ -1,7 +1,7 @@
 """The bucketed mixed-integer programme of one micro-batch, on HiGHS.
 
 Data: buckets ``q`` with ``b_q`` documents of ``s_q`` tokens; virtual groups ``p`` of ``d_p`` ranks, which
-may be opened or not; ``N`` ranks that hold ``E`` tokens each; lanes ``l``.
+may be opened or not; ``N`` ranks that hold ``E`` tokens each; streams ``l``.
 
 Variables: ``A_qp`` documents of bucket ``q`` in group ``p`` (whole, and only where ``d_p`` ranks hold one);
 ``m_p`` is 1 if group ``p`` is open; ``C`` the micro-batch's time in ms.
@@ -9,7 +9,7 @@ Variables: ``A_qp`` documents of bucket ``q`` in group ``p`` (whole, and only wh
 Minimise ``C`` subject to
 
     sum_p A_qp = b_q                                    every document has a place
-    base_l + extra_lp m_p + sum_q cost_lpq A_qp <= C    for every lane; base is the least fixed cost,
+    base_l + extra_lp m_p + sum_q cost_lpq A_qp <= C    for every stream; base is the least fixed cost,
                                                         charged to every group, open or not
     sum_q s_q A_qp <= d_p E m_p                         memory; closed groups are empty
     sum_q A_qp >= m_p                                   open groups are not
@@ -25,12 +25,13 @@ group works at most T:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from seqloom.planners.solver import Matrix, programme, require_highspy
+from seqloom.errors import SeqloomError
 
 MS = 1e-6
 """Milliseconds per nanosecond: times are scaled so that the solver's tolerances mean something."""
@@ -55,10 +56,10 @@ class Budget(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Programme:
-    """One micro-batch. ``L`` lanes, ``P`` virtual groups, ``Q`` buckets."""
+class BucketedMilp:
+    """One micro-batch. ``L`` streams, ``P`` virtual groups, ``Q`` buckets."""
 
-    bound: np.ndarray  # int64[Q] tokens of one document
+    tokens: np.ndarray  # int64[Q] of one document
     count: np.ndarray  # int64[Q] documents
     degree: np.ndarray  # int64[P] ranks
     cost: np.ndarray  # int64[L, P, Q] ns one document adds
@@ -73,7 +74,7 @@ class Programme:
         used = int(self.degree[opened].sum())
         if (placed.sum(axis=1) != self.count).any() or (placed < 0).any() or used > self.ranks:
             return None
-        if (self.bound @ placed > self.degree * self.capacity).any() or (self.every_rank and used < self.ranks):
+        if (self.tokens @ placed > self.degree * self.capacity).any() or (self.every_rank and used < self.ranks):
             return None
         times = self.fixed + np.einsum("lpq,qp->lp", self.cost, placed)
         return int(times[:, opened].max())
@@ -101,30 +102,30 @@ class Programme:
         solver.run()
         if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
-        placed = np.zeros((len(self.bound), len(self.degree)), np.int64)
+        placed = np.zeros((len(self.tokens), len(self.degree)), np.int64)
         placed[q, p] = np.rint(solver.getSolution().col_value[: len(q)]).astype(np.int64)
         return placed if self.value_ns(placed) is not None else None
 
     def _pairs(self, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Buckets and groups that go together: the group holds a document, and in time."""
-        fits = self.bound[:, None] <= self.degree * self.capacity
+        fits = self.tokens[:, None] <= self.degree * self.capacity
         if limit is not None:
-            alone = (self.cost + self.fixed[:, :, None]).max(axis=0)
-            fits &= np.less_equal(alone.T, limit)
+            solo_ns = (self.cost + self.fixed[:, :, None]).max(axis=0)
+            fits &= np.less_equal(solo_ns.T, limit)
         q, p = np.nonzero(fits)
         return q, p
 
     def _model(self, q: np.ndarray, p: np.ndarray, limit: int | None) -> Any:
-        """The programme as HiGHS reads it: columns A (for these pairs), m, C."""
+        """The programme for HiGHS: columns A (for these pairs), m, C."""
         rows = self._rows(q, p, limit)
         groups = len(self.degree)
         time = len(q) + groups
-        most = np.minimum(self.count[q], self.degree[p] * self.capacity // self.bound[q])
+        most = np.minimum(self.count[q], self.degree[p] * self.capacity // self.tokens[q])
         lower = np.append(np.zeros(time), self.fixed.min(axis=1).max() * MS)
-        return programme(
+        return highs_model(
             cost=np.append(np.zeros(time), 1.0),
             columns=(lower, np.concatenate([most, np.ones(groups), [np.inf]])),
-            whole=[True] * time + [False],
+            integer=[True] * time + [False],
             rows=(np.concatenate(rows.lower), np.concatenate(rows.upper)),
             matrix=rows.compressed(),
         )
@@ -136,12 +137,12 @@ class Programme:
         time, one = np.array([len(q) + len(groups)]), np.zeros(1, np.int64)
         share = self.degree / self.ranks
         rows.add([(q, placed, 1.0)], self.count, self.count)
-        rows.add([(p, placed, self.bound[q] / self.capacity), (groups, opened, -self.degree)], -np.inf, groups * 0)
+        rows.add([(p, placed, self.tokens[q] / self.capacity), (groups, opened, -self.degree)], -np.inf, groups * 0)
         rows.add([(p, placed, 1.0), (groups, opened, -1.0)], groups * 0, np.inf)
         rows.add([(one, opened, self.degree)], self.ranks if self.every_rank else 0, one + self.ranks)
-        for lane in np.flatnonzero(self.cost.any(axis=(1, 2))):
-            base = int(self.fixed[lane].min())
-            extra, work = (self.fixed[lane] - base) * MS, self.cost[lane, p, q] * MS
+        for stream in np.flatnonzero(self.cost.any(axis=(1, 2))):
+            base = int(self.fixed[stream].min())
+            extra, work = (self.fixed[stream] - base) * MS, self.cost[stream, p, q] * MS
             late = np.full(len(groups), -base * MS)
             rows.add([(p, placed, work), (groups, opened, extra), (groups, time, -1.0)], -np.inf, late)
             rows.add(
@@ -150,13 +151,13 @@ class Programme:
                 late[:1],
             )
             if limit is not None:
-                slack = (self.fixed[lane] - limit) * MS
+                slack = (self.fixed[stream] - limit) * MS
                 rows.add([(p, placed, work), (groups, opened, slack)], -np.inf, groups * 0)
         return rows
 
 
 class _Rows:
-    """Rows of a sparse matrix, gathered block by block."""
+    """Rows of a sparse matrix, collected block by block."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -192,3 +193,51 @@ class _Rows:
         order = keep[np.lexsort((column[keep], row[keep]))]
         starts = np.searchsorted(row[order], np.arange(self.count + 1))
         return Matrix(starts.astype(np.int32), column[order].astype(np.int32), value[order])
+
+
+class Matrix(NamedTuple):
+    """A sparse matrix in compressed rows."""
+
+    start: np.ndarray
+    """int32[rows + 1]: where each row begins."""
+    column: np.ndarray
+    """int32[entries]"""
+    value: np.ndarray
+    """float64[entries]"""
+
+
+def require_highspy() -> Any:
+    """Import the solver HiGHS; SeqloomError with the way out if it is not installed."""
+    try:
+        import highspy
+    except ImportError:
+        raise SeqloomError("planners flexsp and exact need the HiGHS solver: pip install 'seqloom[exact]'") from None
+    return highspy
+
+
+def highs_model(
+    cost: np.ndarray,
+    columns: tuple[np.ndarray, np.ndarray],
+    integer: Sequence[bool],
+    rows: tuple[np.ndarray, np.ndarray],
+    matrix: Matrix,
+) -> Any:
+    """A ``highspy.HighsLp``: minimise ``cost @ x`` with ``x`` and ``matrix @ x`` between their limits.
+
+    Args:
+        cost: float64[columns].
+        columns: lower and upper limits of x; infinities are allowed.
+        integer: bool per column.
+        rows: lower and upper limits of ``matrix @ x``.
+    """
+    highspy = require_highspy()
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(cost), len(rows[0])
+    model.col_cost_ = cost
+    model.col_lower_, model.col_upper_ = columns
+    model.row_lower_, model.row_upper_ = rows
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    model.integrality_ = [kinds[bool(each)] for each in integer]
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = matrix
+    return model

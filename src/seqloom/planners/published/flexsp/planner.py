@@ -1,93 +1,35 @@
-"""The blaster: cut a batch, sorted by falling length, into micro-batches of as equal tokens as possible.
+"""Planner ``flexsp``: the published system, from its paper and its released solver.
 
-Micro-batch ``i`` ends at the document where the largest token sum so far is least:
+1. The blaster cuts the batch, sorted by length, into M micro-batches of as equal tokens as possible; M runs from the
+   least that fits the cluster over ``counts`` values.
+2. Every micro-batch is bucketed and its mixed-integer programme solved, beginning with the best homogeneous answer.
+3. Concrete documents are drawn at random from each bucket; the step is priced with their true lengths; the best M wins.
 
-    least[i][k] = min over j < k of max(least[i - 1][j], tokens of documents j .. k)
-
-The first term rises with ``j`` and the second falls, so the best cut lies where they cross: one binary
-search instead of a scan, and still exact.
+All groups of a micro-batch run side by side over the whole cluster, whatever the sharding. The most promising M is
+solved first, and an M that can no longer win is given up: that saves time and changes nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
 from seqloom.cost import CostModel, CostTables
 from seqloom.errors import SeqloomError
 from seqloom.plan import Plan
+from seqloom.planners.loops import NEVER
+from seqloom.planners.packing import least_loaded
 from seqloom.planners.problem import BatchProblem, GroupPlacement, StepPricer, fitting_problems
-from seqloom.planners.published.flexsp.micro_batch import MicroBatch, floor_ns, prepare, seats_of
-from seqloom.planners.published.flexsp.milp import Budget
-from seqloom.planners.solver import require_highspy
+from seqloom.planners.published.flexsp.milp import BucketedMilp, Budget, require_highspy
 from seqloom.planners.uniform import holding_degrees, uniform_answers
 
-
-def cut(tokens: np.ndarray, count: int) -> list[np.ndarray]:
-    """Cut documents into ``count`` consecutive, non-empty chunks with the least largest token sum.
-
-    Of equally good cuts the last chunk is the longest, then the one before it: the published tie-break.
-
-    Args:
-        tokens: int64[n], positive, in the order in which they are to be cut.
-        count: 1 to n chunks.
-
-    Returns:
-        the positions in each chunk, in order.
-    """
-    n = len(tokens)
-    sums = np.concatenate([[0], np.cumsum(tokens)])
-    least = sums.copy()  # one chunk: everything up to k
-    cuts = []
-    for chunk in range(1, count):
-        starts = np.arange(chunk, n)  # earlier chunks hold one document at least
-        ends = np.arange(chunk + 1, n + 1)
-        crossing = np.searchsorted(least[starts] + sums[starts], sums[ends])
-        after = np.clip(starts[np.minimum(crossing, len(starts) - 1)], None, ends - 1)
-        before = np.clip(after - 1, chunk, None)
-        worth = [np.maximum(least[j], sums[ends] - sums[j]) for j in (before, after)]
-        best = np.minimum(*worth)
-        first = np.maximum(np.searchsorted(sums, sums[ends] - best), chunk)
-        least, cut_at = least.copy(), np.zeros(n + 1, np.int64)
-        least[ends], cut_at[ends] = best, first
-        cuts.append(cut_at)
-    return _walk_back(cuts, n)
-
-
-def fewest_chunks(tokens: np.ndarray, capacity: int) -> int:
-    """The fewest chunks of the cut that all hold less than ``capacity`` tokens (one document may fill it)."""
-    count = max(1, -(-int(tokens.sum()) // capacity))
-    while count < len(tokens) and max(int(tokens[chunk].sum()) for chunk in cut(tokens, count)) >= capacity:
-        count += 1
-    return min(count, len(tokens))
-
-
-def _walk_back(cuts: list[np.ndarray], n: int) -> list[np.ndarray]:
-    """Chunks of the best cut of all ``n`` documents, from the last chunk's start to the first's."""
-    chunks = []
-    end = n
-    for cut_at in reversed(cuts):
-        start = int(cut_at[end])
-        chunks.append(np.arange(start, end))
-        end = start
-    chunks.append(np.arange(end))
-    return chunks[::-1]
-
-
-# ---- merged: planners.flexsp.planner
-# Planner ``flexsp``: the published system, from its paper and its released solver.
-#
-# 1. The blaster cuts the batch, sorted by length, into M micro-batches of equal tokens; M runs from the least
-#    that fits the cluster over ``counts`` values.
-# 2. Every micro-batch is bucketed and its mixed-integer programme solved, beginning with the best homogeneous
-#    answer.
-# 3. Concrete documents are drawn at random from each bucket; the step is priced with their true lengths; the
-#    best M wins.
-#
-# All groups of a micro-batch run side by side over the whole cluster, whatever the sharding. The most promising
-# M is solved first, and an M that can no longer win is given up: that saves time and changes nothing else.
+ROWS = 512
+"""Ends of buckets whose starts are compared at once: limits the memory of the dynamic programme."""
 
 
 def plan_flexsp(
@@ -106,7 +48,6 @@ def plan_flexsp(
 
     Args:
         lengths: int64[n] tokens.
-        cost: prices the batch.
         smallest: least degree of a group. 1 is the paper's; the released solver begins at 2.
         buckets: buckets per micro-batch to begin with.
         counts: values of M to try.
@@ -117,13 +58,13 @@ def plan_flexsp(
         seed: of the draw from the buckets.
     """
     require_highspy()
-    problem = _fastest_variant(lengths, cost)
+    problem = _fastest_problem(lengths, cost)
     menu = _menu(problem, smallest)
     pricer, budget = StepPricer(problem), Budget(nodes, gap, time_limit_s)
     best: tuple[int, list[list[GroupPlacement]]] | None = None
     for window in _windows(problem, menu, buckets, counts):
-        for chunks in sorted(window, key=_promise):
-            found = _solve(pricer, menu, chunks, budget, seed, None if best is None else best[0])
+        for micro_batches in sorted(window, key=_promise):
+            found = _solve(pricer, menu, micro_batches, budget, seed, None if best is None else best[0])
             if found is not None and (best is None or found[0] < best[0]):
                 best = found
         if best is not None:
@@ -131,8 +72,8 @@ def plan_flexsp(
     raise SeqloomError(f"flexsp found no plan for this batch on {cost.ranks} GPUs; use planner adaptive or flex")
 
 
-def _fastest_variant(lengths: np.ndarray, cost: CostModel) -> BatchProblem:
-    """The policy under which homogeneous groups are fastest: the published solver knows only one."""
+def _fastest_problem(lengths: np.ndarray, cost: CostModel) -> BatchProblem:
+    """The batch under the policy in which homogeneous groups are fastest: the published solver knows only one."""
     problems = fitting_problems(lengths, cost)
     if len(problems) == 1:
         return problems[0]
@@ -143,8 +84,8 @@ def _fastest_variant(lengths: np.ndarray, cost: CostModel) -> BatchProblem:
 def _menu(problem: BatchProblem, smallest: int) -> dict[int, int]:
     """Degree to shape index, ascending: powers of two and the whole cluster, each in its cheapest shape.
 
-    On nodes of another size: powers of two that divide a node, and nodes by powers of two. Each then divides
-    the next, so that groups in falling order of degree always lie on aligned ranks.
+    On nodes of another size: powers of two that divide a node, and nodes by powers of two. Each then divides the next,
+    so that groups in falling order of degree always lie on aligned ranks.
     """
     tables, node, ranks = problem.tables, problem.cost.node_size, problem.cost.ranks
     total = (tables.fixed + tables.cost.sum(axis=2)).max(axis=0)
@@ -155,8 +96,7 @@ def _menu(problem: BatchProblem, smallest: int) -> dict[int, int]:
         if inside or degree == ranks or (nodes and nodes & (nodes - 1) == 0):
             shapes = np.flatnonzero(tables.degree == degree)
             menu[degree] = int(shapes[total[shapes].argmin()])
-    holds = max(menu) * tables.capacity >= tables.tokens.max()
-    if not holds:
+    if max(menu) * tables.capacity < tables.tokens.max():
         raise SeqloomError(
             f"flexsp has groups of {', '.join(map(str, menu))} GPUs here, none holds a sequence of "
             f"{tables.tokens.max()} tokens; use planner adaptive or flex"
@@ -171,26 +111,26 @@ def _windows(
     tokens, ranks = problem.tables.tokens, problem.cost.ranks
     order = np.argsort(-tokens, kind="stable")
 
-    def chunks(count: int) -> list[MicroBatch]:
-        return [prepare(problem, menu, order[chunk], buckets) for chunk in cut(tokens[order], count)]
+    def micro_batches(count: int) -> list[MicroBatch]:
+        return [MicroBatch.of(problem, menu, order[chunk], buckets) for chunk in blast(tokens[order], count)]
 
     first = fewest_chunks(tokens[order], ranks * problem.tables.capacity)
     later = min(first + counts, len(order) + 1)
-    yield [chunks(count) for count in range(first, later)]
+    yield [micro_batches(count) for count in range(first, later)]
     for count in range(later, len(order) + 1):
-        yield [chunks(count)]
+        yield [micro_batches(count)]
 
 
-def _promise(chunks: list[MicroBatch]) -> tuple[bool, int, int]:
+def _promise(micro_batches: list[MicroBatch]) -> tuple[bool, int, int]:
     """Sort key: the homogeneous answers' time, ns; those without one come last."""
-    starts = [chunk.start[0] for chunk in chunks if chunk.start is not None]
-    return len(starts) < len(chunks), sum(starts), len(chunks)
+    starts = [one.start[0] for one in micro_batches if one.start is not None]
+    return len(starts) < len(micro_batches), sum(starts), len(micro_batches)
 
 
 def _solve(
     pricer: StepPricer,
     menu: dict[int, int],
-    chunks: list[MicroBatch],
+    micro_batches: list[MicroBatch],
     budget: Budget,
     seed: int,
     to_beat: int | None,
@@ -198,15 +138,258 @@ def _solve(
     """Step time and rounds for one M; None if a micro-batch has no answer or ``to_beat`` ns stands."""
     random, problem = Random(seed), pricer.problem
     lock_step = problem.cost.shard_group_size == problem.cost.ranks
-    fastest: CostTables = pricer.tables()
-    floors = [floor_ns(fastest, c.documents, problem.cost.ranks) if lock_step else 0 for c in chunks]
+    fastest = pricer.tables()
+    floors = [floor_ns(fastest, one.documents, problem.cost.ranks) if lock_step else 0 for one in micro_batches]
     rounds: list[list[GroupPlacement]] = []
-    for number, chunk in enumerate(chunks):
+    for number, one in enumerate(micro_batches):
         if to_beat is not None and pricer.step_ns(rounds) + sum(floors[number:]) >= to_beat:
             return None
-        placed = chunk.answer(budget)
+        placed = one.answer(budget)
         if placed is None:
             return None
-        groups = chunk.draw(placed, random)
-        rounds.append(seats_of(problem, menu, chunk.programme.degree, groups))
+        rounds.append(_placements(problem, menu, one.milp.degree, one.draw(placed, random)))
     return pricer.step_ns(rounds), rounds
+
+
+def _placements(
+    problem: BatchProblem, menu: dict[int, int], degree: np.ndarray, groups: list[list[int]]
+) -> list[GroupPlacement]:
+    """Place groups, degrees falling, on consecutive ranks: each then begins at a multiple of its size."""
+    placed, start = [], 0
+    for size, documents in zip(degree.tolist(), groups, strict=True):
+        if documents:
+            placed.append(GroupPlacement(problem.tables.shapes[menu[size]], start, documents))
+            start += size
+    return placed
+
+
+def floor_ns(tables: CostTables, documents: np.ndarray, ranks: int) -> int:
+    """ns that no micro-batch of these documents beats: the longest in a group of its own; all work on all ranks."""
+    degree = tables.degree[:, None]
+    fits = tables.tokens[documents] <= degree * tables.capacity
+    cost = tables.cost[:, :, documents]
+    longest = np.where(fits, (cost + tables.fixed[:, :, None]).max(axis=0), NEVER).min(axis=0).max()
+    work = np.where(fits, cost * degree, NEVER).min(axis=1).sum(axis=1) // ranks
+    return max(int(longest), int((work + tables.fixed.min(axis=1)).max()))
+
+
+# The blaster. Micro-batch i ends at the document where the largest token sum so far is least:
+#
+#     least[i][k] = min over j < k of max(least[i - 1][j], tokens of documents j .. k)
+#
+# The first term rises with j and the second falls, so the best cut lies where they cross: one binary search instead of
+# a scan, and still exact.
+
+
+def blast(tokens: np.ndarray, count: int) -> list[np.ndarray]:
+    """Cut documents into ``count`` consecutive, non-empty chunks with the least largest token sum.
+
+    Of equally good cuts the last chunk is the longest, then the one before it: the published tie-break.
+
+    Args:
+        tokens: int64[n], positive, in the order in which they are to be cut.
+        count: 1 to n chunks.
+
+    Returns:
+        the positions in each chunk, in order.
+    """
+    n = len(tokens)
+    sums = np.concatenate([[0], np.cumsum(tokens)])
+    least = sums.copy()  # one chunk: everything up to k
+    starts_of_last = []
+    for chunk in range(1, count):
+        starts = np.arange(chunk, n)  # earlier chunks hold one document at least
+        ends = np.arange(chunk + 1, n + 1)
+        crossing = np.searchsorted(least[starts] + sums[starts], sums[ends])
+        after = np.clip(starts[np.minimum(crossing, len(starts) - 1)], None, ends - 1)
+        before = np.clip(after - 1, chunk, None)
+        best = np.minimum(*(np.maximum(least[j], sums[ends] - sums[j]) for j in (before, after)))
+        first = np.maximum(np.searchsorted(sums, sums[ends] - best), chunk)
+        least, start_of_last = least.copy(), np.zeros(n + 1, np.int64)
+        least[ends], start_of_last[ends] = best, first
+        starts_of_last.append(start_of_last)
+    edges = [n]
+    for start_of_last in reversed(starts_of_last):
+        edges.append(int(start_of_last[edges[-1]]))
+    edges.append(0)
+    return [np.arange(start, end) for end, start in pairwise(edges)][::-1]
+
+
+def fewest_chunks(tokens: np.ndarray, capacity: int) -> int:
+    """The fewest chunks of the cut that all hold less than ``capacity`` tokens (one document may fill it)."""
+    count = max(1, -(-int(tokens.sum()) // capacity))
+    while count < len(tokens) and max(int(tokens[chunk].sum()) for chunk in blast(tokens, count)) >= capacity:
+        count += 1
+    return min(count, len(tokens))
+
+
+# Buckets: documents of similar length count as equals, at the length of the longest of them. Dynamic programming over
+# distinct lengths in rising order chooses the edges that add the fewest tokens:
+#
+#     error[q][k] = min over j < k of error[q - 1][j] + sum over i in j .. k of (length[k] - length[i])
+
+
+class Buckets(NamedTuple):
+    """Documents by bucket, in rising length."""
+
+    longest: np.ndarray
+    """int64[Q] tokens of the longest member."""
+    members: list[np.ndarray]
+    """Positions of the documents in each bucket."""
+
+    @property
+    def population(self) -> np.ndarray:
+        """int64[Q] documents in each bucket."""
+        return np.array([len(members) for members in self.members], np.int64)
+
+
+def bucket(tokens: np.ndarray, least: int, capacity: int) -> Buckets:
+    """Bucket documents with the least added tokens.
+
+    Args:
+        tokens: int64[n] of one micro-batch.
+        least: buckets to begin with; more follow, one by one, until the bucketed tokens are at most half-way between
+            the true ones and ``capacity``, so that rounding up never makes a micro-batch look too large.
+        capacity: tokens the cluster holds in a round.
+    """
+    values, kind, copies = np.unique(tokens, return_inverse=True, return_counts=True)
+    total = int(tokens.sum())
+    weight = np.concatenate([[0], np.cumsum(copies)])
+    sums = np.concatenate([[0], np.cumsum(copies * values)])
+    error = values * weight[1:] - sums[1:]  # one bucket
+    starts = [np.zeros(len(values), np.int64)]
+    while len(starts) < len(values):
+        if len(starts) >= least and 2 * (total + int(error[-1])) <= total + capacity:
+            break
+        error, start = _one_more(error, values, weight, sums)
+        starts.append(start)
+    edges = [len(values)]
+    for start in reversed(starts):
+        edges.append(int(start[edges[-1] - 1]))
+    edges.reverse()
+    owner = np.searchsorted(np.array(edges[1:]), kind, side="right")
+    members = [np.flatnonzero(owner == q) for q in range(len(starts))]
+    return Buckets(values[np.array(edges[1:]) - 1], members)
+
+
+def _one_more(
+    error: np.ndarray, values: np.ndarray, weight: np.ndarray, sums: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors and last bucket starts with one bucket more; ``error[k]`` covers values ``0 .. k``."""
+    n = len(values)
+    begun = np.concatenate([error[:1], error[:-1]])  # error of everything before value j, for j >= 1
+    best, start = error.copy(), np.zeros(n, np.int64)
+    for low in range(1, n, ROWS):
+        ends = np.arange(low, min(low + ROWS, n))
+        starts = np.arange(1, ends[-1] + 1)
+        added = values[ends, None] * (weight[ends + 1, None] - weight[starts])
+        added -= sums[ends + 1, None] - sums[starts]
+        added += begun[starts]
+        added[starts > ends[:, None]] = np.iinfo(np.int64).max
+        choice = added.argmin(axis=1)
+        best[ends], start[ends] = added[np.arange(len(ends)), choice], starts[choice]
+    return best, start
+
+
+# One micro-batch: its buckets, its virtual groups, its programme and the homogeneous answer to begin with.
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Documents that run side by side, and the programme that places them."""
+
+    documents: np.ndarray
+    """int64[n] indices into the batch."""
+    buckets: Buckets
+    milp: BucketedMilp
+    start: tuple[int, np.ndarray] | None
+    """Best homogeneous answer: ns and documents of each bucket in each group."""
+
+    @classmethod
+    def of(cls, problem: BatchProblem, menu: dict[int, int], documents: np.ndarray, least: int) -> MicroBatch:
+        """Set up a micro-batch.
+
+        Args:
+            menu: shape index by degree, ascending.
+            documents: int64[n] indices into the batch.
+            least: buckets to begin with.
+        """
+        tables, ranks = problem.tables, problem.cost.ranks
+        tokens = tables.tokens[documents]
+        buckets = bucket(tokens, least, ranks * tables.capacity)
+        degree = virtual_groups(np.array(list(menu)), tokens, tables.capacity, ranks)
+        shapes = np.array([menu[d] for d in degree.tolist()])
+        longest = [documents[members[tokens[members].argmax()]] for members in buckets.members]
+        cost, fixed = tables.cost[:, shapes][:, :, longest], tables.fixed[:, shapes]
+
+        def milp(every_rank: bool) -> BucketedMilp:
+            sizes = (tables.capacity, ranks, every_rank)
+            return BucketedMilp(buckets.longest, buckets.population, degree, cost, fixed, *sizes)
+
+        programme = milp(True)
+        start = best_start(programme)
+        if start is None and ranks not in menu:  # groups of the menu may be unable to use every rank: let some idle
+            programme = milp(False)
+            start = best_start(programme)
+        return cls(documents, buckets, programme, start)
+
+    def answer(self, budget: Budget) -> np.ndarray | None:
+        """int64[Q, P] documents of each bucket in each group; the start if the solver finds nothing."""
+        known = None if self.start is None else self.start[1]
+        found = self.milp.solve(known, budget)
+        return known if found is None else found
+
+    def draw(self, placed: np.ndarray, random: Random) -> list[list[int]]:
+        """Documents of each group: concrete ones, drawn at random from each bucket to fill the counts."""
+        groups: list[list[int]] = [[] for _ in self.milp.degree]
+        for members, counts in zip(self.buckets.members, placed.tolist(), strict=True):
+            drawn = self.documents[members].tolist()
+            random.shuffle(drawn)
+            for group, count in enumerate(counts):
+                groups[group] += drawn[:count]
+                del drawn[:count]
+        return groups
+
+
+def virtual_groups(degrees: np.ndarray, tokens: np.ndarray, capacity: int, ranks: int) -> np.ndarray:
+    """Degrees of the groups that may be opened, falling.
+
+    Published pruning: beside the documents that need the largest degree, each counted in a group of its own, smaller
+    degrees get only what is left of the cluster.
+
+    Args:
+        degrees: int64[D] ascending.
+        tokens: int64[n] of the micro-batch.
+        capacity: tokens a rank holds.
+        ranks: of the cluster.
+    """
+    needed = degrees[np.searchsorted(degrees * capacity, tokens)]
+    largest = int(needed.max())
+    left = ranks - largest * int((needed == largest).sum())
+    copies = [max(0, left if degree < largest else ranks) // degree for degree in degrees.tolist()]
+    return np.repeat(degrees, copies)[::-1]
+
+
+def best_start(milp: BucketedMilp) -> tuple[int, np.ndarray] | None:
+    """The fastest homogeneous answer: ns and int64[Q, P] documents; None if none obeys every rule."""
+    best: tuple[int, np.ndarray] | None = None
+    for degree in np.unique(milp.degree).tolist():
+        placed = homogeneous(milp, degree)
+        value = None if placed is None else milp.value_ns(placed)
+        if placed is not None and value is not None and (best is None or value < best[0]):
+            best = (value, placed)
+    return best
+
+
+def homogeneous(milp: BucketedMilp, degree: int) -> np.ndarray | None:
+    """Place documents, longest first, on the group of this degree with the fewest tokens; None if they do not fit."""
+    groups = np.flatnonzero(milp.degree == degree)
+    order = np.argsort(-milp.tokens, kind="stable")
+    buckets = np.repeat(order, milp.count[order])
+    sizes = milp.tokens[buckets]
+    group = least_loaded(sizes, sizes, len(groups), degree * milp.capacity)
+    if group is None:
+        return None
+    placed = np.zeros((len(milp.tokens), len(milp.degree)), np.int64)
+    np.add.at(placed, (buckets, groups[group]), 1)
+    return placed

@@ -1,0 +1,149 @@
+"""Tiles, chunk by chunk, against the mask they stand for: every visible pair once, nothing else."""
+
+import numpy as np
+import pytest
+import torch
+
+from seqloom.attention.tiles import ZigzagChunks, gather_schedule, ring_tiles
+from seqloom.cost import GroupShape
+from seqloom.layout import Span
+from seqloom.plan import Group, Method
+from support.oracle import visible
+
+PACKS = [(1,), (2, 1), (9,), (40,), (3, 17, 1, 8), (1,) * 12, (64, 33)]
+MASKS = [(True, None), (False, None), (True, 1), (True, 2), (True, 7), (True, 30), (True, 1000)]
+
+
+def group_of(lengths, ring):
+    spans = [Span(document, 0, length) for document, length in enumerate(lengths)]
+    return Group(tuple(range(ring)), 1, ring, tuple(reversed(spans)))
+
+
+def tokens_of(chunks):
+    """(document, position) of every row of an index, from the columns."""
+    rows = {}
+    for half in (0, 1):
+        for document, (start, stop, row) in enumerate(
+            zip(chunks.start[half].tolist(), chunks.stop[half].tolist(), chunks.row[half].tolist(), strict=True)
+        ):
+            rows |= {row + k: (document, start + k) for k in range(stop - start)}
+    return [rows[row] for row in range(chunks.rows)]
+
+
+def pairs(tiles, queries, keys):
+    """Every (query token, key token) that the tiles compute, with repetition."""
+    found = []
+    for segments, q_rows, k_rows in tiles:
+        for q_start, q_stop, k_start, k_stop, offset in segments.rows():
+            known = len(found)
+            for a in range(q_stop - q_start):
+                for b in range(k_stop - k_start):
+                    behind = a + offset - b
+                    if (not segments.causal or behind >= 0) and (segments.window is None or behind < segments.window):
+                        found.append((queries[q_rows.start + q_start + a], keys[k_rows.start + k_start + b]))
+            used_queries, used_keys = (set(side) for side in zip(*found[known:], strict=True))
+            assert (len(used_queries), len(used_keys)) == (q_stop - q_start, k_stop - k_start), "no row for nothing"
+    return found
+
+
+def expected_pairs(lengths, queries, causal, window):
+    """Every pair that the mask shows to these queries."""
+    found = set()
+    for document, position in queries:
+        keys = torch.nonzero(visible(lengths[document], causal, window)[position]).flatten().tolist()
+        found |= {((document, position), (document, key)) for key in keys}
+    return found
+
+
+@pytest.mark.parametrize("ring", [2, 3, 5])
+@pytest.mark.parametrize("lengths", PACKS)
+def test_chunks_are_the_spans_of_the_plan(lengths, ring):
+    group = group_of(lengths, ring)
+    for index in range(ring):
+        chunks = ZigzagChunks.of(group, index)
+        spans = sorted(group.ring_spans(index))
+        expected = [(span.document, position) for span in spans for position in range(span.start, span.stop)]
+        assert tokens_of(chunks) == expected
+        assert tokens_of(chunks.merged()) == expected
+
+
+@pytest.mark.parametrize("ring", [2, 3, 5])
+@pytest.mark.parametrize("causal, window", MASKS)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_steps_of_a_ring_compute_every_visible_pair_once(lengths, causal, window, ring):
+    chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
+    for own in chunks:
+        found = []
+        for other in chunks:
+            tiles = ring_tiles(own, other, causal=causal, window=window)
+            found += pairs(tiles, tokens_of(own), tokens_of(other))
+            if other is own and own.rows:
+                assert tiles[0].queries == tiles[0].keys == slice(0, own.rows), "accumulators start from the first tile"
+        assert len(found) == len(set(found))
+        assert set(found) == expected_pairs(lengths, tokens_of(own), causal, window)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 5])
+@pytest.mark.parametrize("causal, window", MASKS)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_a_gather_fetches_what_is_visible_and_computes_it_once(lengths, causal, window, ring):
+    chunks = [ZigzagChunks.of(group_of(lengths, ring), index) for index in range(ring)]
+    schedules = [gather_schedule(chunks, index, causal=causal, window=window) for index in range(ring)]
+    for index, schedule in enumerate(schedules):
+        arrived = []
+        for source, other in enumerate(schedules):
+            rows = np.arange(chunks[source].rows)[other.sends[index]]
+            assert len(rows) == schedule.counts[source]
+            arrived += [tokens_of(chunks[source])[row] for row in rows]
+        keys = arrived if schedule.order is None else [arrived[row] for row in schedule.order]
+        expected = expected_pairs(lengths, tokens_of(chunks[index]), causal, window)
+        assert keys == sorted({key for _, key in expected}), "exactly the visible keys, sorted"
+        found = pairs(schedule.tiles, tokens_of(chunks[index]), keys)
+        assert len(found) == len(set(found))
+        assert set(found) == expected
+
+
+def test_causal_rings_share_the_work_evenly():
+    """Zigzag: every index computes the same area, and together half of the square."""
+    ring, length = 4, 64
+    chunks = [ZigzagChunks.of(group_of((length,), ring), index) for index in range(ring)]
+    areas = [
+        sum(
+            int(tile.segments.area().sum())
+            for other in chunks
+            for tile in ring_tiles(own, other, causal=True, window=None)
+        )
+        for own in chunks
+    ]
+    assert set(areas) == {length * (length + 1) // 2 // ring}
+
+
+def test_only_rows_that_do_something_are_handed_over():
+    """High queries alone see the keys of a later index: the low ones are not even passed."""
+    first, second = (ZigzagChunks.of(group_of((40,), 2), index) for index in (0, 1))
+    (earlier,) = ring_tiles(first, second, causal=True, window=None)
+    assert (earlier.queries, earlier.keys) == (slice(10, 20), slice(0, 20))
+    (later,) = ring_tiles(second, first, causal=True, window=None)
+    assert (later.queries, later.keys) == (slice(0, 20), slice(0, 10))
+
+
+def test_a_window_skips_steps_and_fetches_neighbours_only():
+    """One document of 64 in 8 chunks of 8: a window of 4 reaches the chunk before, no further."""
+    chunks = [ZigzagChunks.of(group_of((64,), 4), index) for index in range(4)]
+    busy = [[bool(ring_tiles(own, other, causal=True, window=4)) for other in chunks] for own in chunks]
+    neighbours = [[abs(own - other) <= 1 for other in range(4)] for own in range(4)]
+    assert busy == neighbours
+    schedule = gather_schedule(chunks, 1, causal=True, window=4)  # chunks 1 and 6, behind chunks 0 and 5
+    assert schedule.counts == (3, 16, 3, 0)
+    assert len(schedule.tiles) == 1, "no key is seen by both chunks"
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
+def test_a_document_takes_as_many_kernel_calls_as_the_cost_model_counts(ring):
+    group = group_of((64, 96, 80), ring)
+    chunks = [ZigzagChunks.of(group, index) for index in range(ring)]
+    gathers = [gather_schedule(chunks, index, causal=True, window=None).tiles for index in range(ring)]
+    rings = [[t for keys in chunks for t in ring_tiles(own, keys, causal=True, window=None)] for own in chunks]
+    for method, tiles in ((Method.GATHER, gathers), (Method.RING, rings)):
+        calls = [sum(len(list(tile.segments.rows())) for tile in own) for own in tiles]
+        assert max(calls) == len(group.spans) * GroupShape(1, ring, method).kernel_calls

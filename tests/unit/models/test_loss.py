@@ -1,0 +1,158 @@
+"""The chunked loss against torch's cross entropy: value and gradients, in every corner."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from seqloom.errors import SeqloomError
+from seqloom.models.loss import IGNORED, HeadGradients, summed_loss, valid_tokens
+
+torch.set_num_threads(1)
+
+
+def inputs(tokens=37, vocabulary=19, dtype=torch.float64, ignored=0.3):
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, 8, generator=generator, dtype=torch.float64)
+    weight = 3 * torch.randn(vocabulary, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORED
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def plain(hidden, weight, labels):
+    return cross_entropy(hidden @ weight.T, labels, reduction="sum", ignore_index=IGNORED)
+
+
+def relative(got, wanted):
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_value_and_gradients_equal_cross_entropy(chunk, dtype, tolerance):
+    hidden, weight, labels = inputs(dtype=dtype)
+    loss = summed_loss(hidden, weight, labels, chunk=chunk)
+    (loss / 11).backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    wanted = plain(*exact, labels)
+    (wanted / 11).backward()
+    assert loss.dtype == dtype and relative(loss, wanted) < tolerance
+    assert relative(hidden.grad, exact[0].grad) < tolerance and relative(weight.grad, exact[1].grad) < tolerance
+    assert not hidden.grad[labels == IGNORED].any()
+
+
+def test_half_precision_sums_in_float32():
+    hidden, weight, labels = inputs(tokens=300, dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = summed_loss(hidden, weight, labels, chunk=64)
+    loss.backward()
+    wanted = plain(*exact, labels)
+    wanted.backward()
+    assert loss.dtype == torch.float32 and relative(loss, wanted) < 1e-3
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert relative(hidden.grad, exact[0].grad) < 0.01 and relative(weight.grad, exact[1].grad) < 0.01
+
+
+@pytest.mark.parametrize(("tokens", "ignored"), [(0, 0.0), (5, 1.1)])
+def test_nothing_that_counts_gives_exactly_zero(tokens, ignored):
+    hidden, weight, labels = inputs(tokens=tokens, ignored=ignored)
+    loss = summed_loss(hidden, weight, labels)
+    loss.backward()
+    assert loss.item() == 0 and valid_tokens(labels) == 0
+    assert hidden.grad.shape == hidden.shape and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_a_tied_weight_collects_both_gradients():
+    _, weight, labels = inputs()
+    ids = labels.clamp(min=0).flip(0)
+    summed_loss(weight[ids], weight, labels, chunk=5).backward()
+    other = weight.detach().clone().requires_grad_()
+    plain(other[ids], other, labels).backward()
+    assert relative(weight.grad, other.grad) < 1e-13
+
+
+def test_gradients_are_found_only_where_they_are_wanted():
+    hidden, weight, labels = inputs()
+    frozen = weight.detach()
+    summed_loss(hidden, frozen, labels, chunk=8).backward()
+    other = hidden.detach().clone().requires_grad_()
+    plain(other, frozen, labels).backward()
+    assert relative(hidden.grad, other.grad) < 1e-13
+    with torch.no_grad():
+        assert not summed_loss(hidden, weight, labels).requires_grad
+    assert relative(summed_loss(hidden.detach(), frozen, labels), plain(hidden, weight, labels)) < 1e-13
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, labels = inputs()
+    loss = summed_loss(1e4 * hidden, weight, labels)
+    assert relative(loss, plain(1e4 * hidden, weight, labels)) < 1e-13
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch):
+    from seqloom.models import loss as module
+
+    seen = []
+    losses = module.plain_losses
+    monkeypatch.setattr(module, "plain_losses", lambda rows, *rest: (seen.append(len(rows)), losses(rows, *rest))[1])
+    summed_loss(*inputs(), chunk=10)
+    assert seen == [10, 10, 10, 7]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h, w, y: (h[None], w, y), "batch axis"),
+        (lambda h, w, y: (h, w, y[:-1]), "one label"),
+        (lambda h, w, y: (h, w[:, :-1], y), "vocabulary, hidden"),
+        (lambda h, w, y: (h.float(), w, y), "one floating"),
+        (lambda h, w, y: (h, w, y.int()), "int64"),
+        (lambda h, w, y: (h, w, y.clamp(min=19)), "label 19 with a vocabulary of 19"),
+        (lambda h, w, y: (h, w, y.clamp(max=-1)), "label -1"),
+    ],
+)
+def test_bad_input_is_refused(change, words):
+    with pytest.raises(SeqloomError, match=words):
+        summed_loss(*change(*inputs()))
+
+
+def test_a_chunk_has_tokens():
+    with pytest.raises(SeqloomError, match="chunks of 0"):
+        summed_loss(*inputs(), chunk=0)
+
+
+def test_the_fused_loss_in_the_interpreter():
+    """In a process of its own: the interpreter must be chosen before triton is first imported."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    cases = Path(__file__).with_name("triton_loss_cases.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(cases)]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_gradients_of_the_head_wait_together_for_the_next_backward():
+    """Three calls, two of them open when the first goes backward: one tensor waits, and the sums are the same."""
+    head_gradients, exact = HeadGradients(), []
+    _, weight, _ = inputs()
+    shared = weight.detach().clone().requires_grad_()
+    losses = []
+    for tokens in (20, 37, 5):
+        hidden, _, labels = inputs(tokens=tokens)
+        exact.append(plain(hidden, weight, labels))
+        losses.append(summed_loss(hidden, shared, labels, chunk=7, head_gradients=head_gradients))
+        saved = [each for each in losses[-1].grad_fn.saved_tensors if each is not None]
+        assert [each.shape for each in saved] == [hidden.shape], "nothing as large as the head"
+    for loss in reversed(losses):
+        (loss / 11).backward()
+        assert head_gradients.take() is None
+    (sum(exact) / 11).backward()
+    assert relative(shared.grad, weight.grad) < 1e-13
+    summed_loss(hidden, shared, labels, head_gradients=head_gradients)
+    head_gradients.clear()
+    assert head_gradients.take() is None
