@@ -161,12 +161,12 @@ def test_what_cannot_be_is_refused_before_any_process_starts(seqloom_here, place
     assert not (place / "refused").exists()
 
 
-def test_a_rank_that_fails_stops_the_run_with_its_reason(place, whole):
+def test_a_rank_that_fails_stops_the_run_with_its_reason(seqloom_here, place, whole):
     """A checkpoint of another model is noticed by the ranks."""
     shutil.copytree(place / "whole", place / "small")
     (place / "wide.toml").write_text(TINY.replace("ffn = 24", "ffn = 32"))
     settings = {"model.spec": place / "wide.toml", "run.steps": STEPS + 1}
-    result = seqloom(*command(place, "small", settings), "--ranks", "2")
+    result = seqloom_here(*command(place, "small", settings), "--ranks", "2")
     assert result.returncode == 2
     assert "rank " in result.stderr and "float64" in result.stderr
     last = Path("checkpoints", f"step-{STEPS:08}")
