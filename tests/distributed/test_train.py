@@ -69,9 +69,9 @@ def trained(run_command, place: Path, run: str, *words: str, **settings: object)
 
 
 @pytest.fixture(scope="module")
-def whole(place):
+def whole(seqloom_here, place):
     """A run on two ranks from beginning to end."""
-    return trained(seqloom, place, "whole", "--ranks", "2")
+    return trained(seqloom_here, place, "whole", "--ranks", "2")
 
 
 def test_the_loss_falls_and_the_summary_says_so(whole):
