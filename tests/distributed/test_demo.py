@@ -18,5 +18,5 @@ def test_both_planners_train_the_same_model(monkeypatch, fork_server):
     assert len(static) == 5 and static == pytest.approx(flex, rel=1e-4)
     assert static[-1] < static[0]
     console = Console(record=True, width=160, file=io.StringIO())
-    demo.print_runs(console, found)
+    demo.draw_runs(console, found)
     assert "the losses agree" in console.export_text()

@@ -10,7 +10,9 @@ from seqloom.cost import CostModel
 from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import pipeline_memory, tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import ActionKind, LayerRange, Pipeline, Plan, StageMicroBatch
+from seqloom.plan import LayerRange, Pipeline, Plan, StageMicroBatch
+from seqloom.plan.action import B, F, I, W
+from seqloom.schedules.memory import UnitMemory, memory_walk
 
 _RESIDENT = UnshardMemory(0, 0, 0, 0, 0)  # the parameters of a stage stay for the step: they are in its state
 
@@ -64,39 +66,34 @@ def _walk(
     plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int, unsharded: dict[int, UnshardMemory]
 ) -> np.ndarray:
     """float64[ranks] bytes: the most that micro-batches and KV caches of their documents hold at once on a rank."""
-    activations, caches = {}, {}
+    units: dict[tuple[int, int | None], UnitMemory] = {}
     for stage in pipeline.stages_of(pp_rank):
         own, layers = cost.with_tensor(pipeline.stages[stage].tensor), pipeline.layer_ranges[stage]
+        _, copies, layer, _, _ = unsharded.get(stage, _RESIDENT)
         for r, current in enumerate(pipeline.rounds):
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
-            activations[stage, r] = [each * tokens for each in per_token]
-            caches[stage, r] = kv_cache_changes(plan, own, layers, work)
-    live, most = np.zeros(cost.ranks), np.zeros(cost.ranks)
-    split = set()
-    for action in pipeline.actions[pp_rank]:
-        key = action.stage, action.round
-        if key not in activations:
-            continue
-        held, forward, backward, deferred, splitting = activations[key]
-        cache = caches[key]
-        _, copies, layer, rest, halves = unsharded.get(action.stage, _RESIDENT)
-        if action.kind == ActionKind.F:
-            live = live + held + cache.begun
-            most = np.maximum(most, live + forward + copies)
-        elif action.kind == ActionKind.W:
-            live = live + (0 if action.stage in split else halves)
+            unit, cache = UnitMemory(*(each * tokens for each in per_token)), kv_cache_changes(plan, own, layers, work)
+            units[stage, r] = unit._replace(
+                forward=unit.forward + copies,
+                backward=unit.backward + copies + layer,
+                weight=copies,
+                kv=cache.begun,
+                kv_grad=cache.returning,
+                kv_freed=cache.done,
+            )
+    most, weight_gradients, split = np.zeros(cost.ranks), 0, set()
+    row = (action for action in pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
+    for action, peak, after in memory_walk(row, lambda action: units[action.stage, action.round]):
+        _, copies, _, rest, halves = unsharded.get(action.stage, _RESIDENT)
+        if action.kind is W and action.stage not in split:
+            weight_gradients += halves
             split.add(action.stage)
-            most = np.maximum(most, live + copies)
-            live = live - deferred
-        elif action.kind in (ActionKind.B, ActionKind.I):
-            live = live + cache.returning
-            half = action.kind == ActionKind.I
-            most = np.maximum(most, live + backward + copies + layer + (splitting if half else 0.0))
-            live = live - held - cache.done + (deferred if half else 0.0)
-            ending = backward + copies + layer + rest if copies else 0.0
-            most = np.maximum(most, live + ending)
+        most = np.maximum(most, peak + weight_gradients)
+        if action.kind in (B, I):
+            ending = units[action.stage, action.round].backward + rest if copies else 0.0
+            most = np.maximum(most, after + weight_gradients + ending)
     return most
 
 

@@ -185,7 +185,7 @@ def test_a_hang_is_told_with_the_grid(threads):
         threads(2).run(lambda transport: STEP.spread(broken, transport))
     told = "\n".join(caught.value.__notes__)
     assert "waits for 1RECV_F3 from rank 0" in told or "waits for 0RECV_B3 from rank 1" in told
-    assert "host 0 |" in told and "host 1 |" in told and "<" in told
+    assert "pp_rank 0 |" in told and "pp_rank 1 |" in told and "<" in told
 
 
 def test_a_model_that_cannot_be_cut_is_refused_and_one_of_other_layers():

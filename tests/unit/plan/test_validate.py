@@ -256,7 +256,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
 
 
 CIRCLE = (
-    r"stops: 0RECV_B0 \(host 0, action 2\) waits for 1SEND_B0, which comes after 1RECV_F1 \(host 1, action 2\), "
+    r"stops: 0RECV_B0 \(pp_rank 0, action 2\) waits for 1SEND_B0, which comes after 1RECV_F1 \(pp_rank 1, action 2\), "
     r"which waits for 0SEND_F1, which comes after 0RECV_B0"
 )
 

@@ -4,7 +4,7 @@ Every check below is a generator, given the model as the user has it (perhaps wr
 transformers inside; it yields where it finds the feature. Modules count for more than the config, since configs carry
 keys that a model does not use. `check` runs all of them before anything else runs and lists every reason with its way
 out. What only shows in a call (a batch, a cache, a mask, a window that a layer does not pass on) is refused by
-`attention.attention_function`, before anything is sent.
+`attach.attention_function`, before anything is sent.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ never asks for more memory elsewhere than a micro-batch needs while it is worked
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from seqloom.planners.pipeline.long_sequences import StageGroups
 from seqloom.planners.pipeline.micro_batches import MicroBatches
 from seqloom.planners.pipeline.stage_layout import StageLayout
 from seqloom.schedules import Schedule, Times
+from seqloom.schedules.memory import UnitMemory, memory_walk
 from seqloom.simulate.microbatch import FULL_SHARE, extend_for_offload, forward_and_weight_cuts, share_between
 
 WALKS = 8
@@ -261,48 +262,37 @@ class ActivationMemory:
         return False
 
     def _peak(self, row: Sequence[Action], chosen: list[list[int]]) -> float:
-        live = most = 0.0
-        for action in row:
-            live, peak = self._step(action, chosen, live)
-            most = max(most, peak)
-        return most
+        return max((max(peak, after) for _, peak, after in self._walk(row, chosen)), default=0.0)
 
-    def _step(self, action: Action, chosen: list[list[int]], live: float) -> tuple[float, float]:
-        """(bytes after an action, peak while it runs)."""
-        s, u = action.stage, action.round or 0
-        policy = chosen[s][u]
-        held, forward, backward, deferred, split = (kind[policy][s][u] for kind in self._lists)
-        if action.kind is ActionKind.F:
-            live += held + self._kv[0][s][u]
-            return live, live + forward
-        if action.kind is ActionKind.W:
-            return live - deferred, live
-        live += self._kv[1][s][u]
-        halves = action.kind is ActionKind.I
-        peak = live + backward + (split if halves else 0)
-        live += (deferred if halves else 0) - held - self._kv[2][s][u]
-        return live, max(peak, live)
+    def _walk(self, row: Sequence[Action], chosen: list[list[int]]) -> Iterator[tuple[Action, float, float]]:
+        """Yield (action, bytes at its peak, bytes after it); policies may change on the way."""
+
+        def unit_of(action: Action) -> UnitMemory:
+            s, u = action.stage, action.round or 0
+            policy = chosen[s][u]
+            return UnitMemory(*(kind[policy][s][u] for kind in self._lists), *(column[s][u] for column in self._kv))
+
+        return memory_walk(row, unit_of)
 
     def _lower(
         self, row: Sequence[Action], chosen: list[list[int]], free: int, total: Sequence[list[list[int]]]
     ) -> bool:
         """Walk a row once; wherever it holds too much, let micro-batches store less. Return whether any does."""
-        live: float = 0
+        saved = 0.0
         in_flight: dict[tuple[int, int], None] = {}
         changed = False
-        for action in row:
+        for action, peak, after in self._walk(row, chosen):
             key = action.stage, action.round or 0
-            live, peak = self._step(action, chosen, live)
             if action.kind is ActionKind.F:
                 in_flight[key] = None
-            while peak > free:
+            while max(peak, after) - saved > free:
                 saving = self._cheapest(in_flight, chosen, total)
                 if saving is None:
                     return changed
-                s, u, policy, saved = saving
+                s, u, policy, bytes_saved = saving
                 chosen[s][u] = policy
                 changed = True
-                live, peak = live - saved, peak - saved
+                saved += bytes_saved
             if action.kind in (ActionKind.B, ActionKind.I):
                 in_flight.pop(key, None)
         return changed

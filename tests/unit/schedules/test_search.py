@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqloom.errors import PlanError
-from seqloom.schedules import Schedule, Times, Unit, simulate_schedule, units_of
-from seqloom.schedules.balanced_bound import least_makespan
+from seqloom.schedules import Schedule, Times, Unit, peak_memory, simulate_schedule, units_of
 from seqloom.schedules.fixed import one_forward_one_backward
 from seqloom.schedules.search import SchedulingProblem, balanced_schedule, list_schedule
+from support.schedule_bounds import least_makespan
 
-HOSTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
+PP_RANKS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
 
 
 @st.composite
-def problems(draw, among=HOSTS, mixed=False):
-    """Hosts, units, times, held, and a cap that is between the least possible and plenty."""
+def problems(draw, among=PP_RANKS, mixed=False):
+    """Pp_ranks, units, times, held, and a cap that is between the least possible and plenty."""
     placed = draw(st.sampled_from(among))
     units = units_of(draw(st.lists(st.integers(1, 4), min_size=1, max_size=8)))
     shape = len(placed), len(units)
@@ -29,47 +29,47 @@ def problems(draw, among=HOSTS, mixed=False):
         units = tuple(next(chains[s]) for s in turns)
     times = Times(*(rng.integers(1, draw(st.sampled_from([2, 5, 100])), shape) for _ in range(3)))
     held = rng.integers(1, draw(st.sampled_from([2, 10])), shape)
-    least = max(SchedulingProblem.of(placed, units, times, held).least)
+    least = max(SchedulingProblem.of(placed, units, times, held).min_memory)
     return placed, units, times, held, least + draw(st.integers(0, 2 * least))
 
 
 @given(problems(mixed=True), st.sampled_from([1, 3, 8]))
 def test_every_schedule_is_valid_and_keeps_its_cap(problem, budget):
-    hosts, units, times, held, cap = problem
-    found = balanced_schedule(hosts, units, times, held, cap, budget=budget)
+    pp_ranks, units, times, held, cap = problem
+    found = balanced_schedule(pp_ranks, units, times, held, cap, budget=budget)
     found.validate(cap, held)
-    played = simulate_schedule(found, times, held)
-    assert max(played.peak_memory) <= cap
-    assert played.makespan >= least_makespan(hosts, times)
-    assert found == balanced_schedule(hosts, units, times, held, cap, budget=budget)
+    assert max(peak_memory(found, held)) <= cap
+    assert simulate_schedule(found, times).makespan >= least_makespan(pp_ranks, times)
+    assert found == balanced_schedule(pp_ranks, units, times, held, cap, budget=budget)
 
 
 @given(problems(mixed=True), st.integers(-3, 3), st.sampled_from([0, 1, 30]))
 def test_a_list_schedule_takes_as_long_as_it_says(problem, lead, message):
-    hosts, units, times, held, cap = problem
-    taken = SchedulingProblem.of(hosts, units, times, held, message)
+    pp_ranks, units, times, held, cap = problem
+    taken = SchedulingProblem.of(pp_ranks, units, times, held, message)
     order = list_schedule(taken, [cap] * len(taken.needs), [lead] * len(taken.needs))
     assert (
-        simulate_schedule(Schedule("list", hosts, units, order.actions(taken)), times, message=message).makespan
+        simulate_schedule(Schedule("list", pp_ranks, units, order.actions(taken)), times, message=message).makespan
         == order.makespan
     )
 
 
-@given(problems(HOSTS[:4]))
+@given(problems(PP_RANKS[:4]))
 def test_never_slower_than_seq1f1b_at_its_memory(problem):
-    hosts, units, times, held, _ = problem
+    pp_ranks, units, times, held, _ = problem
     pieces = [unit.pieces for unit in units if unit.piece == 0]
-    strict = simulate_schedule(one_forward_one_backward("seq1f1b", len(hosts), pieces), times, held)
-    found = balanced_schedule(hosts, units, times, held, strict.peak_memory, budget=3)
-    found.validate(strict.peak_memory, held)
-    assert simulate_schedule(found, times).makespan <= strict.makespan
+    strict = one_forward_one_backward("seq1f1b", len(pp_ranks), pieces)
+    caps = peak_memory(strict, held)
+    found = balanced_schedule(pp_ranks, units, times, held, caps, budget=3)
+    found.validate(caps, held)
+    assert simulate_schedule(found, times).makespan <= simulate_schedule(strict, times).makespan
 
 
-@given(problems(HOSTS[:4]))
+@given(problems(PP_RANKS[:4]))
 def test_more_tries_are_never_slower(problem):
-    hosts, units, times, held, cap = problem
+    pp_ranks, units, times, held, cap = problem
     spans = [
-        simulate_schedule(balanced_schedule(hosts, units, times, held, cap, budget=n), times).makespan
+        simulate_schedule(balanced_schedule(pp_ranks, units, times, held, cap, budget=n), times).makespan
         for n in (1, 2, 6, 12)
     ]
     assert spans == sorted(spans, reverse=True)
@@ -84,25 +84,25 @@ def test_sequences_may_take_turns():
         balanced_schedule((0, 1, 2), units, times, held, 2)
 
 
-def test_one_cap_per_host():
+def test_one_cap_per_pp_rank():
     units = units_of([2, 1, 1, 3])
     times, held = Times(*(np.ones((2, 7), dtype=np.int64) for _ in range(3))), np.ones((2, 7), dtype=np.int64)
     found = balanced_schedule((0, 1), units, times, held, [5, 3])
     found.validate([5, 3], held)
-    peak = simulate_schedule(found, times, held).peak_memory
+    peak = peak_memory(found, held)
     assert peak[0] <= 5 and peak[1] <= 3
 
 
 def test_a_sequence_that_does_not_fit_is_refused():
     units = units_of([3])
     ones = np.ones((2, 3), dtype=np.int64)
-    with pytest.raises(PlanError, match=r"host 0 may hold 2;.*needs 3 there; raise the limit"):
+    with pytest.raises(PlanError, match=r"pp_rank 0 may hold 2;.*needs 3 there; raise the limit"):
         balanced_schedule((0, 1), units, Times(ones, ones, ones), ones, 2)
 
 
 @cache
 def orders(units):
-    """All orders in which one host may run F, I and W of these units, as (kind, unit)."""
+    """All orders in which one pp_rank may run F, I and W of these units, as (kind, unit)."""
     after = {n: n + 1 for n, unit in enumerate(units) if unit.piece + 1 < unit.pieces}
     found = []
 
@@ -124,23 +124,27 @@ def orders(units):
 
 
 def finish(first, last, times):
-    """When two hosts are done, by a plain walk; None where they wait for each other."""
+    """When two pp_ranks are done, by a plain walk; None where they wait for each other."""
     forward, backward, weights = (column.tolist() for column in times[:3])
     clock, at, done = [0, 0], [0, 0], {}
     while at[0] < len(first) or at[1] < len(last):
         stuck = True
-        for host, row in enumerate((first, last)):
-            while at[host] < len(row):
-                kind, u = row[at[host]]
+        for pp_rank, row in enumerate((first, last)):
+            while at[pp_rank] < len(row):
+                kind, u = row[at[pp_rank]]
                 needed = (
-                    (0, "F", u) if host == 1 and kind == "F" else (1, "I", u) if host == 0 and kind == "I" else None
+                    (0, "F", u)
+                    if pp_rank == 1 and kind == "F"
+                    else (1, "I", u)
+                    if pp_rank == 0 and kind == "I"
+                    else None
                 )
                 if needed is not None and needed not in done:
                     break
-                start = max(clock[host], done.get(needed, 0))
-                clock[host] = start + {"F": forward, "I": backward, "W": weights}[kind][host][u]
-                done[host, kind, u] = clock[host]
-                at[host] += 1
+                start = max(clock[pp_rank], done.get(needed, 0))
+                clock[pp_rank] = start + {"F": forward, "I": backward, "W": weights}[kind][pp_rank][u]
+                done[pp_rank, kind, u] = clock[pp_rank]
+                at[pp_rank] += 1
                 stuck = False
         if stuck:
             return None
@@ -148,7 +152,7 @@ def finish(first, last, times):
 
 
 def fitting(units, held, cap):
-    """The orders that keep a cap on one host."""
+    """The orders that keep a cap on one pp_rank."""
 
     def keeps(row):
         live = most = 0
@@ -171,9 +175,9 @@ def test_near_the_best_of_all_orders(pieces, count):
     for _ in range(count):
         shape = (2, len(units))
         times, held = Times(*(rng.integers(1, 10, shape) for _ in range(3))), rng.integers(1, 4, shape)
-        least = max(SchedulingProblem.of((0, 1), units, times, held).least)
+        least = max(SchedulingProblem.of((0, 1), units, times, held).min_memory)
         cap = int(rng.integers(least, 2 * least + 1))
-        first, last = (fitting(units, held[host], cap) for host in (0, 1))
+        first, last = (fitting(units, held[pp_rank], cap) for pp_rank in (0, 1))
         spans = (finish(a, b, times) for a in first for b in last)
         best = min(span for span in spans if span is not None)
         assert best >= least_makespan((0, 1), times)

@@ -24,7 +24,7 @@ def measured(name, stages, micro_batches, pieces=1, chunks=None, times=RATIOS["1
     return schedule_metrics(made, *times)
 
 
-# -- closed forms: F + B is the time of a micro-batch on a host, k its pieces, v the chunks of a host ---------------
+# -- closed forms: F + B is the time of a micro-batch on a pp_rank, k its pieces, v its chunks
 
 
 @pytest.mark.parametrize("name", ["1f1b", "seq1f1b"])
@@ -50,7 +50,7 @@ def test_interleaved_and_seq1f1b_i(p, m, k, v):
 
 @pytest.mark.parametrize(("p", "k"), [(4, 3), (4, 8), (8, 3), (8, 16), (2, 5)])
 @pytest.mark.parametrize("v", [2, 3])
-def test_seq1f1b_i_for_numbers_of_pieces_that_do_not_divide_the_hosts(p, k, v):
+def test_seq1f1b_i_for_numbers_of_pieces_that_do_not_divide_the_pp_ranks(p, k, v):
     """The published order stops there. Ours ends, with the bubble of the formula, give or take the last block."""
     m = 8
     made = build_schedule("seq1f1b-i", p, m, k, v)
@@ -98,7 +98,7 @@ def test_no_bubble_where_the_halves_take_as_long_as_the_forward(p):
     ahead = measured("zb-h2", p, 2 * p)
     assert ahead.bubble == pytest.approx(0)
     assert max(ahead.peak_memory) == 2 * p - 1
-    assert ahead.makespan > ahead.step_time  # hosts that begin late end late
+    assert ahead.makespan > ahead.step_time  # pp_ranks that begin late end late
 
 
 PUBLISHED = [  # bubble of the published schedulers with these times, to three digits; memory in micro-batches
@@ -182,12 +182,12 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice(arguments, words):
 
 
 def test_more_than_the_memory_is_refused_with_the_step_marked():
-    with pytest.raises(PlanError, match=r"1f1b host 0 holds 4 from 0F3 .*; at most 3 may be held(?s:.*)>0F3<"):
+    with pytest.raises(PlanError, match=r"1f1b pp_rank 0 holds 4 from 0F3 .*; at most 3 may be held(?s:.*)>0F3<"):
         build_schedule("1f1b", 4, 8, memory=Fraction(3))
     build_schedule("1f1b", 4, 8, memory=Fraction(4))
 
 
-def test_a_message_between_hosts_delays_what_waits_for_it():
+def test_a_message_between_pp_ranks_delays_what_waits_for_it():
     made = build_schedule("1f1b", 3, 1)
     assert simulate_schedule(made, Times.uniform(made, 2, 3, 4), message=5).makespan == 3 * (2 + 7) + 4 * 5
     vee = build_schedule("zb-v", 2, 1)

@@ -39,8 +39,8 @@ def test_the_example_of_the_docstring():
 
 def test_a_column_shares_the_rows_between_passes():
     weights = [Weight("q", 12, 4, (0,), 0), Weight("o", 3, 4, (0,), 1), Weight("norm", 5, 1, (0,))]
-    host = pipeline(((4, 5, 6, 7), (0, 1), 2))
-    layout = step_layout(weights, [host], {(0, 0)})
+    only = pipeline(((4, 5, 6, 7), (0, 1), 2))
+    layout = step_layout(weights, [only], {(0, 0)})
     assert dp_groups((4, 5, 6, 7), 2) == ((4, 6), (5, 7))
     assert [boxes(layout, rank) for rank in (4, 6, 5, 7)] == [
         [(0, 3, 0, 4)], [(3, 6, 0, 4)], [(6, 9, 0, 4)], [(9, 12, 0, 4)]
@@ -87,7 +87,7 @@ def test_a_cut_that_is_not_even_is_refused(cut, said):
         compute_layout([Weight("w", 6, 10, (0,), cut)], [pipeline(((0, 1, 2, 3), (0, 1), 4))])
 
 
-def test_one_host_that_cuts_a_weight_in_two_ways_is_refused():
+def test_one_pp_rank_that_cuts_a_weight_in_two_ways_is_refused():
     both = pipeline(((0, 1), (0, 1), 1), ((0, 1), (1, 2), 2))
     with pytest.raises(PlanError, match="tensor degrees 1 and 2"):
         compute_layout([Weight("w", 6, 10, (0, 1), 0)], [both])
