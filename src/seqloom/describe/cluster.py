@@ -1,4 +1,4 @@
-"""Clusters: nodes, their GPUs, and the links and NICs that join them."""
+"""Clusters: devices, nodes, NICs and links, by spelling (``8x8xH100``), preset or file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x(.+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU (or one CPU process): memory and data-sheet figures."""
+    """One GPU (or one CPU process): memory, and what its data sheet promises."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a plain dict is what pydantic looks for
 
@@ -35,7 +35,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two devices: data-sheet bandwidth in one direction, and latency."""
+    """What joins two devices: data-sheet bandwidth in one direction, and latency."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -100,7 +100,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Return a cluster by spelling (``8x8xH100``, ``8xH100``), by preset name, or from a .json or .toml file."""
+        """A cluster by spelling (``8x8xH100``, ``8xH100``), by preset name, or from a .json or .toml file."""
         if is_file_name(text):
             path = Path(text)
             content = read_mapping(path)
@@ -118,7 +118,7 @@ class Cluster:
 
     @classmethod
     def of(cls, nodes: int, gpus_per_node: int, device: str) -> Cluster:
-        """Return ``nodes`` nodes of ``gpus_per_node`` devices with the links usual for that device."""
+        """``nodes`` nodes of ``gpus_per_node`` devices with the links usual for that device."""
         name = DEVICES.lookup(device).device.name
         spelling = f"{gpus_per_node}x{name}" if nodes == 1 else f"{nodes}x{gpus_per_node}x{name}"
         return _built(spelling, {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": name})
@@ -134,18 +134,14 @@ class Cluster:
         """Number of devices."""
         return self.nodes * self.gpus_per_node
 
-    def node_of(self, rank: int) -> int:
-        """Return the node of ``rank``."""
-        self._check_rank(rank)
-        return rank // self.gpus_per_node
-
     def nic_of(self, rank: int) -> int:
-        """Return the NIC near ``rank``, numbered within its node."""
-        self._check_rank(rank)
+        """The NIC near ``rank``, numbered within its node."""
+        if not 0 <= rank < self.ranks:
+            raise SeqloomError(f"rank {rank} is not in cluster {self.name}; ranks are 0 to {self.ranks - 1}")
         return self.nic_of_gpu[rank % self.gpus_per_node]
 
     def subcluster(self, ranks: int) -> Cluster:
-        """Return so many neighbouring ranks: inside a node, or some whole nodes; refuse any other number."""
+        """So many neighbouring ranks: inside a node, or some whole nodes. SeqloomError for any other number."""
         size = self.gpus_per_node
         if ranks == self.ranks:
             return self
@@ -168,23 +164,14 @@ class Cluster:
         )
 
     @property
-    def node_gb_s(self) -> float:
-        """Bandwidth of all NICs of a node together in one direction, GB/s."""
-        return self.nic.gb_s * self.nics_per_node
-
-    @property
     def gpus_per_nic(self) -> int:
         """The most GPUs that share one NIC."""
         return max(self.nic_of_gpu.count(nic) for nic in range(self.nics_per_node))
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.ranks:
-            raise SeqloomError(f"rank {rank} is not in cluster {self.name}; ranks are 0 to {self.ranks - 1}")
-
 
 @dataclass(frozen=True, slots=True)
 class DevicePreset:
-    """A device and the links usual for it."""
+    """A device and what usually joins it to others."""
 
     device: Device
     intra: Link
@@ -193,7 +180,7 @@ class DevicePreset:
 
 
 def with_device_defaults(content: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the figures of the device's preset when ``device`` is a name; other keys stay as they are.
+    """Fill in what the device's preset knows when ``device`` is a name; other keys stay as they are.
 
     A description in this short form, in a file or among the presets, needs ``nodes``, ``gpus_per_node`` and
     ``device``.
