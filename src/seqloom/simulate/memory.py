@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seqloom.cost import CostModel
+from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes
-from seqloom.cost.plan_cost import pipeline_memory, tokens_on_ranks
+from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import LayerRange, Pipeline, Plan, StageMicroBatch
+from seqloom.plan import LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
 from seqloom.plan.action import B, F, I, W
 from seqloom.schedules.memory import UnitMemory, memory_walk
 
@@ -21,10 +21,12 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     """int64[ranks] bytes. Pipelines of one stage: the closed form. Stages: a walk along the rows of actions."""
     peak = np.full(cost.ranks, cost.memory.idle_bytes, dtype=np.int64)
     for pipeline in plan.pipelines:
-        if len(pipeline.stages) == 1:
-            peak = np.maximum(peak, pipeline_memory(cost, plan, pipeline))
-            continue
         unsharded = _unshard_memory(cost, pipeline)
+        if len(pipeline.stages) == 1:
+            everywhere = len(plan.pipelines) == 1 and plan.sharding != Sharding.FREE  # all ranks share its parameters
+            ranks = np.arange(cost.ranks) if everywhere else np.array(pipeline.ranks)
+            peak[ranks] = np.maximum(peak[ranks], _one_stage_bytes(plan, cost, pipeline, unsharded.get(0))[ranks])
+            continue
         for pp_rank, ranks in enumerate(pipeline.ranks_by_pp_rank):
             state = _state_bytes(plan, cost, pipeline, pp_rank, unsharded)
             walked = _walk(plan, cost, pipeline, pp_rank, unsharded)
@@ -32,32 +34,44 @@ def peak_memory(plan: Plan, cost: CostModel) -> np.ndarray:
     return peak
 
 
+def _one_stage_bytes(plan: Plan, cost: CostModel, pipeline: Pipeline, unsharded: UnshardMemory | None) -> np.ndarray:
+    """int64[ranks]: peak bytes of the ranks of a pipeline of one stage over its rounds."""
+    memory, layers = cost.with_tensor(pipeline.stages[0].tensor).memory, pipeline.layer_ranges[0]
+    peak = np.zeros(cost.ranks, dtype=np.int64)
+    for work in (current.by_stage[0] for current in pipeline.rounds):
+        tokens = tokens_on_ranks(cost, work)
+        if unsharded is None:
+            policy = MemoryPolicy(work.checkpoint, plan.reduce)
+            fixed, activations = memory.fixed_bytes(policy), tokens * memory.token_bytes(policy)
+        else:  # in forward, at the start of the backward, at its end
+            held, forward, backward, *_ = memory.activation_bytes(layers, work.checkpoint, offload=False)
+            fixed = memory.working_bytes(layers) + unsharded.always + unsharded.copies
+            starts = np.maximum(tokens * (held + forward), tokens * (held + backward) + unsharded.layer)
+            activations = np.maximum(starts, tokens * backward + unsharded.layer + unsharded.rest)
+        peak = np.maximum(peak, fixed + np.ceil(activations).astype(np.int64))
+    return peak
+
+
 def _unshard_memory(cost: CostModel, pipeline: Pipeline) -> dict[int, UnshardMemory]:
     """Of the stages that are unsharded for every pass."""
-    memory = {}
-    for number in unshard_times_by_stage(cost, pipeline):
-        stage = pipeline.stages[number]
-        memory[number] = UnshardMemory.of(
-            cost.with_tensor(stage.tensor), pipeline.layer_ranges[number], dp_cp_size(stage)
-        )
-    return memory
+    stages, layers = pipeline.stages, pipeline.layer_ranges
+    return {
+        s: UnshardMemory.of(cost.with_tensor(stages[s].tensor), layers[s], dp_cp_size(stages[s]))
+        for s in unshard_times_by_stage(cost, pipeline)
+    }
 
 
 def _state_bytes(
     plan: Plan, cost: CostModel, pipeline: Pipeline, pp_rank: int, unsharded: dict[int, UnshardMemory]
 ) -> np.ndarray:
     """float64[ranks of the pipeline rank] bytes before any token."""
-    stages = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in pipeline.stages_of(pp_rank)}
-    working = max(memory.working_bytes(pipeline.layer_ranges[s]) for s, memory in stages.items())
-    state = {}
+    stages, layers = pipeline.stages_of(pp_rank), pipeline.layer_ranges
+    memory = {s: cost.with_tensor(pipeline.stages[s].tensor).memory for s in stages}
+    working, state = max(memory[s].working_bytes(layers[s]) for s in stages), {}
     for shard_group in plan.limits.shard_groups(plan.sharding, pipeline.ranks_by_pp_rank[pp_rank]):
         own = working
-        for s, memory in stages.items():
-            own += (
-                unsharded[s].always
-                if s in unsharded
-                else memory.state_bytes(pipeline.layer_ranges[s], len(shard_group))
-            )
+        for s in stages:
+            own += unsharded[s].always if s in unsharded else memory[s].state_bytes(layers[s], len(shard_group))
         state |= dict.fromkeys(shard_group, own)
     return np.array([state[rank] for rank in pipeline.ranks_by_pp_rank[pp_rank]], dtype=np.float64)
 

@@ -41,6 +41,7 @@ from seqloom.attention.kernels.interface import (
     PreparedAttention,
     Saved,
     SupportsWarmUp,
+    WarmUpReport,
     device_rows,
     dtype_name,
 )
@@ -230,12 +231,7 @@ class Dispatcher:
         return PreparedSplit.of(shares[0], shares[1], shape)
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
         """Warm up all kernels that support the shape, one after the other; see `SupportsWarmUp`."""
         warmable = [kernel for kernel in self._able(shape) if isinstance(kernel, SupportsWarmUp)]

@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved
+from seqloom.attention.kernels.interface import AttentionShape, Capabilities, Gradients, Saved, WarmUpReport
 from seqloom.attention.masks import Segments
 from seqloom.errors import SeqloomError
 
@@ -288,12 +288,7 @@ class TritonSegments:
         )
 
     def warm_up(
-        self,
-        shape: AttentionShape,
-        longest: int,
-        *,
-        tokens: int | None = None,
-        report: Callable[[int, int], None] | None = None,
+        self, shape: AttentionShape, longest: int, *, tokens: int | None = None, report: WarmUpReport | None = None
     ) -> int:
         """Compile what causal documents of up to `longest` tokens need, by running a short one of every kind."""
         kinds: list[Kind] = ["forward", "dq", "dkdv"]

@@ -1,4 +1,4 @@
-"""What free sharding moves: against the moves themselves, box by box, and what of it a step hides."""
+"""Resharding once per step: parameters against the moves of the layouts, box by box, and its exposed time."""
 
 from dataclasses import replace
 
@@ -54,11 +54,11 @@ def owners(ranks):
     )
 
 
-def needed(lines):
+def needed(pipelines):
     """What ranks compute with: weights of their layers, each its slice."""
     boxes = []
-    for line in lines:
-        for stage in line:
+    for pipeline in pipelines:
+        for stage in pipeline:
             for item, (rows, columns, cut, home) in enumerate(WEIGHTS):
                 first, stop = stage.layers
                 here = {"embedding": first == 0, "head": stop == LAYERS}
@@ -75,8 +75,8 @@ def needed(lines):
 
 
 def empty(stages):
-    """Pipelines of these stages, without rounds."""
-    return [Pipeline(tuple(line), (), ((),) * len({stage.ranks for stage in line})) for line in stages]
+    """Pipepipelines of these stages, without rounds."""
+    return [Pipeline(tuple(pipeline), (), ((),) * len({stage.ranks for stage in pipeline})) for pipeline in stages]
 
 
 WHOLE = [[Stage(tuple(range(8)), (0, 4))]]
@@ -85,9 +85,9 @@ SPLIT = [[Stage((0, 1, 2, 3), (0, 4), 2)], [Stage((4, 5), (0, 2), 2), Stage((6, 
 IDLE = [[Stage((2, 3), (0, 4), 2)]]
 
 
-def counted(lines, size):
+def counted(pipelines, size):
     """Parameters of every rank, shares of others in what its node shares, and of every node: element by element."""
-    rank, others, node, goal = np.zeros(8), np.zeros(8), np.zeros(8 // size), needed(lines)
+    rank, others, node, goal = np.zeros(8), np.zeros(8), np.zeros(8 // size), needed(pipelines)
     boxes = np.stack(goal.columns(), axis=1)
     for item, (rows, columns, *_) in enumerate(WEIGHTS):
         has = np.zeros((8, rows, columns), dtype=bool)
@@ -103,16 +103,16 @@ def counted(lines, size):
     return rank, others, node
 
 
-@pytest.mark.parametrize("lines", [WHOLE, STAGED, SPLIT, IDLE], ids=["whole", "staged", "split", "idle"])
+@pytest.mark.parametrize("pipelines", [WHOLE, STAGED, SPLIT, IDLE], ids=["whole", "staged", "split", "idle"])
 @pytest.mark.parametrize("cluster", ["8xH100", "2x4xH100"])
-def test_elements_are_those_of_the_moves(cluster, lines):
-    """Ranks that have whole weights get just what the formulas say, teams together."""
+def test_elements_are_those_of_the_moves(cluster, pipelines):
+    """Ranks that have whole weights get just what the formulas say, tensor ranks together."""
     cost = cost_of(cluster)
     size = cost.node_size
-    held, _ = resident_parameters(cost, lines)
-    for found, wanted in zip(held, counted(lines, size), strict=True):
+    held, _ = resident_parameters(cost, pipelines)
+    for found, wanted in zip(held, counted(pipelines, size), strict=True):
         assert found == pytest.approx(wanted)
-    moves = [reshard_moves_of_rank(rank, owners(8), needed(lines), node_size=size) for rank in range(8)]
+    moves = [reshard_moves_of_rank(rank, owners(8), needed(pipelines), node_size=size) for rank in range(8)]
     came, went = np.zeros((2, 8))
     for rank, (move, *_) in enumerate(moves):
         across = move.sender // size != move.receiver // size
@@ -120,7 +120,7 @@ def test_elements_are_those_of_the_moves(cluster, lines):
     assert came.reshape(-1, size).sum(axis=1) == pytest.approx(held.node * (8 - size) / 8)
     assert went.reshape(-1, size).sum(axis=1) == pytest.approx((held.node.sum() - held.node) * size / 8)
     assert (len(moves[0]) == 2) == (size < 8 and held.others.any())
-    if lines is WHOLE:
+    if pipelines is WHOLE:
         assert came == pytest.approx((held.rank - held.others) * (8 - size) / 8)
         for rank, (first, *second) in enumerate(moves):
             near = first.remote & (first.sender // size == first.receiver // size)
@@ -131,7 +131,7 @@ def test_elements_are_those_of_the_moves(cluster, lines):
                     assert onward == pytest.approx(held.others[rank] * (8 - size) / 8)
 
 
-def test_a_way_takes_as_long_as_its_busiest_card_and_link():
+def test_resharding_takes_as_long_as_its_busiest_nic_and_link():
     one, two = cost_of("8xH100"), cost_of("2x4xH100")
     parameters = SPEC.parameters()
     buckets = LAYERS + 2
@@ -145,7 +145,7 @@ def test_a_way_takes_as_long_as_its_busiest_card_and_link():
         near, far = (size / (link.gb_s * rate.efficiency) for link, rate in zip(links, (intra, network), strict=True))
         whole = parameters * 7 / 8 * near
         assert getattr(reshard_times(one, empty(WHOLE)), way) == pytest.approx(whole + buckets * latency[0])
-        # A card for every GPU: one quarter of the other node's half, then the other quarters from this node.
+        # A NIC for every GPU: one quarter of the other node's half, then the other quarters from this node.
         hops = parameters / 8 * far + parameters * 3 / 8 * near
         assert getattr(reshard_times(two, empty(WHOLE)), way) == pytest.approx(hops + buckets * sum(latency[1:]))
         apart = [[Stage((rank,), (k, k + 1)) for k, rank in enumerate((0, 1, 4, 5))]]
@@ -168,21 +168,23 @@ def test_a_tied_table_is_there_once_and_moves_with_the_embedding():
     assert early.tolist() == [layer + table] * 2 + [table] * 2
 
 
-def test_what_hides():
+def test_exposed_time():
     """A fifth of the first round, one half of the last, 3 of 4 layers; the first layer's share never."""
     cost = cost_of("8xH100")
     row = (Action(0, ActionKind.F, 0), Action(0, ActionKind.B, 0))
-    line = [replace(empty(WHOLE)[0], actions=(row,))]
-    relay = reshard_times(cost, line)
-    assert exposed_reshard_ns(cost, line, [(0, 0)]) == round(relay.before + relay.after)
-    assert exposed_reshard_ns(cost, line, [(1000, 0)]) == round(relay.before - 150 + relay.after)
-    assert exposed_reshard_ns(cost, line, [(0, 1000)]) == round(relay.before + relay.after - 375)
-    assert exposed_reshard_ns(cost, line, [(10**9, 10**9)]) == round(relay.first + relay.last)
-    halves = [replace(line[0], actions=((Action(0, ActionKind.I, 0), Action(0, ActionKind.W, 0)),))]
-    assert exposed_reshard_ns(cost, halves, [(10**9, 10**9)]) == round(relay.first + relay.after)
+    pipelines = [replace(empty(WHOLE)[0], actions=(row,))]
+    times = reshard_times(cost, pipelines)
+    assert exposed_reshard_ns(cost, pipelines, [(0, 0)]) == round(times.before + times.after)
+    assert exposed_reshard_ns(cost, pipelines, [(1000, 0)]) == round(times.before - 150 + times.after)
+    assert exposed_reshard_ns(cost, pipelines, [(0, 1000)]) == round(times.before + times.after - 375)
+    assert exposed_reshard_ns(cost, pipelines, [(10**9, 10**9)]) == round(times.first + times.last)
+    halves = [replace(pipelines[0], actions=((Action(0, ActionKind.I, 0), Action(0, ActionKind.W, 0)),))]
+    assert exposed_reshard_ns(cost, halves, [(10**9, 10**9)]) == round(times.first + times.after)
     slow = cost_of("8xH100", overlap=0.5)
-    bare = relay.first + relay.last
-    assert exposed_reshard_ns(slow, line, [(10**9, 10**9)]) == round(bare + (relay.before + relay.after - bare) / 2)
+    bare = times.first + times.last
+    assert exposed_reshard_ns(slow, pipelines, [(10**9, 10**9)]) == round(
+        bare + (times.before + times.after - bare) / 2
+    )
 
 
 @pytest.mark.parametrize("sharding", ["full", "hybrid", "none"])
@@ -192,16 +194,16 @@ def test_nothing_moves_under_other_shardings_or_on_one_rank(sharding):
     assert reshard_times(cost_of("1xH100"), empty([[Stage((0,), (0, 4))]])) == (0, 0, 0, 0)
 
 
-def test_a_step_has_what_it_does_not_hide():
+def test_a_step_has_its_exposed_time():
     """Closed form, prediction and simulation say the same, and name it as communication at the step's end."""
     cost = cost_of("8xH100")
     works = [
         StageMicroBatch((Group((k, k + 1), 2, 1, (Span(d, 0, 5000),)),), Checkpoint.NONE) for d, k in enumerate((0, 2))
     ]
     rounds = tuple(Round((work,)) for work in works)
-    line = Pipeline.single(range(8), LAYERS, rounds, Reduce.STEP, tensor=2)
+    pipeline = Pipeline.single(range(8), LAYERS, rounds, Reduce.STEP, tensor=2)
     limits = Limits(8, 8, 8, ((Checkpoint.NONE, 10**6),))
-    plan = Plan(limits, Sharding.FREE, Reduce.STEP, (5000, 5000), (line,))
+    plan = Plan(limits, Sharding.FREE, Reduce.STEP, (5000, 5000), (pipeline,))
     plan.validate()
     found, split = simulate(plan, cost), cost.with_tensor(2)
     policy = MemoryPolicy(Checkpoint.NONE, Reduce.STEP)

@@ -1,4 +1,4 @@
-"""Stages that are gathered for every pass: prices and bytes against the layouts that the runtime moves between."""
+"""Stages that are unsharded for every pass: times and bytes against the layouts that training moves between."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ WEIGHTS = [
 LENGTHS = (9000, 5000, 4000, 1000, 700)
 SHAPES = {
     "one stage": (Shape(1, 1, 4),),
-    "teams": (Shape(1, 2, 2), Shape(1, 1, 2, 2)),
+    "tensor ranks": (Shape(1, 2, 2), Shape(1, 1, 2, 2)),
     "two stages": (Shape(2, 1, 2),),
     "a document in pieces": (Shape(2, 2, 2, 1, 2),),
     "halves": (Shape(2, 1, 4, 1, 1, "zb-h1"),),
@@ -62,15 +62,15 @@ def plans(name, kept=None):
 
 
 def moved_ns(cost, layouts, ranks, size):
-    """ns on the busiest link or card of a move among some ranks, elements of so many bytes."""
+    """ns on the busiest link or NIC of a move among some ranks, elements of so many bytes."""
     move = move_between(*(layout.restrict(ranks) for layout in layouts))
     node, cluster, profile = cost.node_size, cost.cluster, cost.profile
     inside = move.remote & (move.sender // node == move.receiver // node)
     across = move.remote & ~inside
     link = np.bincount(move.receiver[inside], move.sizes[inside], cost.ranks).max()
-    card = np.bincount(move.receiver[across], move.sizes[across], cost.ranks).max()  # a card for every GPU
+    nic = np.bincount(move.receiver[across], move.sizes[across], cost.ranks).max()  # a NIC for every GPU
     near = size * link / (cluster.intra.gb_s * profile.intra.all_to_all.efficiency)
-    far = size * card / (cluster.nic.gb_s * profile.network.all_to_all.efficiency)
+    far = size * nic / (cluster.nic.gb_s * profile.network.all_to_all.efficiency)
     return max(near, far), bool(across.any())
 
 
@@ -117,7 +117,7 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
     times = unshard_times(cost, line.stages[0], line.layer_ranges[0])
     rounds = len(line.rounds)
 
-    def relayed(pipeline):
+    def exposed(pipeline):
         """Of the step's own moves, what shows: rounds hide nothing of shares, which a pass waits for."""
         step = [
             cost.round_times(r.by_stage[0], MemoryPolicy(r.by_stage[0].checkpoint, Reduce.STEP, resident=True))
@@ -126,7 +126,7 @@ def test_one_stage_adds_two_gathers_and_a_sum_to_every_round():
         ends = [int(each.busy_ns[:4].max()) for each in (step[0], step[-1])]
         return exposed_reshard_ns(cost, [pipeline], [tuple(ends)])
 
-    more = rounds * (2 * times.gather + times.sum) + relayed(line) - relayed(whole.pipelines[0])
+    more = rounds * (2 * times.gather + times.sum) + exposed(line) - exposed(whole.pipelines[0])
     assert predicted_ns(plan, cost) == predicted_ns(whole, cost) + more
     assert exposed_reshard_ns(cost, [line], [(10**9, 10**9)]) == exposed_reshard_ns(cost, [line], [(0, 0)])
 
@@ -141,11 +141,11 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
     assert found.step_ns >= plan_bound(plan, cost)
     spent = dict.fromkeys(range(8), 0)
     for line in plan.pipelines:
-        for host, row in enumerate(line.actions):
+        for pp_rank, row in enumerate(line.actions):
             for action, move in zip(row, shard_collectives(row, reshard_after_forward_stages(line)), strict=True):
                 if move is not None:
                     own = unshard_times(cost, line.stages[action.stage], line.layer_ranges[action.stage]).of(move)
-                    spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[host]}
+                    spent |= {rank: spent[rank] + own for rank in line.ranks_by_pp_rank[pp_rank]}
     events = found.events
     chosen = np.isin(events.kind, (EventKind.ALL_GATHER, EventKind.REDUCE_SCATTER))
     taken = np.bincount(events.rank[chosen], (events.stop - events.start)[chosen], 8)
@@ -153,7 +153,7 @@ def test_simulation_and_prediction_agree_with_the_actions(name):
 
 
 @pytest.mark.parametrize("kept", [Checkpoint.NONE, Checkpoint.FULL])
-@pytest.mark.parametrize("name", ["one stage", "teams", "two stages"])
+@pytest.mark.parametrize("name", ["one stage", "tensor ranks", "two stages"])
 def test_memory_is_what_the_layouts_hold(name, kept):
     """Shares of parameters and gradients for the step; copies in a pass; gradients of the head, and of a layer."""
     cost = cost_of()
@@ -189,7 +189,7 @@ def test_memory_is_what_the_layouts_hold(name, kept):
 
 
 def test_shares_are_what_a_step_brings():
-    whole, plan = plans("teams")
+    whole, plan = plans("tensor ranks")
     shared = [reshard_after_forward_stages(line) for line in plan.pipelines]
     held, _ = resident_parameters(cost_of("2x4xH100"), [line.stages for line in plan.pipelines], shared)
     layout = step_layout(WEIGHTS, plan.pipelines, [(0, 0), (1, 0)])

@@ -1,9 +1,8 @@
 """The best plan of a small batch by dynamic programming over sets of documents: the oracle of planners and bounds.
 
-It walks through the whole plan space of ``flex``: every way to cut a shard group into aligned blocks, every division
-of the
-documents among groups, rounds, shard groups and wide blocks. With ``n`` documents it looks at 3^n pairs of sets, so it
-serves up to about 13 documents on 8 ranks.
+It searches the whole plan space of ``flex``: every way to cut a shard group into aligned blocks, every division of the
+documents among groups, rounds, shard groups and wide blocks. With ``n`` documents it tries 3^n pairs of sets, which is
+feasible up to about 13 documents on 8 ranks.
 """
 
 from __future__ import annotations

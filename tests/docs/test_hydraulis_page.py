@@ -1,4 +1,4 @@
-"""docs/strategies.md is run: its commands, its Python; its chart is what the code draws, its files exist."""
+"""docs/hydraulis.md: its commands and its Python run, its chart is the one that the code draws."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from seqloom.packing import Balance
 from seqloom.planners.hydraulis import strategies_from_json
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "strategies.md").read_text()
+PAGE = (ROOT / "docs" / "hydraulis.md").read_text()
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -39,9 +39,9 @@ def test_the_python_runs_and_the_chart_is_what_it_draws():
     said = []
     for block in blocks:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(block, "docs/strategies.md", "exec"), {})
+            exec(compile(block, "docs/hydraulis.md", "exec"), {})
         said.append(out.getvalue())
-    shown = PAGE.split("\n    0  AAAA")[1].split("\n\nCapital")[0]
+    shown = PAGE.split("\n    0  AAAA")[1].split("\n\nNeighbouring")[0]
     chart = "0  AAAA" + re.sub(r"^ {4}", "", shown, flags=re.MULTILINE)
     assert [line.rstrip() for line in said[0].splitlines()] == [line.rstrip() for line in chart.splitlines()]
     assert "Plan(hbp" in said[1] and "Balance(" in said[1]

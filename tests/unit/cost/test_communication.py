@@ -19,7 +19,7 @@ def build(cluster):
     return CostModel(Cluster.parse(cluster), ModelSpec.load("qwen2.5-0.5b"))
 
 
-def test_proxies_stand_near_every_card_of_every_node():
+def test_proxies_stand_near_every_nic_of_every_node():
     assert nic_proxies(range(16), PAIRED) == (0, 2, 4, 6, 8, 10, 12, 14)
     assert nic_proxies((6, 7, 8, 9), PAIRED) == (0, 2, 4, 6, 8, 10, 12, 14)
     assert nic_proxies((3, 5, 11, 13), PAIRED) == (0, 3, 5, 6, 8, 11, 13, 14)  # members come first
@@ -30,7 +30,7 @@ def test_what_is_not_routed():
     paired = build("2x8xA800")
     assert paired.route(GroupShape(1, 16), range(16)) is None
     assert paired.route(GroupShape(1, 8, routed=True), range(8)) is None  # stays in its node
-    assert build("2x2xA800").route(GroupShape(1, 4, routed=True), range(4)) is None  # one card
+    assert build("2x2xA800").route(GroupShape(1, 4, routed=True), range(4)) is None  # one NIC
     assert build("2x1xH200").route(GroupShape(1, 2, routed=True), range(2)) is None  # one GPU
     route = paired.route(GroupShape(1, 16, routed=True), range(16))
     assert isinstance(route, Route) and len(route.proxies) == 8 and route.slices >= 1
@@ -49,7 +49,7 @@ def test_shapes_have_every_method_that_makes_sense():
 
 
 def test_a_message_of_one_rank_by_hand():
-    """One message, four proxies, NVLink 1 ns and card 8 ns: dispatch and combine 3/4 each, crossing 2."""
+    """One message, four proxies, NVLink 1 ns and NIC 8 ns: dispatch and combine 3/4 each, crossing 2."""
     one = MessageCounts(0, 1, 1, 1)
     assert direct_flow(one, 1.0, 8.0).time == 8.0
     assert routed_flow(one, one, 4, 1, 1.0, 8.0) == (0.75 + 2 + 0.75, 2, 1)

@@ -1,4 +1,4 @@
-"""Memory of pipelines: the walk along a host's row against everything that is alive, action by action."""
+"""Memory of pipelines: the walk along a pipeline rank's row against everything that is alive, action by action."""
 
 from functools import cache
 
@@ -25,17 +25,17 @@ def cost_of(budget):
     return CostModel(Cluster.parse("1x8xH100"), model, budget_gib=budget, max_length=65536, stages=4)
 
 
-def alive(plan, cost, host, rank):
-    """Bytes on a rank during and after every action of its host, from scratch each time."""
+def alive(plan, cost, pp_rank, rank):
+    """Bytes on a rank during and after every action of its pipeline rank, from scratch each time."""
     pipeline = plan.pipelines[0]
-    row = [a for a in pipeline.actions[host] if a.kind in (F, B, I, W)]
+    row = [a for a in pipeline.actions[pp_rank] if a.kind in (F, B, I, W)]
     layers = [LayerRange(*stage.layers, 8) for stage in pipeline.stages]
     spans = {}  # (document) -> rounds, first to last
     for r, current in enumerate(pipeline.rounds):
         for span in current.by_stage[0].spans():
             spans.setdefault(span.document, []).append(r)
-    own = pipeline.stages_of(host)
-    state = sum(cost.memory.state_bytes(layers[s], len(pipeline.ranks_by_pp_rank[host])) for s in own)
+    own = pipeline.stages_of(pp_rank)
+    state = sum(cost.memory.state_bytes(layers[s], len(pipeline.ranks_by_pp_rank[pp_rank])) for s in own)
     state += max(cost.memory.working_bytes(layers[s]) for s in own)
     for k, now in enumerate(row):
         done, units = set(row[:k]), 0.0
@@ -86,7 +86,7 @@ def test_the_peak_is_that_of_a_walk_from_scratch(lengths, order, budget):
         assert peak[rank] == pytest.approx(found, abs=2)
 
 
-def test_two_stages_of_a_host_count_together():
+def test_two_stages_of_a_pipeline_rank_count_together():
     cost = cost_of(None)
     plan = plan_pipeline(np.array([9_000, 8_000, 700]), cost, stages=4, chunks=2)
     peak = simulate(plan, cost).peak_memory

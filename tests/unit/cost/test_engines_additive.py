@@ -10,7 +10,7 @@ from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group, Reduce, Sharding
 
 K = 1024
-VARIANT = MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND)
+POLICY = MemoryPolicy(Checkpoint.PROFILE, Reduce.ROUND)
 
 
 def flexsp(model="gpt-7b", cluster="8x8xA100-40G", profile="flexsp-a100", **options):
@@ -30,12 +30,12 @@ def flexsp(model="gpt-7b", cluster="8x8xA100-40G", profile="flexsp-a100", **opti
 )
 def test_capacity_by_hand(model, context, sharding, capacity):
     cost = flexsp(model, sharding=sharding, max_length=context * K)
-    assert cost.policies == (VARIANT,)
-    assert cost.capacity(VARIANT) == capacity == cost.limits().capacity[0][1]
+    assert cost.policies == (POLICY,)
+    assert cost.capacity(POLICY) == capacity == cost.limits().capacity[0][1]
 
 
 def test_time_by_hand():
-    tables = flexsp().tables([1000, 4096], VARIANT)
+    tables = flexsp().tables([1000, 4096], POLICY)
     assert tables.tokens.tolist() == [1024, 4096]
     assert tables.degree.tolist() == [1, 2, 4, 8, 16, 32, 64]
     assert tables.fixed.tolist() == [[629356300] * 7, [0] * 7, [0] * 7]
@@ -49,16 +49,16 @@ def test_time_by_hand():
 
 def test_other_bandwidths_only_across_nodes():
     two, four = flexsp(), flexsp(profile="flexsp-a100-4nic")
-    a, b = (cost.tables([8192], VARIANT).cost[0, :, 0] for cost in (two, four))
+    a, b = (cost.tables([8192], POLICY).cost[0, :, 0] for cost in (two, four))
     assert (a[:4] == b[:4]).all() and (a[4:] > b[4:]).all()
 
 
 def test_parameters_follow_the_context():
-    at = {context: flexsp(max_length=context).memory.fixed_bytes(VARIANT) for context in (4 * K, 100 * K, 192 * K)}
+    at = {context: flexsp(max_length=context).memory.fixed_bytes(POLICY) for context in (4 * K, 100 * K, 192 * K)}
     assert at[4 * K] == pytest.approx(16 * 6.51 * K**3 / 64)
     assert at[100 * K] == pytest.approx(16 * (6.51 + 0.607 * 96 / 188) * K**3 / 64)
-    assert flexsp(max_length=None).memory.fixed_bytes(VARIANT) == pytest.approx(16 * 7.85 * K**3 / 64)
-    assert flexsp(max_length=576 * K).memory.fixed_bytes(VARIANT) == pytest.approx(16 * 8.583 * K**3 / 64)
+    assert flexsp(max_length=None).memory.fixed_bytes(POLICY) == pytest.approx(16 * 7.85 * K**3 / 64)
+    assert flexsp(max_length=576 * K).memory.fixed_bytes(POLICY) == pytest.approx(16 * 8.583 * K**3 / 64)
 
 
 def test_many_and_few_ranks():
@@ -92,10 +92,10 @@ def test_group_off_the_published_table():
     cost = flexsp()
     astride = Group(tuple(range(4, 12)), 8, 1, (Span(0, 0, 8192),))
     aligned = Group(tuple(range(8, 16)), 8, 1, (Span(0, 0, 8192),))
-    slow, fast = (cost.group_cost(group, VARIANT).ulysses for group in (astride, aligned))
+    slow, fast = (cost.group_cost(group, POLICY).ulysses for group in (astride, aligned))
     assert slow == pytest.approx(fast * 96.5 / 10.33)
     with pytest.raises(SeqloomError, match="no constants"):
-        cost.group_cost(Group(tuple(range(8)), 4, 2, (Span(0, 0, 8192),)), VARIANT)
+        cost.group_cost(Group(tuple(range(8)), 4, 2, (Span(0, 0, 8192),)), POLICY)
     with pytest.raises(SeqloomError, match="not possible here"):
         cost.tables([1], MemoryPolicy(Checkpoint.FULL, Reduce.ROUND))
     assert cost.sharding is Sharding.FULL
