@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
@@ -88,14 +86,9 @@ def _walk(
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
-            unit, cache = UnitMemory(*(each * tokens for each in per_token)), kv_cache_changes(plan, own, layers, work)
+            unit = UnitMemory(*(each * tokens for each in per_token), **_kv_caches(plan, own, layers, work))
             units[stage, r] = unit._replace(
-                forward=unit.forward + copies,
-                backward=unit.backward + copies + layer,
-                weight=copies,
-                kv=cache.begun,
-                kv_grad=cache.returning,
-                kv_freed=cache.done,
+                forward=unit.forward + copies, backward=unit.backward + copies + layer, weight=copies
             )
     most, weight_gradients, split = np.zeros(cost.ranks), 0, set()
     row = (action for action in pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
@@ -111,26 +104,22 @@ def _walk(
     return most
 
 
-class KVCacheChanges(NamedTuple):
-    """Keys and values that a micro-batch begins or ends to hold on a stage. float64[ranks] bytes."""
+def _kv_caches(plan: Plan, cost: CostModel, layers: LayerRange, work: StageMicroBatch) -> dict[str, np.ndarray]:
+    """float64[ranks] bytes of keys and values, of documents in pieces, that a micro-batch allocates and frees.
 
-    begun: np.ndarray  # its F is the document's first: keys and values of all its tokens
-    returning: np.ndarray  # its backward is the document's first: their gradients
-    done: np.ndarray  # its backward is the document's last: both are freed
-
-
-def kv_cache_changes(plan: Plan, cost: CostModel, layers: LayerRange, work: StageMicroBatch) -> KVCacheChanges:
-    """Changes by a micro-batch in the KV caches of documents in pieces."""
-    begun, returning, done = (np.zeros(cost.ranks) for _ in range(3))
+    Its F allocates them where it has the document's first piece; its backward allocates their gradients where it has
+    the last one, and frees both where it has the first.
+    """
+    keys, gradients, freed = np.zeros((3, cost.ranks))
     for group in work.groups:
         for document, start, stop in group.spans:
             length, ranks = plan.documents[document], list(group.ranks)
             if stop - start == length:
                 continue
-            keys, gradients = kv_cache_bytes(cost, layers, group, length)
+            own = kv_cache_bytes(cost, layers, group, length)
             if start == 0:
-                begun[ranks] += keys
-                done[ranks] += keys + gradients
+                keys[ranks] += own[0]
+                freed[ranks] += sum(own)
             if stop == length:
-                returning[ranks] += gradients
-    return KVCacheChanges(begun, returning, done)
+                gradients[ranks] += own[1]
+    return {"kv": keys, "kv_grad": gradients, "kv_freed": freed}
