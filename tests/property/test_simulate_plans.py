@@ -106,7 +106,7 @@ def test_any_valid_plan_runs_and_adds_up(plan):
 
 @given(plans(), st.data())
 def test_a_table_that_passes_the_rules_ends_and_one_that_does_not_is_stuck(plan, data):
-    """Move one action of one row. Under full sharding a pipeline rank is one shard group: rule and simulator must agree."""
+    """Move one action of one row. Under full sharding a pipeline rank is one shard group: rule and simulator agree."""
     line = data.draw(st.sampled_from(plan.pipelines))
     rows = [list(row) for row in line.actions]
     row = data.draw(st.sampled_from(rows))
