@@ -1,8 +1,6 @@
 """`seqloom train` on a Hugging Face folder: plans change nothing, the trained model is one of transformers again."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -170,13 +168,12 @@ def test_a_refused_model_gives_the_reason_before_any_process_starts(seqloom_here
     assert not (place / "refused").exists()
 
 
-def test_parameters_that_are_missing_are_not_drawn_silently(place):
+def test_parameters_that_are_missing_are_not_drawn_silently(seqloom_here, place):
     folder = place / "partly"
     model = tiny_model("llama-tied")
     state = {name: tensor for name, tensor in model.state_dict().items() if "up_proj" not in name}
     model.save_pretrained(folder, state_dict=state)
-    words = command(place, "partly-run", "--ranks", "1", model__huggingface=folder)
-    result = subprocess.run([sys.executable, "-m", "seqloom", *words], capture_output=True, text=True, timeout=150)
+    result = seqloom_here(*command(place, "partly-run", "--ranks", "1", model__huggingface=folder))
     assert result.returncode == 2
     assert "2 parameters are missing" in result.stderr and "up_proj" in result.stderr
     assert "cannot be loaded" not in result.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from seqloom.dist import run_in_mlp_layout
-from seqloom.integrations.transformers.attach import NAMES
+from seqloom.integrations.transformers.layers import MLP_NAMES
 from seqloom.models.loss import CHUNK
 from seqloom.plan import Checkpoint, Remap, Sharding
 from seqloom.profiling.verify import TOLERANCE
@@ -54,4 +54,4 @@ def test_where_rounds_remap():
     assert re.findall(r"^\| (?:the )?(\w+) \|", table, re.MULTILINE) == [
         kind.upper() if kind == "mlp" else kind for kind in Remap
     ]
-    assert all(f"`{name}`" in table for name in NAMES[:3]) and run_in_mlp_layout.__name__ in table
+    assert all(f"`{name}`" in table for name in MLP_NAMES[:3]) and run_in_mlp_layout.__name__ in table

@@ -68,7 +68,7 @@ def test_bytes_of_any_text_come_back(texts):
         store = TokenStore(out)
         kept = ["first", *filter(None, texts)]
         assert (done.documents, done.counts.empty) == (len(kept), len(texts) + 1 - len(kept))
-        found = [decode(tokenizer, store.tokens(k, 0, int(n))) for k, n in enumerate(store.lengths)]
+        found = [decode("bytes", store.tokens(k, 0, int(n))) for k, n in enumerate(store.lengths)]
         assert found == kept
 
 

@@ -32,6 +32,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from seqloom.dist.torch_transport import Communicators, TorchTransport
 from seqloom.errors import SeqloomError
@@ -46,7 +47,11 @@ class WorkerError(SeqloomError):
 
 
 class Workers:
-    """`size` gloo processes of one thread each on this machine. They start at the first run."""
+    """`size` gloo processes of one thread each on this machine. They start at the first run.
+
+    Attributes:
+        groups: process groups of the process that has most.
+    """
 
     def __init__(self, size: int, *, timeout_s: float = 60.0, enter: Callable[[int], None] | None = None) -> None:
         """Plan a pool.
@@ -59,6 +64,7 @@ class Workers:
         self.size = size
         self._timeout_s = timeout_s
         self._enter = enter
+        self.groups = 0
         self._workers: list[_Worker] = []
         self._folder = ""
 
@@ -102,7 +108,7 @@ class Workers:
         for worker in self._workers:
             worker.process.join()
             worker.pipe.close()
-        self._workers = []
+        self._workers, self.groups = [], 0
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -126,7 +132,8 @@ class Workers:
         while silent and (ready := wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 worker = silent.pop(cast("Connection", pipe))
-                fine, value = worker.answer()
+                fine, value, groups = worker.answer()
+                self.groups = max(self.groups, groups)
                 (results if fine else errors)[worker.rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -149,13 +156,13 @@ class _Worker:
     pipe: Connection
     stack: Path
 
-    def answer(self) -> tuple[bool, Any]:
-        """Return (True, result) or (False, traceback)."""
+    def answer(self) -> tuple[bool, Any, int]:
+        """Return whether it succeeded, the result or the traceback, and its process groups."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
-            return False, f"the process ended with exit code {self.process.exitcode}"
+            return False, f"the process ended with exit code {self.process.exitcode}", 0
 
     def place(self) -> str:
         """Ask a process that does not answer for its stack."""
@@ -208,9 +215,9 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, enter: Callable[
                     if enter is not None:
                         enter(rank)
                     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-                answer = pickle.dumps((True, _do(task, worlds)))
+                answer = pickle.dumps((True, _do(task, worlds), len(_world.pg_map)))
             except BaseException:
-                answer = pickle.dumps((False, traceback.format_exc()))
+                answer = pickle.dumps((False, traceback.format_exc(), 0))
             pipe.send_bytes(answer)
 
 

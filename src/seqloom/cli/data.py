@@ -70,7 +70,7 @@ def prepare(
 
         def report(share: float) -> None:
             nonlocal percent
-            while step is not None and percent < int(100 * share):
+            while percent < int(100 * share):
                 percent += 1
                 step("preparing")
 

@@ -124,7 +124,7 @@ def installed_planners() -> tuple[list[str], dict[str, str]]:
 
 
 def evaluate_batch(
-    names: list[str], batch: Batch, cost: CostModel, seed: int, progress: Callable[[str, int], None] | None
+    names: list[str], batch: Batch, cost: CostModel, seed: int, progress: Callable[[str, int], None]
 ) -> dict[str, Evaluation]:
     """Plan the batch with every planner; flexsp's search is cut short, and auto may take its plan."""
     from seqloom.api import evaluate, evaluate_planners
@@ -132,8 +132,7 @@ def evaluate_batch(
 
     [row] = evaluate_planners([name for name in names if name != "flexsp"], [batch], cost, seed=seed, progress=progress)
     if "flexsp" in names:
-        if progress is not None:
-            progress("flexsp", 0)
+        progress("flexsp", 0)
         begin = time.perf_counter_ns()
         plan = make_plan("flexsp", batch.lengths, cost, seed=seed, **FLEXSP_OPTIONS)
         planning_ns = time.perf_counter_ns() - begin

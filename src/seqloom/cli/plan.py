@@ -90,18 +90,10 @@ def plan(
     shared.check_picture(picture)
     packs = planner in PLANNERS and PLANNERS[planner].packs_dataset
     _check_step_tokens(planner, packs, tokens_per_step, drawn=view or explain or picture is not None)
-    cost = cost_model(
-        cluster,
-        model,
-        profile=profile,
-        sharding=sharding,
-        budget_gib=budget_gib,
-        max_length=max_length,
-        stages=1 if packs else requested_stages([planner]),
-    )
-    workload = _workload(
-        shared.Source(lengths, seed, max_length, column, tokenizer), batch_size, tokens_per_batch, skip
-    )
+    options = {"profile": profile, "sharding": sharding, "budget_gib": budget_gib, "max_length": max_length}
+    cost = cost_model(cluster, model, **options, stages=1 if packs else requested_stages([planner]))
+    source = shared.Source(lengths, seed, max_length, column, tokenizer)
+    workload = _workload(source, batch_size, tokens_per_batch, skip)
     if tokens_per_step is not None:
         _pack_steps(cost, workload, tokens_per_step, seed=seed, out=out, json=json)
         return
@@ -341,8 +333,8 @@ def _level_table(packing: Packing) -> Table:
     from seqloom.api import MS
     from seqloom.view.format import bar, milliseconds, percent, table_of
 
-    names = ("pack of", "shape", "keeps", "packs", "steps", "sequences", "step ms", "tokens %", "")
-    table = table_of(names, left=("keeps", ""))
+    names = ("pack of", "shape", "checkpoint", "packs", "steps", "sequences", "step ms", "tokens %", "")
+    table = table_of(names, left=("checkpoint", ""))
     for level, figures in zip(packing.levels, _level_figures(packing), strict=True):
         share = figures["tokens"] / int(packing.lengths.sum())
         table.add_row(

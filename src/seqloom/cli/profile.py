@@ -119,8 +119,9 @@ def profile(
     path = default_table_path() if output is None else output
     table = KernelTable.load(path) if path.is_file() else KernelTable()
     with shared.progress_bar(len(chosen) * 2 * len(settings.lengths), "warming up") as step:
-        progress = None if step is None else lambda name, length: step(f"{name}, documents of {length:,}")
-        measurement = time_kernels(chosen, shape, settings, progress)
+        measurement = time_kernels(
+            chosen, shape, settings, lambda name, length: step(f"{name}, documents of {length:,}")
+        )
     table.adding(measurement).save(path)
     shared.report(
         json,
@@ -279,8 +280,8 @@ class MachineSetup(NamedTuple):
                 f"--cluster {self.cluster} has {cluster.ranks} ranks, the measurement {ranks}; start {cluster.ranks} "
                 f"processes, or name a cluster of {ranks}"
             )
-        options = {"sharding": self.sharding, "max_length": self.max_length, "capacity": self.capacity}
-        return cost_model(cluster, self.model, **options)
+        sizes = {"max_length": self.max_length, "capacity": self.capacity}
+        return cost_model(cluster, self.model, sharding=self.sharding, **sizes)
 
 
 def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None, json: bool) -> None:

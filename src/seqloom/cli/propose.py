@@ -69,8 +69,7 @@ def propose(
     data = workload.batches[0].lengths
     with shared.progress_bar(2, "proposing strategies") as step:
         strategies = propose_strategies(data, cost, tokens_per_step=tokens_per_step, most=most, seed=seed)
-        if step is not None:
-            step(f"trying {len(strategies)} strategies")
+        step(f"trying {len(strategies)} strategies")
         trial = try_strategies(data, strategies, cost, tokens_per_step, steps)
     if out is not None:
         out.write_text(strategies_to_json(strategies) + "\n", encoding="utf-8")

@@ -158,13 +158,13 @@ def under_torchrun(ranks: int | None) -> bool:
 
 
 @contextmanager
-def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None] | None]:
-    """Show a progress bar on stderr; yield a function to call before each of ``total`` steps with its description.
+def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar on stderr, if that is a terminal.
 
-    Yields None, and shows nothing, where stderr is not a terminal.
+    Yields a function to call before each of ``total`` steps with its description.
     """
     if not sys.stderr.isatty():
-        yield None
+        yield lambda description: None
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -182,10 +182,10 @@ def progress_bar(total: int, description: str) -> Iterator[Callable[[str], None]
 
 
 @contextmanager
-def planning_progress(total: int) -> Iterator[Callable[[str, int], None] | None]:
-    """Show a progress bar of ``total`` plannings; yield a function of a planner's name and a batch's index, or None."""
+def planning_progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Show a progress bar of ``total`` plannings; yield a function of a planner's name and a batch's index."""
     with progress_bar(total, "planning") as step:
-        yield None if step is None else lambda planner, batch: step(f"batch {batch}: {planner}")
+        yield lambda planner, batch: step(f"batch {batch}: {planner}")
 
 
 # Sequences.

@@ -140,8 +140,7 @@ def _verify_batches(
         for index, batch in enumerate(sample):
             for row in verify(spec, source, batch, cost, planners[index], **options):
                 rows.append(row)
-                if step is not None:
-                    step(f"batch {index}: {row.planner}")
+                step(f"batch {index}: {row.planner}")
     return rows
 
 

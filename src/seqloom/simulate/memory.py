@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
+from seqloom.plan import Group, LayerRange, Pipeline, Plan, Sharding
 from seqloom.plan.action import B, F, I, W
 from seqloom.schedules.memory import UnitMemory, memory_walk
 
@@ -86,9 +89,12 @@ def _walk(
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
-            unit = UnitMemory(*(each * tokens for each in per_token), **_kv_caches(plan, own, layers, work))
+            unit = UnitMemory(*(each * tokens for each in per_token))
             units[stage, r] = unit._replace(
-                forward=unit.forward + copies, backward=unit.backward + copies + layer, weight=copies
+                forward=unit.forward + copies,
+                backward=unit.backward + copies + layer,
+                weight=copies,
+                **kv_cache_changes(own, layers, work.groups, plan.documents)._asdict(),
             )
     most, weight_gradients, split = np.zeros(cost.ranks), 0, set()
     row = (action for action in pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
@@ -104,22 +110,28 @@ def _walk(
     return most
 
 
-def _kv_caches(plan: Plan, cost: CostModel, layers: LayerRange, work: StageMicroBatch) -> dict[str, np.ndarray]:
-    """float64[ranks] bytes of keys and values, of documents in pieces, that a micro-batch allocates and frees.
+class KVCacheChanges(NamedTuple):
+    """Keys and values of documents in pieces that a micro-batch allocates and frees. int64[ranks] bytes."""
 
-    Its F allocates them where it has the document's first piece; its backward allocates their gradients where it has
-    the last one, and frees both where it has the first.
-    """
-    keys, gradients, freed = np.zeros((3, cost.ranks))
-    for group in work.groups:
+    kv: np.ndarray  # its F is the document's first: keys and values of all its tokens
+    kv_grad: np.ndarray  # its backward is the document's first: their gradients
+    kv_freed: np.ndarray  # its backward is the document's last: frees both
+
+
+def kv_cache_changes(
+    cost: CostModel, layers: LayerRange, groups: Sequence[Group], lengths: Sequence[int] | np.ndarray
+) -> KVCacheChanges:
+    """Compute the changes of KV caches by a micro-batch of these groups; `lengths` are those of all documents."""
+    kv, kv_grad, kv_freed = (np.zeros(cost.ranks, dtype=np.int64) for _ in range(3))
+    for group in groups:
         for document, start, stop in group.spans:
-            length, ranks = plan.documents[document], list(group.ranks)
+            length, ranks = int(lengths[document]), list(group.ranks)
             if stop - start == length:
                 continue
-            own = kv_cache_bytes(cost, layers, group, length)
+            keys, gradients = kv_cache_bytes(cost, layers, group, length)
             if start == 0:
-                keys[ranks] += own[0]
-                freed[ranks] += sum(own)
+                kv[ranks] += keys
+                kv_freed[ranks] += keys + gradients
             if stop == length:
-                gradients[ranks] += own[1]
-    return {"kv": keys, "kv_grad": gradients, "kv_freed": freed}
+                kv_grad[ranks] += gradients
+    return KVCacheChanges(kv, kv_grad, kv_freed)

@@ -250,7 +250,7 @@ class Trainer(AbstractContextManager):
     def save_model(self) -> None:
         """Write the trained model; also when no step was left to do, since a crash may have come before this."""
         root = self.transport.rank == 0
-        state = gather_state_dict(self.adapter.module, self.parameters, keep=root)
+        state = gather_state_dict(self.adapter.module, self.parameters, root=root)
         if root:
             self._model_family.save(self.config, self.adapter.module, state)
 

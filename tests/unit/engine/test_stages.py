@@ -189,18 +189,23 @@ def test_a_hang_is_told_with_the_grid(threads):
 
 
 def test_a_model_that_cannot_be_cut_is_refused_and_one_of_other_layers():
-    plan, model = plan_of("1f1b", 2), STEP.model()
-    whole = ModelAdapter(
-        model, tuple(model.model.layers), lambda ids, c: model.model(ids, c.positions, c), model.lm_head
-    )
-    fewer = ModelAdapter.of(replace(STEP, spec=tiny_spec(layers=2)).model())
-    for adapter, words in ((whole, "Transformer cannot be cut into stages"), (fewer, "of 4 asked of a model with 2")):
+    def uncut():
+        model = STEP.model()
+        hidden = lambda ids, context: model.model(ids, context.positions, context)  # noqa: E731
+        return ModelAdapter(model, tuple(model.model.layers), hidden, model.lm_head)
+
+    def fewer():
+        return ModelAdapter.of(replace(STEP, spec=tiny_spec(layers=2)).model())
+
+    plan = plan_of("1f1b", 2)
+    for make, words in ((uncut, "Transformer cannot be cut into stages"), (fewer, "of 4 asked of a model with 2")):
+
+        def body(transport, make=make):
+            parameters = ReplicatedParameters(make(), transport)
+            return run_step(bind_plan(plan, transport), parameters, STEP.rows(), STEP.valid)
+
         with pytest.raises(SeqloomError, match=words), Ranks(2) as two:
-            two.run(
-                lambda transport, adapter=adapter: run_step(
-                    bind_plan(plan, transport), ReplicatedParameters(adapter, transport), STEP.rows(), STEP.valid
-                )
-            )
+            two.run(body)
 
 
 @pytest.mark.parametrize(("hosts", "pieces"), [(1, 2), (2, 2), (2, 1)])

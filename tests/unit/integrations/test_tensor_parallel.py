@@ -1,4 +1,4 @@
-"""Models of transformers in teams: gradients of plain transformers, by the plans they publish; and refusals."""
+"""Models of transformers in TP groups: gradients of plain transformers, by the plans they publish; and refusals."""
 
 import copy
 import re
@@ -13,7 +13,8 @@ from seqloom.attention.context_parallel import KVCache
 from seqloom.dist import bind, run_ranks
 from seqloom.errors import SeqloomError
 from seqloom.integrations.transformers import attach, model_adapter
-from seqloom.integrations.transformers.tensor_parallel import Region, tp_layers
+from seqloom.integrations.transformers.layers import tp_layers
+from seqloom.integrations.transformers.tensor_parallel import Region
 from seqloom.layout import Span
 from seqloom.models.adapter import ModelWithLoss
 from seqloom.models.recompute import recompute_layers
@@ -35,7 +36,7 @@ def hooks(model):
 def assert_same(
     plain, tensor, ranks, rounds, checkpoint=Checkpoint.NONE, *, pieces=None, split=False, stages=False, tolerance=1e-9
 ):
-    """Assert that teams find the gradients of plain transformers; `rounds` are lists of groups."""
+    """Assert that TP groups find the gradients of plain transformers; `rounds` are lists of groups."""
     ids = documents(LENGTHS)
     models = [attach(copy.deepcopy(plain)) for _ in range(ranks)]
     labels = [targets(each) for each in ids]
@@ -89,7 +90,7 @@ def test_with_a_ring_and_whatever_is_kept_or_put_off(checkpoint):
     assert_same(tiny_model("llama", attention_bias=True, mlp_bias=True), 2, 4, rounds, checkpoint, split=True)
 
 
-def test_a_team_without_tokens_or_without_a_group():
+def test_a_tp_group_without_tokens_or_without_a_group():
     rounds = [
         [Group((0, 1, 2, 3), 4, 1, SPANS[1:2])],
         [Group((0, 1), 2, 1, SPANS[:1])],
@@ -181,12 +182,12 @@ class Sum(nn.Module):
 @pytest.mark.parametrize(
     ("call", "rows", "words"),
     [
-        (("x", "x"), 6, r"Sum is called with 2 tensors of hidden states in a team"),
+        (("x", "x"), 6, r"Sum is called with 2 tensors of hidden states in a TP group"),
         ((torch.zeros(1, 3, 16),), 6, r"\[1, 3, 16\] in or out of a part of a layer, where \d+ tokens are"),
         (("x",), 12, r"12 of 12 rows of a weight in a TP group of 2"),
     ],
 )
-def test_layers_that_cannot_run_in_a_team(call, rows, words):
+def test_layers_that_cannot_run_in_a_tp_group(call, rows, words):
     def body(transport):
         layer = Odd(*call)
         tp_layers([layer], [(Region("mlp", ("mlp.up",), ("mlp.down",)),)])
