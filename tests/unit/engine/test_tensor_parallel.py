@@ -1,4 +1,4 @@
-"""The reference model in TP groups has the loss and the gradients of one process, whatever the plan recomputes or splits."""
+"""The reference model in TP groups has the loss and the gradients of one process, whatever is recomputed or split."""
 
 from dataclasses import replace
 
