@@ -95,14 +95,14 @@ def test_every_sharding_and_checkpointing_equals_one_process(pool, shardings):
         assert not any(breaks for _, _, breaks in results)
 
 
-def traffic(transport, plan, keeps):
+def traffic(transport, plan):
     """Calls and bytes of every verb in the rounds of a plan, with plain layers and with compiled ones."""
     found = []
     for compiles in (False, True):
         adapter = ModelAdapter.of(STEP.model())
         if compiles:
             compile_layers(adapter.layers, backend="aot_eager")
-        recompute_layers(adapter.layers, keep_exchanged=keeps)
+        recompute_layers(adapter.layers)
         counting = CountingTransport(transport)
         contexts = [each.context for each in bind_plan(plan, counting).rounds]
         counting.reset()
@@ -114,14 +114,13 @@ def traffic(transport, plan, keeps):
     return found
 
 
-@pytest.mark.parametrize("keeps", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_nothing_is_sent_more_often_than_without(pool, keeps):
+def test_nothing_is_sent_more_often_than_without(pool):
     """A round of Ulysses and one of a ring, each under selective and full checkpointing."""
     kinds, sent = (Checkpoint.SELECTIVE, Checkpoint.FULL), []
     for shift in (0, 1):
         rounds = [[Group((0, 1), 2, 1, SPANS[:3])], [Group((0, 1), 1, 2, SPANS[3:])]]
         plan = one_stage_plan(rounds, ranks=2, checkpoint=kinds[shift:] + kinds[:shift])
-        for plain, compiled in pool.run(traffic, plan, keeps):
+        for plain, compiled in pool.run(traffic, plan):
             assert compiled == plain
             sent.append(plain)
     assert sent[0] != sent[-1], "what is checkpointed matters, and is counted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from seqloom.cost import CostModel, MemoryPolicy
 from seqloom.cost.memory import kv_cache_bytes
 from seqloom.cost.plan_cost import tokens_on_ranks
 from seqloom.cost.resharding import UnshardMemory, dp_cp_size, unshard_times_by_stage
-from seqloom.plan import LayerRange, Pipeline, Plan, Sharding, StageMicroBatch
+from seqloom.plan import Group, LayerRange, Pipeline, Plan, Sharding
 from seqloom.plan.action import B, F, I, W
 from seqloom.schedules.memory import UnitMemory, memory_walk
 
@@ -88,14 +89,12 @@ def _walk(
             work = current.by_stage[stage]
             tokens = tokens_on_ranks(cost, work).astype(np.float64)
             per_token = own.memory.activation_bytes(layers, work.checkpoint, work.offload)
-            unit, cache = UnitMemory(*(each * tokens for each in per_token)), kv_cache_changes(plan, own, layers, work)
+            unit = UnitMemory(*(each * tokens for each in per_token))
             units[stage, r] = unit._replace(
                 forward=unit.forward + copies,
                 backward=unit.backward + copies + layer,
                 weight=copies,
-                kv=cache.begun,
-                kv_grad=cache.returning,
-                kv_freed=cache.done,
+                **kv_cache_changes(own, layers, work.groups, plan.documents)._asdict(),
             )
     most, weight_gradients, split = np.zeros(cost.ranks), 0, set()
     row = (action for action in pipeline.actions[pp_rank] if action.kind in (F, B, I, W))
@@ -112,25 +111,27 @@ def _walk(
 
 
 class KVCacheChanges(NamedTuple):
-    """Keys and values that a micro-batch begins or ends to hold on a stage. float64[ranks] bytes."""
+    """Keys and values of documents in pieces that a micro-batch allocates and frees. int64[ranks] bytes."""
 
-    begun: np.ndarray  # its F is the document's first: keys and values of all its tokens
-    returning: np.ndarray  # its backward is the document's first: their gradients
-    done: np.ndarray  # its backward is the document's last: both are freed
+    kv: np.ndarray  # its F is the document's first: keys and values of all its tokens
+    kv_grad: np.ndarray  # its backward is the document's first: their gradients
+    kv_freed: np.ndarray  # its backward is the document's last: frees both
 
 
-def kv_cache_changes(plan: Plan, cost: CostModel, layers: LayerRange, work: StageMicroBatch) -> KVCacheChanges:
-    """Changes by a micro-batch in the KV caches of documents in pieces."""
-    begun, returning, done = (np.zeros(cost.ranks) for _ in range(3))
-    for group in work.groups:
+def kv_cache_changes(
+    cost: CostModel, layers: LayerRange, groups: Sequence[Group], lengths: Sequence[int] | np.ndarray
+) -> KVCacheChanges:
+    """Compute the changes of KV caches by a micro-batch of these groups; `lengths` are those of all documents."""
+    kv, kv_grad, kv_freed = (np.zeros(cost.ranks, dtype=np.int64) for _ in range(3))
+    for group in groups:
         for document, start, stop in group.spans:
-            length, ranks = plan.documents[document], list(group.ranks)
+            length, ranks = int(lengths[document]), list(group.ranks)
             if stop - start == length:
                 continue
             keys, gradients = kv_cache_bytes(cost, layers, group, length)
             if start == 0:
-                begun[ranks] += keys
-                done[ranks] += keys + gradients
+                kv[ranks] += keys
+                kv_freed[ranks] += keys + gradients
             if stop == length:
-                returning[ranks] += gradients
-    return KVCacheChanges(begun, returning, done)
+                kv_grad[ranks] += gradients
+    return KVCacheChanges(kv, kv_grad, kv_freed)

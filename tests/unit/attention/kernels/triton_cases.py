@@ -132,16 +132,6 @@ def test_random_segments():
         assert max(mine for mine, _ in errors(segments, 60, 90, heads=1)) < 1e-6
 
 
-def test_results_in_float32_of_half_precision_inputs():
-    segments = Segments.packed([20, 9])
-    shape = AttentionShape(1, 1, 16, torch.float16, torch.device("cpu"), 0.25)
-    prepared = TritonSegments(pick=pick, result_dtype=torch.float32).prepare(segments, shape)
-    q = torch.randn(29, 1, 16).half()
-    out, lse = prepared.forward(q, q, q)
-    results = [out, *prepared.backward(q, Saved(q, q, q, out, lse))]
-    assert [result.dtype for result in results] == [torch.float32] * 4
-
-
 def test_keys_in_two_parts_are_merged():
     """A ring: two halves of the keys, merged; gradients of each half from the merged out and lse."""
     draw = torch.Generator().manual_seed(1)

@@ -38,7 +38,6 @@ class PiecesCase:
         rounds: the groups of every round.
         order: forwards ascend; a piece goes backward after all later pieces of its document.
         checkpoint: of every round.
-        keep_exchanged: see `run_checkpointed`.
         layers: with inputs and a state of their own.
     """
 
@@ -46,7 +45,6 @@ class PiecesCase:
     rounds: tuple[tuple[Group, ...], ...]
     order: Order
     checkpoint: Checkpoint = Checkpoint.NONE
-    keep_exchanged: bool = False
     layers: int = 1
 
     @classmethod
@@ -160,7 +158,7 @@ def _forward(
         return attend_in_teams(q * 1, k * 1, v * 1, context, case.whole.tensor, **mask)
 
     with torch.set_grad_enabled(keeps):
-        out, lse = run_checkpointed(body, (q, k, v, context), {}, keep_exchanged=case.keep_exchanged)
+        out, lse = run_checkpointed(body, (q, k, v, context), {})
     return _Unit(rows, given, out, lse)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
 from support.attention_cases import Case
-from support.carry_cases import Order, PiecesCase
+from support.kv_cache_cases import Order, PiecesCase
 from support.strategies_attention import head_counts
 
 SHAPES = tuple((ulysses, ring) for ulysses in range(1, 5) for ring in range(1, 5) if ulysses * ring <= 6)
@@ -53,7 +53,7 @@ def pieces_cases(draw: st.DrawFn, *, longest: int = 50) -> PiecesCase:
     heads, kv_heads = draw(head_counts(ulysses))
     by_name = tuple(length for _, length in sorted(zip(names, lengths, strict=True)))
     whole = Case(by_name, heads, kv_heads, draw(st.sampled_from((1, 4))), world, (), window=draw(_windows()))
-    chosen = {"checkpoint": draw(st.sampled_from(CHECKPOINTS)), "keep_exchanged": draw(st.booleans())}
+    chosen = {"checkpoint": draw(st.sampled_from(CHECKPOINTS))}
     return PiecesCase(whole, rounds, draw(_orders(rounds)), **chosen, layers=draw(st.integers(1, 2)))
 
 
