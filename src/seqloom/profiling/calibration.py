@@ -170,16 +170,14 @@ class Calibrator:
         shape = AttentionShape(spec.heads, spec.kv_heads, spec.head_dim, self.dtype, self.device, spec.head_dim**-0.5)
         self._mean(0.0)  # all ranks begin together
         lengths = KERNEL_LENGTHS[self.device.type]
-        times = time_kernels([default_dispatcher(self.device)], shape, TimingSettings(lengths, max(lengths), 2)).times[
-            0
-        ]
-        causal, full = (
-            tuple(
-                TimePoint(p.length, round(self._mean(p.forward_ns)), round(self._mean(p.backward_ns))) for p in points
-            )
-            for points in (times.causal, times.full)
-        )
-        return replace(times, causal=causal, full=full)
+        settings = TimingSettings(lengths, max(lengths), repeats=2)
+        [times] = time_kernels([default_dispatcher(self.device)], shape, settings).times
+
+        def mean(point: TimePoint) -> TimePoint:
+            length, *times_ns = point
+            return TimePoint(length, *(round(self._mean(ns)) for ns in times_ns))
+
+        return replace(times, causal=tuple(map(mean, times.causal)), full=tuple(map(mean, times.full)))
 
     def _link_rates(self) -> Links:
         """Time messages to a neighbour and all-gathers.

@@ -61,6 +61,15 @@ def test_a_trial_in_words():
     assert "1 of 2x1, each 1 x 128 tokens, 3 rounds" in map(describe_trial, plans)
 
 
+def test_one_rank_measures_a_profile(monkeypatch):
+    monkeypatch.setattr(calibration, "KERNEL_LENGTHS", {"cpu": (16, 64)})
+    monkeypatch.setattr(calibration, "TURNS", 1)
+    cost = CostModel(Cluster.parse("1x1xCPU"), MODEL, "cpu", "free", max_length=128, capacity=64)
+    calibrator = calibration.Calibrator(cost, SingleRankTransport(), torch.device("cpu"), torch.float32)
+    found = calibrator.calibrate(128)
+    assert found.profile.matmul_tflops > 0 and found.profile.attention.lengths == (64,)
+
+
 def test_products_have_a_rate():
     assert 0 < calibration.matmul_tflops(MODEL, torch.device("cpu"), torch.float32) < 100
 
