@@ -77,7 +77,7 @@ class ModelSpec:
 
     @classmethod
     def load(cls, name: str) -> ModelSpec:
-        """A model by preset name or from a file.
+        """Return a model by preset name or from a file.
 
         A file is a Hugging Face ``config.json`` (or the folder that holds one), or a .json or .toml with the
         fields of this class. Nothing is fetched from a network.
