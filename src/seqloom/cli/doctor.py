@@ -56,8 +56,8 @@ def doctor(cluster: shared.Cluster = "8x8xH100", json: shared.AsJson = False) ->
     Example:
         seqloom doctor --cluster 8x8xH200
     """
-    found = examine(cluster)
-    shared.report(json, lambda: found, lambda console: _draw(console, found))
+    report = examine(cluster)
+    shared.report(json, lambda: report, lambda console: _draw(console, report))
 
 
 def examine(cluster: str) -> dict[str, Any]:
@@ -168,19 +168,19 @@ def _profile(cluster: str) -> Choice:
     return _choice(profile.name, f"lists the device {device} of {cluster}; --profile NAME overrides it")
 
 
-def _draw(console: Console, found: dict[str, Any]) -> None:
+def _draw(console: Console, report: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     extras = Table("extra", "package", "version", "for", title="Extras", title_justify="left", box=None)
-    for name, row in found["extras"].items():
+    for name, row in report["extras"].items():
         version = row["version"] or f"- ({row['problem']})"
         extras.add_row(*map(escape, (name, row["package"], version, row["purpose"])))
     choices = Table("what", "choice", "why", title="Choices", title_justify="left", box=None)
-    for name, row in found["choices"].items():
+    for name, row in report["choices"].items():
         choices.add_row(*map(escape, (name, row["choice"] or "-", row["why"])))
-    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in found["gpus"])
-    versions = "  ".join(f"{name} {value}" for name, value in found["versions"].items())
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in report["gpus"])
+    versions = "  ".join(f"{name} {value}" for name, value in report["versions"].items())
     last = f"GPUs: {gpus or 'none seen; planning, simulating and viewing need none'}"
     for part in (versions, "", extras, "", choices, "", last):
         console.print(part)

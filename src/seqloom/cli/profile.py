@@ -297,12 +297,12 @@ def _profile_machine(setup: MachineSetup, ranks: int | None, output: Path | None
     if setup.cluster is None and torch.cuda.is_available():
         raise SeqloomError("name the cluster whose GPUs are measured, for its links: --cluster 1x8xH200")
     if shared.under_torchrun(ranks):
-        found = run_under_torchrun(measure_rank, setup, str(output))
+        result = run_under_torchrun(measure_rank, setup, str(output))
     else:
         setup.cost(ranks or 1)  # refuse here, once, what every process would refuse
-        found = run_on_processes(measure_rank, ranks or 1, setup, str(output))
-    if found:  # the first rank's
-        shared.report(json, lambda: found, lambda console: _draw_trials(console, found))
+        result = run_on_processes(measure_rank, ranks or 1, setup, str(output))
+    if result:  # the first rank's
+        shared.report(json, lambda: result, lambda console: _draw_trials(console, result))
 
 
 def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict[str, Any]:
@@ -322,26 +322,26 @@ def measure_rank(process: RankProcess, setup: MachineSetup, output: str) -> dict
     verbose = setup.verbose and rank == 0 and sys.stderr.isatty()
     report = (lambda text: typer.echo(text, err=True)) if verbose else (lambda text: None)
     stages = 2 if ranks % 2 == 0 and cost.model.layers > 1 else 1
-    found = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
+    calibration = calibrator.calibrate(setup.max_length or LONGEST_STEP[device.type], report, stages=stages)
     communicators.close()
     if rank:
         return {}
-    found.profile.save(output)
+    calibration.profile.save(output)
     trials = [
         {"what": describe_trial(trial.plan), "measured_ms": trial.ns / MS, "predicted_ms": predicted / MS}
-        for trial, predicted in zip(found.trials, found.predicted_ns, strict=True)
+        for trial, predicted in zip(calibration.trials, calibration.predicted_ns, strict=True)
     ]
     return {"output": output, "cluster": cost.cluster.spelling, "model": cost.model.name, "trials": trials}
 
 
-def _draw_trials(console: Console, found: dict[str, Any]) -> None:
+def _draw_trials(console: Console, result: dict[str, Any]) -> None:
     from seqloom.view.format import table_of
 
     table = table_of(("groups side by side", "measured ms", "by the profile"), left=("groups side by side",))
-    for trial in found["trials"]:
+    for trial in result["trials"]:
         table.add_row(trial["what"], f"{trial['measured_ms']:,.1f}", f"{trial['predicted_ms']:,.1f}")
     console.print(table)
-    errors = [abs(trial["predicted_ms"] / trial["measured_ms"] - 1) for trial in found["trials"]]
+    errors = [abs(trial["predicted_ms"] / trial["measured_ms"] - 1) for trial in result["trials"]]
     error = f"{statistics.mean(errors):.1%} on average, {max(errors):.0%} at most"
-    shared.print_lines(console, f"off by {error}; {found['model']} on {found['cluster']}")
-    typer.echo(f"wrote {found['output']}")
+    shared.print_lines(console, f"off by {error}; {result['model']} on {result['cluster']}")
+    typer.echo(f"wrote {result['output']}")

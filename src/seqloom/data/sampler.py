@@ -52,6 +52,17 @@ class Batch:
         """Number of documents."""
         return len(self.documents)
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the columns."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        mine, theirs = (self.documents, self.lengths, self.valid), (other.documents, other.lengths, other.valid)
+        return all(map(np.array_equal, mine, theirs))
+
+    def __hash__(self) -> int:
+        """Hash the documents."""
+        return hash(self.documents.tobytes())
+
     def __repr__(self) -> str:
         """Totals."""
         return f"Batch({len(self):,} documents, {self.tokens:,} tokens, {self.valid_tokens:,} valid)"

@@ -13,11 +13,12 @@ from seqloom.dist.threads import Ranks
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
 from support.attention_cases import assemble, attend, worst
-from support.carry_cases import attend_pieces, evaluate_pieces
+from support.kv_cache_cases import attend_pieces, evaluate_pieces
 from support.oracle import difference
-from support.strategies_carry import pieces_cases
+from support.strategies_kv_cache import pieces_cases
 
 torch.set_num_threads(1)
+HALF = settings(max_examples=max(1, settings().max_examples // 2))
 FEW = settings(max_examples=max(1, settings().max_examples // 5))
 FEWER = settings(max_examples=max(1, settings().max_examples // 10))
 
@@ -37,6 +38,7 @@ def run(ranks, body, case, inputs, *options, strict=True):
     return [assemble(own) for own in zip(*parts, strict=True)]
 
 
+@HALF
 @given(case=pieces_cases(), strict=st.booleans())
 def test_pieces_are_the_truth_under_every_checkpoint(ranks, case, strict):
     inputs = case.inputs(torch.float64)

@@ -15,9 +15,9 @@ from seqloom.dist import SingleRankTransport
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
 from support.attention_cases import Case, assemble, attend, worst
-from support.carry_cases import PiecesCase, attend_pieces
+from support.kv_cache_cases import PiecesCase, attend_pieces
 from support.oracle import difference
-from support.strategies_carry import pieces_cases
+from support.strategies_kv_cache import pieces_cases
 
 pytestmark = [
     pytest.mark.gpu,

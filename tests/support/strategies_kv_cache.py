@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from seqloom.layout import Span
 from seqloom.plan import Checkpoint, Group
 from support.attention_cases import Case
-from support.carry_cases import Order, PiecesCase
+from support.kv_cache_cases import Order, PiecesCase
 from support.strategies_attention import head_counts
 
 SHAPES = tuple((ulysses, ring) for ulysses in range(1, 5) for ring in range(1, 5) if ulysses * ring <= 6)
