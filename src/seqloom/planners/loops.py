@@ -852,8 +852,8 @@ def fill_packs(
         packs += 1
 
 
-# Pipelines side by side (planner hydraulis): which pipeline gets which documents, and their micro-batches. All times are those
-# of one stage, forward and backward; stages of a pipeline take equally long.
+# Pipelines side by side (planner hydraulis): which pipeline gets which documents, and their micro-batches. Times are
+# those of one stage, forward and backward; stages of a pipeline take equally long.
 
 
 class DispatchProblem(NamedTuple):
